@@ -20,6 +20,7 @@ from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
+from slapo_rewrite.sharding.types import layer_key
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class ShardParameter(Change):
         name: The parameter.
         axis: The axis that is split.
         parts: What the blocks packed along it are, as it is given to the function that cuts.
+        multiple_of: What a rank's part of a block is a multiple of; 0 where it may be any.
     """
 
     name: str
     axis: int
     parts: Packed | PackedSizes | None
+    multiple_of: int = 0
 
     says = "whose parameters are split over the tensor-parallel group"
 
@@ -46,6 +49,7 @@ class ShardParameter(Change):
         function = text.helper("tensor_parallel", "shard_parameter")
         packed = text.imports.value(self.parts, text.causes) if self.parts is not None else ""
         parts = f", parts={packed}" if packed else ""
+        parts += f", multiple_of={self.multiple_of}" if self.multiple_of else ""
         line = f'{function}(self, "{self.name}", axis={self.axis}{parts})'
         bound = getattr(site.statement, "value", None)
         if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
@@ -71,8 +75,43 @@ def place_shard(to: Placement, node: Node, shard: Shard) -> None:
     start = home.file.span(site.value)[0]
     home.changes.sites[start] = site
     parts = place_blocks(to, node, shard, site, length_of(site, shard.axis))
-    change = ShardParameter(shard.name, shard.axis, parts)
+    multiple_of = to.followed.multiples.get((layer_key(node), shard.name), 0)
+    change = ShardParameter(shard.name, shard.axis, parts, multiple_of)
     home.changes.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
+
+
+@dataclass(frozen=True)
+class AddOnce(Change):
+    """After the assignment of a parameter that is added to partial sums: one rank adds it.
+
+    Attributes:
+        name: The parameter.
+    """
+
+    name: str
+
+    says = "whose biases are added by one rank"
+
+    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+        """Says so behind its construction."""
+        (asked,) = here
+        assert isinstance(asked.place, AtParameter)
+        site = text.classes.sites[asked.place.start]
+        function = text.helper("tensor_parallel", "add_once")
+        line = f'{function}(self, "{self.name}")'
+        text.insert_after(site.statement, line, f"`{self.name}` is added to a rank's partial sum")
+
+
+def place_biases(to: Placement, node: Node) -> None:
+    """Has one rank alone add what a module with split parameters adds to its partial sums.
+
+    Raises:
+        UnfollowableConstruction: What makes the parameter is not in the file of the module's class.
+    """
+    for key, name in sorted(to.followed.once, key=lambda found: found[1]):
+        if key == layer_key(node):
+            cause = to.states[node.path].shards[0].cause
+            to.add_behind_parameter(node, name, "add_once", AddOnce(name), cause)
 
 
 @dataclass(frozen=True)

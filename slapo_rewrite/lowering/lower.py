@@ -21,7 +21,7 @@ from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.border_syncs import place_syncs
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
-from slapo_rewrite.changes.parameters import place_shard
+from slapo_rewrite.changes.parameters import place_biases, place_shard
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.pretrained import keep_all_treatments
 from slapo_rewrite.changes.reduced_gradients import place_gradients
@@ -200,6 +200,8 @@ class _Lowering:
                 place_replacement(to, node, layers.get(path))
             for shard in state.shards if path in parameters else ():
                 place_shard(to, node, shard)
+            if path in parameters:
+                place_biases(to, node)
             place_syncs(to, node, asked.borders.get(path, ()), path in layers)
             if state.decompose:
                 place_decomposed(to, node, layers.get(path))

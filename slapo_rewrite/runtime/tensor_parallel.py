@@ -309,6 +309,38 @@ def shard_parameter(
     record_shard(module, name, shard)
 
 
+def on_first_rank(x: Tensor) -> Tensor:
+    """The tensor on the first rank, zeros of its shape on the others."""
+    return x if rank() == 0 else torch.zeros_like(x)
+
+
+def add_once(module: nn.Module, name: str) -> None:
+    """Has the first rank alone add the whole parameter `module.<name>` to partial sums.
+
+    While `module` runs, its attribute of that name is this rank's summand. Every rank
+    gets the whole gradient, as it does of the sum.
+
+    Args:
+        module: The module that holds it, and gives partial sums.
+        name: Its name there.
+    """
+    if world_size() > 1:
+        module.register_forward_pre_hook(partial(set_summand, name=name))
+        hook = partial(remove_summand, name=name)
+        module.register_forward_hook(hook, always_call=True)
+
+
+def set_summand(module: nn.Module, args: Any, name: str) -> None:
+    """Puts this rank's summand before the parameter of that name."""
+    whole = getattr(module, name)
+    vars(module)[name] = collective(whole, on_first_rank, unchanged)
+
+
+def remove_summand(module: nn.Module, args: Any, output: Any, name: str) -> None:
+    """Lets the attribute be the parameter again."""
+    vars(module).pop(name, None)
+
+
 def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
     """The ranks' outputs put together, whose gradient is this rank's slice."""
     return y if shard is None else collective(y, shard.gather, shard.cut)

@@ -69,6 +69,8 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
             _install_borders(run, run.tree.nodes[path], borders, undo)
         install_values(run, functools.partial(cross_value, run), undo)
         _know_parameters(run)
+        for path, name in sorted(run.wanted.once):
+            _install_once(run, run.tree.nodes[path], name, undo)
         holders = _holders(run)
         for path, holder in holders.items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
@@ -256,6 +258,22 @@ def _install_parameters(
         run.whole[id(part)] = tuple(old.shape)
         run.flow.set(part, State(SHARD, node.path))
         undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
+
+
+def _install_once(run: Run, node: Node, name: str, undo: list[Callable[[], None]]) -> None:
+    """While a module runs, a whole parameter of its own is this rank's summand."""
+    live = node.live
+
+    def enter(module: nn.Module, args: Any) -> None:
+        summand = run.aliased(getattr(module, name))
+        run.flow.set(summand, State(PARTIAL, node.path))
+        vars(module)[name] = summand
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(name, None)
+
+    undo.append(live.register_forward_pre_hook(enter).remove)
+    undo.append(live.register_forward_hook(leave, always_call=True).remove)
 
 
 def _install_borders(

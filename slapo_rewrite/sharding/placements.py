@@ -103,7 +103,7 @@ ADDED_INTO = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
 # Those that write a number into what they keep: only a zero is the sum of as many.
 _WRITING = {"pad": ("value", 3, 0), "masked_fill": ("value", 2, None)}
 
-_ADDING = {
+ADDING = {
     "add", "add_", "sub", "sub_", "__iadd__", "__isub__", "__add__", "__radd__", "__sub__",
     "subtract", "rsub", "__rsub__",
 }  # fmt: skip
@@ -478,7 +478,7 @@ class Flow:
             plain = value not in (0, None) if isinstance(value, (int, float, type(None))) else True
         fine = (
             (name in _KEEPING | ADDED_INTO and count == floating and not (written and plain))
-            or (name in _ADDING and count == len(inputs) and not plain)
+            or (name in ADDING and count == len(inputs) and not plain)
             or (
                 name in _MULTIPLYING
                 and count == 1

@@ -42,6 +42,7 @@ from slapo_rewrite.sharding.types import (
     ShardingRequest,
     ShardingResult,
     Way,
+    layer_key,
 )
 
 
@@ -100,7 +101,7 @@ def propagate(
 
 
 class _Incomplete(Exception):
-    """A run found more gradients that have to be summed than it took for granted.
+    """A run found more than it took for granted: gradients to be summed, biases to be added once.
 
     Attributes:
         guess: All of it.
@@ -363,6 +364,7 @@ class _Following:
             sizes=wanted.sizes,
             shared={key: self.sources.get(key) for key in sorted(wanted.shared)},
             summed=wanted.summed,
+            once={(layer_key(self.tree.nodes[path]), name) for path, name in wanted.once},
             replicated=dict(wanted.replicated),
             repeats=wanted.repeats,
         )
@@ -390,10 +392,10 @@ class _Following:
     def _check_complete(self, run: Run, wanted: Hypothesis) -> None:
         """What the run found has to be taken for granted from its beginning on."""
         shared = wanted.shared | run.flow.shared.keys()
-        summed = wanted.summed | run.flow.summed
-        if (shared, summed) != (wanted.shared, wanted.summed):
+        summed, once = wanted.summed | run.flow.summed, wanted.once | run.once
+        if (shared, summed, once) != (wanted.shared, wanted.summed, wanted.once):
             self.sources.update(run.flow.shared)
-            guess = replace(wanted, shared=shared, summed=summed)
+            guess = replace(wanted, shared=shared, summed=summed, once=once)
             raise _Incomplete(guess, run.position) from None
 
     def _run_as_rank(self, run: Run) -> None:

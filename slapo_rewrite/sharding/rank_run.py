@@ -28,6 +28,7 @@ from slapo_rewrite.sharding.functional_layers import spelled_call
 from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
 from slapo_rewrite.sharding.placements import (
     ADDED_INTO,
+    ADDING,
     PARTIAL,
     REDUCE,
     REPLICATE,
@@ -221,6 +222,7 @@ def _take_in(
         run.flow.set(outputs[0], statistic)
     else:
         _sum_into_zeros(run, name, inputs)
+        _add_once(run, name, inputs)
         before = run.flow.of(inputs[0]) if inputs else None
         try:
             run.flow.operate(
@@ -243,6 +245,26 @@ def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
         added = next((s for t in inputs[1:] if (s := run.flow.of(t)).kind == PARTIAL), None)
         if added is not None:
             run.flow.set(inputs[0], State(PARTIAL, added.source, added.copies))
+
+
+def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
+    """Takes a bias that is added to a partial sum for one that a single rank adds.
+
+    It belongs to a module with split parameters, whose `forward` is to be given it so. Where that
+    is done already, and the bias is whole all the same, it is added elsewhere.
+    """
+    if name not in ADDING or all(run.flow.of(t).kind != PARTIAL for t in inputs):
+        return
+    held = {
+        id(parameter): (path, own)
+        for path in run.asked.parameters
+        for own, parameter in run.tree.nodes[path].live.named_parameters(recurse=False)
+    }
+    for tensor in inputs:
+        key = next((held[seen] for seen in run.seen_as(tensor) if seen in held), None)
+        if key and run.flow.of(tensor).kind == REPLICATE and key not in run.wanted.once:
+            run.once.add(key)
+            run.flow.set(tensor, State(PARTIAL, key[0]))
 
 
 def _check_packing(

@@ -53,6 +53,7 @@ class Hypothesis:
         fixed: Attributes that are not.
         shared: Whole parameters whose gradients are added up.
         summed: All-gathers that sum gradients.
+        once: Whole parameters that one rank adds to partial sums, by module path and name.
         replicated: Layers of which several ranks hold the same heads, with the attributes that are
             the heads' sizes.
         repeats: Attributes that say how often such heads are repeated.
@@ -62,6 +63,7 @@ class Hypothesis:
     fixed: frozenset[Attribute] = frozenset()
     shared: frozenset[tuple[str, str]] = frozenset()
     summed: frozenset[tuple[str, int]] = frozenset()
+    once: frozenset[tuple[str, str]] = frozenset()
     replicated: frozenset[tuple[LayerKey, str]] = frozenset()
     repeats: frozenset[Attribute] = frozenset()
 
@@ -93,6 +95,7 @@ class Run:
         viewed: The tensor, by its id, that another one has the same elements as, or some of them.
         makers: What a tensor, by its id, was made from.
         zeros: Tensors, by their ids, that were made as zeros.
+        once: Whole parameters found to be added to partial sums, by module path and name.
         layers: The sharded layers that stand in the model.
         linear: The linear ones among them.
         calls: Calls that are told a size, as code and instruction, each with the modules, by their
@@ -133,6 +136,7 @@ class Run:
         self.viewed: dict[int, int] = {}
         self.makers: dict[int, list[torch.Tensor]] = {}
         self.zeros: set[int] = set()
+        self.once: set[tuple[str, str]] = set()
         self.layers: list[nn.Module] = []
         self.linear: list[nn.Module] = []
         self.calls: dict[tuple[types.CodeType, int], set[tuple[int, bool]]] = {}
@@ -171,6 +175,16 @@ class Run:
                 table[id(new)] = table[id(old)]  # type: ignore[assignment]
         self.flow.set(new, self.flow.of(old))
         self.alive.append(new)
+
+    def aliased(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values, as another tensor."""
+        self.depth += 1
+        try:
+            new = tensor.view_as(tensor)
+        finally:
+            self.depth -= 1
+        self.same(tensor, new)
+        return new
 
     def seen_as(self, tensor: torch.Tensor) -> Iterator[int]:
         """A tensor and those that it is another shape, type or part of, by their ids."""

@@ -18,6 +18,7 @@ from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry, key_of
 from slapo_rewrite.sharding.tracked_sizes import Shape, Size
 from slapo_rewrite.sharding.types import CannotFollow
+from slapo_rewrite.sharding.units import note_step
 
 # What gives an axis in pieces, one after the other.
 IN_PIECES = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -194,7 +195,9 @@ def _blocks_cut(run: Run, entry: Entry, keys: Sequence[Any], tensor: torch.Tenso
     cut = meant[axis - len(ahead) if Ellipsis in keys[: axis + 1] else axis]
     whole = entry.inputs[0][axis]
     packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
-    start, stop, _ = cut.indices(whole)
+    start, stop, step = cut.indices(whole)
+    if step > 1:
+        return {axis: (whole // step,)}
     ends = list(itertools.accumulate(packed))
     return {axis: tuple(p for p, end in zip(packed, ends, strict=True) if start < end <= stop)}
 
@@ -228,6 +231,9 @@ def _slice(
     if isinstance(item, slice) and item in (slice(None), slice(None, None, 1)):
         return item
     here = tensor.shape[axis]
+    if isinstance(item, slice) and _is_every_nth(run, tensor, axis, item, whole):
+        note_step(run, tensor, axis, item.step)
+        return item
     if not isinstance(item, slice) or item.step not in (None, 1):
         raise CannotFollow(
             f"this indexes a split axis, which has {here} of {whole} elements on a rank",
@@ -255,6 +261,19 @@ def _slice(
             change(run, tensor, bound, want, (number, which), SHARE, "this cuts at")
         bounds.append(want)
     return slice(bounds[0], bounds[1], item.step)
+
+
+def _is_every_nth(run: Run, tensor: torch.Tensor, axis: int, item: slice, whole: int) -> bool:
+    """Whether a slice takes one of every few elements that lie side by side, to the end."""
+    start, step = item.start or 0, item.step or 1
+    packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
+    return (
+        step > 1
+        and 0 <= start < step
+        and item.stop is None
+        and len(packed) == 1
+        and whole % step == 0
+    )
 
 
 def _bound(args: Any, kwargs: Any, *names: str) -> tuple[torch.Tensor, Any, int]:

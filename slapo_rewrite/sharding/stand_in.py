@@ -155,6 +155,8 @@ class StandIn:
             found,
             heads={keys[key]: name for key, name in found.heads.items()},
             units={keys[key]: replace(unit, size=0) for key, unit in found.units.items()},
+            multiples={(keys[key], name): n for (key, name), n in found.multiples.items()},
+            once={(keys[key], name) for key, name in found.once},
             replicated={keys[key]: name for key, name in found.replicated.items()},
             arguments={replace(a, source=self._path(a.source)) for a in found.arguments},
             given_parts={(place, paths[path]) for place, path in found.given_parts},

@@ -297,6 +297,7 @@ class ShardingResult:
         sizes: Integer attributes that become this rank's share.
         heads: The attribute that is a head's size, for each layer that gives heads.
         units: What the split of a layer must be a multiple of.
+        multiples: What the split of a module's own parameter must be a multiple of.
         replicated: The layers of which several ranks may hold the same heads.
         repeats: Attributes that say how often such heads are repeated.
         may_repeat: Attributes that heads are repeated by which no rank shares with another.
@@ -304,6 +305,7 @@ class ShardingResult:
         arguments: Arguments of calls in `forward` that have to change.
         given_parts: The calls that are given parts, each with the module in whose method it stands.
         given_whole: Those that are given whole values, likewise.
+        once: Whole parameters that are added to partial sums, by one rank then.
         shared: Whole parameters that meet parts, by module path and name: their gradients have to
             be added up. With the module that makes what they meet, where known.
         readings: Where parameters are read, if there are any among `shared`.
@@ -325,6 +327,7 @@ class ShardingResult:
     sizes: frozenset[Attribute] = frozenset()
     heads: dict[LayerKey, str] = field(default_factory=dict)
     units: dict[LayerKey, Unit] = field(default_factory=dict)
+    multiples: dict[tuple[LayerKey, str], int] = field(default_factory=dict)
     replicated: Mapping[LayerKey, str] = field(default_factory=dict)
     repeats: frozenset[Attribute] = frozenset()
     may_repeat: set[Attribute] = field(default_factory=set)
@@ -332,6 +335,7 @@ class ShardingResult:
     arguments: set[ArgumentChange] = field(default_factory=set)
     given_parts: set[tuple[Place, str]] = field(default_factory=set)
     given_whole: set[tuple[Place, str]] = field(default_factory=set)
+    once: set[tuple[LayerKey, str]] = field(default_factory=set)
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
     readings: set[Reading] = field(default_factory=set)
     summed: frozenset[tuple[str, int]] = frozenset()

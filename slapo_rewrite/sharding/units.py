@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +47,36 @@ def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
     node = run.tree.nodes.get(run.flow.of(tensor).source or "")
     if node is not None and run.whole_shape(tensor)[axis] not in run.followed.even:
         run.followed.units.setdefault(layer_key(node), EVEN)
+
+
+def note_step(run: Run, tensor: torch.Tensor, axis: int, step: int) -> None:
+    """Notes that what makes a part must give every rank whole groups of so many elements.
+
+    Args:
+        run: The run.
+        tensor: Of which every `step`-th element along the axis is taken.
+        axis: The axis, which is split as the layer or the parameters are that it comes from.
+        step: How many elements make a group.
+
+    Raises:
+        CannotFollow: It is not known what is to be split so.
+    """
+    path, whole = run.flow.of(tensor).source or "", run.whole_shape(tensor)[axis]
+    shards = [
+        shard.name
+        for shard in run.asked.parameters.get(path, ())
+        if run.whole_shape(getattr(run.tree.nodes[path].live, shard.name))[shard.axis] == whole
+    ]
+    if not shards:
+        raise CannotFollow(
+            f"this takes one of every {step} elements of a split axis, and no parameter is known "
+            "whose parts they are",
+            path or None,
+            "gather the value before, or split it with `split` or `chunk`",
+        )
+    for name in shards:
+        key = layer_key(run.tree.nodes[path]), name
+        run.followed.multiples[key] = math.lcm(step, run.followed.multiples.get(key, 1))
 
 
 def note_unit(

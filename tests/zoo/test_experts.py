@@ -255,9 +255,47 @@ class Model(nn.Module):
 """
 
 
-def test_the_sum_that_experts_want_is_inferred(tmp_path):
-    """What weighs their outputs is whole, so these have to be as well."""
-    schedule = """import torch
+# Gates and what they let through lie side by side, and each expert has biases.
+INTERLEAVED = """import torch
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self, n=4, w=8):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(n, w, 4 * w) * 0.1)
+        self.up_bias = nn.Parameter(torch.randn(n, 4 * w))
+        self.down = nn.Parameter(torch.randn(n, 2 * w, w) * 0.1)
+        self.down_bias = nn.Parameter(torch.randn(n, w))
+
+    def forward(self, x, chosen):
+        h = torch.einsum("td,tdi->ti", x, self.up[chosen]) + self.up_bias[chosen]
+        gate, up = h[..., ::2], h[..., 1::2]
+        h = gate.sigmoid() * (up + 1)
+        return torch.einsum("th,thi->ti", h, self.down[chosen]) + self.down_bias[chosen]
+
+
+class Block(nn.Module):
+    def __init__(self, w=8, n=4):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(w, n), Experts(n, w)
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        return self.experts(x, chosen) * weight[:, None]
+
+
+class Model(nn.Module):
+    def __init__(self, w=8):
+        super().__init__()
+        self.first, self.block = nn.Linear(w, w), Block(w)
+
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.block(x)
+"""
+
+STEP = """import torch
 
 
 def model(m):
@@ -273,13 +311,67 @@ def loss(outputs):
 
 
 def schedule(s):
+"""
+SPLIT_INSIDE = (
+    STEP
+    + """\
     s["experts"].shard("up", axis=2)
     s["experts"].shard("down", axis=1)
     s.infer_sync()
 """
-    case = {"weighted": Case(WEIGHTED, schedule)}
-    prepare(tmp_path, case)
-    run(compare, 2, tmp_path, case)
+)
+SPLIT_IN_PAIRS = (
+    STEP
+    + """\
+    s["block.experts"].shard("up", axis=2)
+    s["block.experts"].shard("up_bias", axis=1)
+    s["block.experts"].shard("down", axis=1)
+    s["block"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+"""
+)
+
+
+def test_gates_beside_what_they_let_through_and_biases_of_partial_sums(tmp_path):
+    """A rank has whole pairs, and one rank adds the biases."""
+    changed = changed_lines(rewritten(tmp_path, INTERLEAVED, SPLIT_IN_PAIRS))
+    for line in (
+        'shard_parameter(self, "up", axis=2, multiple_of=2)',
+        'shard_parameter(self, "up_bias", axis=1, multiple_of=2)',
+        'shard_parameter(self, "down", axis=1)',
+        'add_once(self, "down_bias")',
+    ):
+        assert f"+        {line}\n" in changed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("h[..., ::2]", "h[..., :-1:2]", "this indexes a split axis"),
+        # One of them is not read while the module that holds it runs.
+        (
+            "self.experts(x, chosen) * weight",
+            "(self.experts(x, chosen) + self.experts.down_bias[chosen]) * weight",
+            "`add` needs the value",
+        ),
+        ("self.down_bias[chosen]", "self.down_bias[chosen].relu()", "`add` needs the value"),
+        ("self.down_bias[chosen]", "x", "`add` needs the value"),
+    ],
+)
+def test_what_is_neither_a_pair_nor_a_bias(tmp_path, before, after, words):
+    source = INTERLEAVED.replace(before, after)
+    assert source != INTERLEAVED
+    assert words in refused(tmp_path, source, SPLIT_IN_PAIRS, "SR104")
+
+
+def test_the_sum_that_experts_want_is_inferred(tmp_path):
+    """What weighs their outputs is whole, so these have to be as well."""
+    schedule = SPLIT_INSIDE
+    cases = {
+        "weighted": Case(WEIGHTED, schedule),
+        "interleaved": Case(INTERLEAVED, SPLIT_IN_PAIRS),
+    }
+    prepare(tmp_path, cases)
+    run(compare, 2, tmp_path, cases)
     words = refused(tmp_path, WEIGHTED, schedule.replace("    s.infer_sync()\n", ""), "SR104")
     assert "nothing adds it up" in words
     synced = schedule.replace("s.infer_sync()", 's["experts"].sync("bwd_post", "all_reduce")')
