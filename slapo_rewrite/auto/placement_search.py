@@ -467,9 +467,8 @@ class Search:
         What runs beside them goes with them where there is no other way: the sum is of both then.
         """
         for cubes in self._experts():
-            inside = f"{_common(cube.pattern for cube in cubes)}."
-            beside = [g for g in groups if all(p.startswith(inside) for p in g.patterns)]
-            for group in self._ways_of_experts(cubes, inside[:-1], beside):
+            parent = _common(cube.pattern for cube in cubes)
+            for group in self._ways_of_experts(cubes, parent, groups):
                 if self._legal(group):
                     split = {*group.patterns}
                     groups = [g for g in groups if not split & {*g.patterns}]
@@ -495,9 +494,10 @@ class Search:
         yield from (cubes for cubes in alone.values() if len(cubes) > 1)
 
     def _ways_of_experts(
-        self, cubes: Sequence[Cube], parent: str, beside: Sequence[Group]
+        self, cubes: Sequence[Cube], parent: str, groups: Sequence[Group]
     ) -> Iterator[Group]:
         *ups, down = dict.fromkeys(cube.pattern for cube in cubes)
+        beside: list[Group] | None = None
         for shards in _shards_of_experts(cubes):
             if ups:
                 yield Group(shards, summed=tuple(ups), results=(down,))
@@ -505,9 +505,22 @@ class Search:
             yield Group(shards)
             if parent in self.modules:
                 yield Group(shards, summed=(parent,), results=(parent,))
+                if beside is None:
+                    beside = self._beside(f"{parent}.", groups)
                 more = tuple(shard for group in beside for shard in group.shards)
                 if more:
                     yield Group((*more, *shards), summed=(parent,), results=(parent,))
+
+    def _beside(self, inside: str, groups: Sequence[Group]) -> list[Group]:
+        """The components in a block of experts, also those that alone would not pay."""
+        taken = {pattern for group in groups for pattern in group.patterns}
+        further = (
+            self._first(producers, consumers)
+            for producers, consumers in self._components()
+            if all(p.startswith(inside) and p not in taken for p in producers | consumers)
+        )
+        own = [g for g in groups if all(p.startswith(inside) for p in g.patterns)]
+        return [*own, *(group for group in further if group is not None)]
 
     def _vocabulary(self, taken: set[str]) -> list[Group]:
         """Embeddings over the vocabulary, and the heads that give a number for each word."""
