@@ -1,5 +1,6 @@
 """Stages of a model: what each holds, and its weights under the original names."""
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -105,6 +106,26 @@ class Unlike:
         return f"anything but {self.value!r}"
 
 
+class Compared:
+    """Any setting that compares so with a number, or with another setting."""
+
+    def __init__(self, sign: str, other: int | str) -> None:
+        self.sign, self.other = sign, other
+
+    def holds(self, value: Any, model: nn.Module) -> bool:
+        """Whether a value is one."""
+        other = self.other
+        bound = attrgetter(other)(model) if isinstance(other, str) else other
+        known = isinstance(value, int) and isinstance(bound, int)
+        return known and bool(SIGNS[self.sign](value, bound))
+
+    def __repr__(self) -> str:
+        return f"what is {self.sign} {self.other}"
+
+
+SIGNS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
 def model_class(stage: type) -> Any:
     """The class of the model that a stage is one of."""
     return next(kind for kind in stage.__mro__ if not issubclass(kind, Stage))
@@ -131,6 +152,8 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
                     f"`{path}` is None, and the stages were written for a model where "
                     "it is not: let slapo-rewrite write them again for this model"
                 )
+        elif isinstance(expected, Compared) and expected.holds(found, model):
+            continue
         elif found is not expected and found != expected:
             shown = type(found).__name__ if isinstance(found, nn.Module) else found
             raise ValueError(

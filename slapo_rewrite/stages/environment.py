@@ -53,6 +53,29 @@ class Unlike:
     was: object
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What is relied on of a size of which it is asked only whether it is less or more.
+
+    Attributes:
+        sign: How it compares.
+        other: A number, or the path of a setting.
+        was: What it is.
+    """
+
+    sign: str
+    other: int | str
+    was: object
+
+
+_SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and where it does not
+    ast.Lt: ("<", ">="),
+    ast.LtE: ("<=", ">"),
+    ast.Gt: (">", "<="),
+    ast.GtE: (">=", "<"),
+}
+
+
 def is_module(value: object) -> bool:
     """Whether a value is a module of the model."""
     return hasattr(type(value), "named_parameters")
@@ -113,10 +136,19 @@ class Environment:
     def decided(self, test: ast.expr) -> bool | None:
         """How a test comes out in every training step; None where that is not known."""
         read: dict[str, Any] = {}
-        way = truth(test, lambda operand: self.value(operand, read), calls=False)
+        way = truth(test, lambda operand: self._tested(operand, read), calls=False)
         if way is not None:
-            self.rely_on(_unlike(test, read, way) or read)
+            self.rely_on(read)
         return way
+
+    def _tested(self, operand: ast.expr, read: dict[str, Any]) -> Worth:
+        own: dict[str, Any] = {}
+        value = self.value(operand, own)
+        if isinstance(value, Constant):
+            own = _less_exact(operand, own, bool(value.value)) or own
+        for path, found in own.items():
+            read[path] = _stronger(read.get(path, found), found)
+        return value
 
     def rely_on(self, read: Mapping[str, Any]) -> None:
         """Settings that something was decided by."""
@@ -266,9 +298,21 @@ class Environment:
         return UNKNOWN
 
 
-def _unlike(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str, Any] | None:
-    """What a test relies on where it only asks whether a setting is a number or a text; or None."""
+def _less_exact(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str, Any] | None:
+    """What a test relies on that only asks whether a setting is a number or a text, or compares.
+
+    None where it asks for more.
+    """
+    sizes = [(path, was) for path, was in read.items() if type(was) is int]
     match test:
+        case ast.Attribute() if way and len(sizes) == 1 and sizes[0][1] > 0:
+            (path, was), *_ = sizes
+            return {path: Compared(">", 0, was)}
+        case ast.Compare(left=ast.Attribute(), ops=[op], comparators=[ast.Attribute()]) if (
+            type(op) in _SIGNS and len(sizes) == 2
+        ):
+            (path, was), (other, _) = sizes
+            return {path: Compared(_SIGNS[type(op)][not way], other, was)}
         case ast.Compare(
             left=ast.Attribute(),
             ops=[ast.Eq() | ast.NotEq() as op],
@@ -284,8 +328,9 @@ def _stronger(one: object, other: object) -> object:
     """What is relied on of a setting that two tests asked of."""
     if one == other:
         return one
-    exact = [v for v in (one, other) if v is not NOT_NONE and not isinstance(v, Unlike)]
-    return exact[0] if exact else next(v.was for v in (one, other) if isinstance(v, Unlike))
+    inexact = Unlike | Compared
+    exact = [v for v in (one, other) if v is not NOT_NONE and not isinstance(v, inexact)]
+    return exact[0] if exact else next(v.was for v in (one, other) if isinstance(v, inexact))
 
 
 def is_accessor(method: Any) -> bool:

@@ -12,6 +12,7 @@ from slapo_rewrite.runtime import deepspeed_pipeline, torch_pipeline
 from slapo_rewrite.runtime.deepspeed_pipeline import check_layout
 from slapo_rewrite.runtime.deferred_init import construct
 from slapo_rewrite.runtime.stages import (
+    Compared,
     Unlike,
     UnshardedStage,
     check_settings,
@@ -116,6 +117,10 @@ def test_settings_that_are_given():
     check_settings(model, {"training": Unlike(2)})
     with pytest.raises(ValueError, match=r"`training` is True, and .* but True"):
         check_settings(model, {"training": Unlike(True)})
+    check_settings(model, {"in_features": Compared("<=", "out_features")})
+    for sign, other in ((">", 2), ("<", "out_features"), ("<", "weight")):
+        with pytest.raises(ValueError, match="`in_features` is 2"):
+            check_settings(model, {"in_features": Compared(sign, other)})
     model.bias = None
     with pytest.raises(ValueError, match="`bias` is None"):
         check_settings(model, {"bias": ...})

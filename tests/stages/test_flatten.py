@@ -87,6 +87,8 @@ def test_branches_keep_their_form(tmp_path):
         ("self.n = None", "self.n is not None", '{"n": None}'),
         ("self.n = 3", "self.n == 4", '{"n": Unlike(4)}'),
         ("self.n = 3", "not self.n != 4", '{"n": 3}'),
+        ("self.n = 3; self.m = 4", "self.n >= self.m", '{"n": Compared("<", "m")}'),
+        ("self.n = 3; self.m = None", "self.n and self.m", '{"n": Compared(">", 0), "m": None}'),
         ("self.n = 3", "self.n + 1 == 5", '{"n": 3}'),
         ("self.n = True", "self.n == 4", '{"n": Unlike(4)}'),
         ("self.n = 3", "self.n is None or self.n == 4", '{"n": 3}'),
