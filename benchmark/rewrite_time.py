@@ -80,7 +80,8 @@ def measure_floor(model: str) -> dict[str, float]:
     import black
     import libcst
 
-    from slapo_rewrite.code.file import line_length, locate
+    from slapo_rewrite.code.file import line_length
+    from slapo_rewrite.code.locate import locate
 
     text = locate(source(model))[0].read_text(encoding="utf-8")
     start = time.process_time()

@@ -13,7 +13,8 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import Reference
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.code.splice import Change, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import Sources

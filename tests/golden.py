@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.code.splice import apply_edits
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.rewrite import Output, rewrite

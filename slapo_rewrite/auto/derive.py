@@ -15,10 +15,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.auto import hugging_face_model, plain_model
 from slapo_rewrite.auto.flow import Flow, are_layers, flow_of
 from slapo_rewrite.auto.oracle import Oracle
-from slapo_rewrite.auto.placement_search import Found, Search
+from slapo_rewrite.auto.placement_search import Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
+from slapo_rewrite.auto.shard_groups import Found
 from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.model.tree import Node

@@ -13,9 +13,8 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,6 +22,17 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of, together
 from slapo_rewrite.auto.oracle import Oracle
+from slapo_rewrite.auto.shard_groups import (
+    Cube,
+    Found,
+    Group,
+    Shard,
+    common_pattern,
+    lines_of,
+    shape_of,
+    shards_of_experts,
+    with_parts,
+)
 from slapo_rewrite.changes.change_set import stands_in_its_class
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.layers import Split, splits_of
@@ -43,124 +53,6 @@ MOST_ASKED = 60
 MOST_WAYS = 24
 # How many components are tried in every combination.
 MOST_TOGETHER = 14
-
-
-@dataclass(frozen=True)
-class Shard:
-    """`shard` of the modules that a pattern selects.
-
-    Attributes:
-        pattern: Their path.
-        names: The parameters.
-        axis: Which axis.
-        parts: How the axis is packed; empty where it is not.
-    """
-
-    pattern: str
-    names: tuple[str, ...]
-    axis: int
-    parts: tuple[int, ...] = ()
-
-    def arguments(self) -> str:
-        """What stands in the brackets of the call."""
-        names = repr(self.names[0]) if len(self.names) == 1 else repr(list(self.names))
-        parts = ""
-        if self.parts:
-            equal = len(set(self.parts)) == 1
-            parts = f", parts={len(self.parts) if equal else list(self.parts)}"
-        return f"{names}, axis={self.axis}{parts}"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers that are split together.
-
-    Attributes:
-        shards: How.
-        summed: The modules whose input's gradient is summed once for all layers in them.
-        results: The modules whose result is summed.
-        head: The head whose parts go into the loss, if any.
-        parameters: How many they have.
-        is_vocabulary: Whether they are tables of words, and heads that give a number for each.
-        is_experts: Whether they are the experts of mixtures.
-        pays: Whether the split saves more than its collectives take.
-    """
-
-    shards: tuple[Shard, ...]
-    summed: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
-    head: str | None = None
-    parameters: int = 0
-    is_vocabulary: bool = False
-    is_experts: bool = False
-    pays: bool = True
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The modules that are split."""
-        return tuple(shard.pattern for shard in self.shards)
-
-    def lines(self) -> list[str]:
-        """The lines of a schedule for it, `infer_sync` apart."""
-        found = [f's["{shard.pattern}"].shard({shard.arguments()})' for shard in self.shards]
-        found += [f's["{path}"].sync("fwd_post", "all_reduce")' for path in self.results]
-        found += [f's["{path}"].sync("bwd_post", "all_reduce")' for path in self.summed]
-        if self.head is not None:
-            found.append(f's["{self.head}"].sync("bwd_post", "all_reduce")')
-        return found
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the search came to.
-
-    Attributes:
-        groups: What is split.
-        whole: Layers with a share of the parameters that stay whole, each with the reason.
-        total: How many parameters the model has.
-    """
-
-    groups: tuple[Group, ...]
-    whole: dict[str, str]
-    total: int
-
-    @property
-    def share(self) -> float:
-        """The share of the model's parameters that is split."""
-        return sum(group.parameters for group in self.groups) / max(1, self.total)
-
-    def lines(self) -> list[str]:
-        """The lines of a schedule for all of it."""
-        return lines_of(self.groups)
-
-
-@dataclass(frozen=True)
-class Cube:
-    """A parameter that holds one matrix for each expert.
-
-    Attributes:
-        pattern: The module that holds it.
-        name: Its name there.
-        beside: All of that module's parameters.
-    """
-
-    pattern: str
-    name: str
-    beside: dict[str, nn.Parameter]
-
-    @property
-    def shape(self) -> torch.Size:
-        """Experts, and a matrix of each."""
-        return self.beside[self.name].shape
-
-
-INFER = "s.infer_sync()"
-
-
-def lines_of(groups: Iterable[Group]) -> list[str]:
-    """The lines of a schedule for some groups, with the collectives that they need."""
-    lines = [line for group in groups for line in group.lines()]
-    return [*lines, INFER] if lines else []
 
 
 class Search:
@@ -235,7 +127,7 @@ class Search:
 
     def _refuse(self, groups: Sequence[Group], why: str) -> None:
         """Notes why the last of some groups is not split: what is nearest says most of a layer."""
-        near = _common(groups[-1].patterns).count(".") if len(groups) == 1 else 0
+        near = common_pattern(groups[-1].patterns).count(".") if len(groups) == 1 else 0
         for pattern in groups[-1].patterns:
             if near > self._refusals.get(pattern, (-1, ""))[0]:
                 self._refusals[pattern] = near, why
@@ -291,7 +183,7 @@ class Search:
         left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
         while left and sum(g.parameters for g in groups) < least * self.total:
             # What was refused elsewhere in the model is tried last.
-            hopeful = [pair for pair in left if self._way.get(_shape(*pair), 0) is not None]
+            hopeful = [pair for pair in left if self._way.get(shape_of(*pair), 0) is not None]
             producers, consumers = pair = (hopeful or left)[-1]
             left.remove(pair)
             group = None if known & (producers | consumers) else self._first(*pair)
@@ -303,7 +195,7 @@ class Search:
     def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
         """The fullest way to split a component that is legal; of those like it, the same first."""
         ways = [*itertools.islice(self._ways_of(producers, consumers), MOST_WAYS)]
-        shape = _shape(producers, consumers)
+        shape = shape_of(producers, consumers)
         likely = self._way.get(shape)
         order = sorted(range(len(ways)), key=lambda number: number != likely)
         for number in order:
@@ -386,10 +278,10 @@ class Search:
             return
         ends = tuple(shard for row in rows for shard in row)
         carried = tuple(c for p in between if (c := self._carried(p)) is not None)
-        inside = f"{_common(producers)}."
+        inside = f"{common_pattern(producers)}."
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
-        own = self._for_each_head(_common((*producers, *consumers)), producers)
+        own = self._for_each_head(common_pattern((*producers, *consumers)), producers)
         more = (*carried, *joined)
         for among in dict.fromkeys([(), carried, more, *([own, (*more, *own)] if own else [])]):
             for packed in self._packings(columns):
@@ -412,7 +304,10 @@ class Search:
         # Where several producers meet, none of them stands for two unless it is seen to.
         guesses = (3, 2) if len(columns) == 1 else ()
         options = [
-            [column, *(_packed(column, parts) for parts in self._parts(column[0].pattern, guesses))]
+            [
+                column,
+                *(with_parts(column, parts) for parts in self._parts(column[0].pattern, guesses)),
+            ]
             for column in columns
         ]
         for way in itertools.islice(itertools.product(*options), 8):
@@ -453,7 +348,7 @@ class Search:
         """The same with one sum of the gradients for all producers, where that is legal."""
         if len(producers) < 2:
             return group
-        parent = _common(producers)
+        parent = common_pattern(producers)
         if not parent or parent not in self.modules or parent.endswith("*"):
             return group
         once = replace(group, summed=(parent,))
@@ -467,7 +362,7 @@ class Search:
         What runs beside them goes with them where there is no other way: the sum is of both then.
         """
         for cubes in self._experts():
-            parent = _common(cube.pattern for cube in cubes)
+            parent = common_pattern(cube.pattern for cube in cubes)
             for group in self._ways_of_experts(cubes, parent, groups):
                 if self._legal(group):
                     split = {*group.patterns}
@@ -498,7 +393,7 @@ class Search:
     ) -> Iterator[Group]:
         *ups, down = dict.fromkeys(cube.pattern for cube in cubes)
         beside: list[Group] | None = None
-        for shards in _shards_of_experts(cubes):
+        for shards in shards_of_experts(cubes):
             if ups:
                 yield Group(shards, summed=tuple(ups), results=(down,))
                 continue
@@ -606,16 +501,6 @@ def _has_column(module: nn.Module) -> bool:
     return any(name == "weight" and is_column(split) for (name, _), split in known)
 
 
-def _packed(column: tuple[Shard, ...], parts: tuple[int, ...]) -> tuple[Shard, ...]:
-    return tuple(replace(shard, parts=parts) for shard in column)
-
-
-def _shape(producers: Iterable[str], consumers: Iterable[str]) -> tuple[str, ...]:
-    """What a component has in common with those in other lists of the same kind."""
-    names = (*sorted(producers), ">", *sorted(consumers))
-    return tuple(re.sub(r"\d+", "0", name) for name in names)
-
-
 def _independent(
     pairs: Sequence[tuple[frozenset[str], frozenset[str]]],
     worth: dict[tuple[frozenset[str], frozenset[str]], float],
@@ -635,29 +520,3 @@ def _independent(
         return (value, [number, *chosen]) if value > without[0] else without
 
     return [known[number] for number in best(0, frozenset())[1]]
-
-
-def _common(patterns: Iterable[str]) -> str:
-    """The longest path that all of them lie below."""
-    segments = [pattern.split(".")[:-1] for pattern in patterns]
-    shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
-    return ".".join(s[0] for s in shared)
-
-
-def _shards_of_experts(cubes: Sequence[Cube]) -> Iterator[tuple[Shard, ...]]:
-    """Ways to split the inner features of experts: outputs of all but the last, its inputs."""
-    *ups, down = cubes
-    for up_axis, down_axis in ((1, 2), (2, 1)):
-        inner = down.shape[down_axis]
-        times = {up.shape[up_axis] / inner for up in ups}
-        if not times <= {1.0, 2.0}:
-            continue
-        for packed in (True, False) if 2.0 in times else (False,):
-            shards = []
-            for up in ups:
-                size, bias = up.shape[up_axis], f"{up.name}_bias"
-                parts = (size // 2, size // 2) if packed and size == 2 * inner else ()
-                shards.append(Shard(up.pattern, (up.name,), up_axis, parts))
-                if bias in up.beside and up.beside[bias].dim() == 2:
-                    shards.append(Shard(up.pattern, (bias,), 1, parts))
-            yield (*shards, Shard(down.pattern, (down.name,), down_axis))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import __version__, errors
-from slapo_rewrite.code.file import locate
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.diff_cache import folder
 
 # The last line of a file that was worked out: of what, and what the lines above it were.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 
 from slapo_rewrite import __version__
-from slapo_rewrite.auto.placement_search import Found, Group, Shard
+from slapo_rewrite.auto.shard_groups import Found, Group, Shard
 
 LINE_LENGTH = 100
 NONE_PAYS = (

@@ -13,9 +13,10 @@ from slapo_rewrite.emit.kept_state import check_attributes, check_kept
 from slapo_rewrite.emit.shard_check import check_classes, check_parts
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
-from slapo_rewrite.model.rehearsal import OtherNumbersError, rehearse
+from slapo_rewrite.model.rehearsal import rehearse
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.short_build import ALL, Shortening
+from slapo_rewrite.model.step_results import OtherNumbersError
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import __version__, errors
-from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs, record
 from slapo_rewrite.schedule.load import locate as locate_schedule

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.write import check_apart
 from slapo_rewrite.schedule.load import locate as locate_schedule

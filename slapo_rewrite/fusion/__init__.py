@@ -9,7 +9,7 @@ from slapo_rewrite.examples import (
     Refusal,
     Twice,
 )
-from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
+from slapo_rewrite.fusion.claims import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.fusion.horizontal_fusion import Packing
 from slapo_rewrite.fusion.last_axis import last_axis
 from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
@@ -15,13 +14,13 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.runs import above, behind
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.fusion.claims import Claim, Renamed, Skipped, by_text, misuse
 from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.fusion.replacements import Writing, apart, replacements
 from slapo_rewrite.fusion.spelled_names import Spelling
@@ -30,199 +29,9 @@ from slapo_rewrite.model.auto_classes import is_looked_up
 from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.sources import Sources
-from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.patterns.canonical_ops import by_module
 from slapo_rewrite.patterns.replacement import Replaced
-from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.patterns.value_graph import Value
-
-
-class Expression(Protocol):
-    """What can be written with operands: a template, or a call."""
-
-    @property
-    def name(self) -> str:
-        """Of the function that it is of."""
-        ...
-
-    def reads(self) -> list[str]:
-        """The parameters in the order in which they are read."""
-        ...
-
-    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
-        """The text."""
-        ...
-
-
-@dataclass(frozen=True)
-class Calling:
-    """A call of a function with its parameters in order.
-
-    Attributes:
-        name: Of the function.
-        origin: Its dotted name.
-        parameters: Given by position.
-        keywords: Given by name.
-    """
-
-    name: str
-    origin: str
-    parameters: tuple[str, ...]
-    keywords: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        function: Callable[..., object],
-        parameters: Sequence[str],
-        keywords: Sequence[str],
-        given: Mapping[str, str],
-    ) -> Calling:
-        """A call of a live function with those of the arguments that are given."""
-        origin = dotted(function)
-        assert origin is not None
-        by_position, by_name = (tuple(k for k in ks if k in given) for ks in (parameters, keywords))
-        return cls(origin.rpartition(".")[2], origin, by_position, by_name)
-
-    def reads(self) -> list[str]:
-        """The parameters in the order in which they are read."""
-        return [*self.parameters, *self.keywords]
-
-    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
-        """The call's text."""
-        given = [operands[name] for name in self.parameters]
-        given += [f"{name}={operands[name]}" for name in self.keywords]
-        return f"{spell(self.origin)}({', '.join(given)})"
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """A call of a function with the arguments of the call that stands there.
-
-    Attributes:
-        name: Of the function.
-        origin: Its dotted name.
-        arguments: The text, from parenthesis to parenthesis.
-    """
-
-    name: str
-    origin: str
-    arguments: str
-
-    @classmethod
-    def of(cls, function: Callable[..., object], arguments: str) -> Renamed:
-        """A call of a live function."""
-        origin = dotted(function)
-        assert origin is not None
-        return cls(origin.rpartition(".")[2], origin, arguments)
-
-    def reads(self) -> list[str]:
-        """Nothing: the arguments stay as they are."""
-        return []
-
-    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
-        """The call's text."""
-        return spell(self.origin) + self.arguments
-
-
-class MultiSiteRewrite(Protocol):
-    """How an expression is written that changes more than one place."""
-
-    @property
-    def idle(self) -> tuple[str, ...]:
-        """The modules whose calls it leaves out, some or all, relative to the module."""
-        ...
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """The outputs that are None in training then, by name or number."""
-        ...
-
-    def edits(
-        self,
-        text: str,
-        what: str,
-        spell: Callable[[str], str],
-    ) -> dict[ast.stmt, ReplaceStatement]:
-        """What changes, by statement."""
-        ...
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A match that an expression takes the place of.
-
-    Attributes:
-        match: The match.
-        node: The module whose function it stands in.
-        expression: What is written.
-        operands: The text of each of its parameters.
-        what: Who asks: a rule's name, or a function's.
-        method: A method that the expression calls, to stand behind the one of the match.
-        function: A function that the expression calls, to stand above the class of the match.
-        constructor: A statement for the end of the constructor: it makes what is called.
-        moved: Whether the statements go there, with their comments.
-        values: What stands for each parameter; the match's own values where None.
-        linear: The linear layer of the match, which the expression hands over to be called.
-        spread: How it is written where one place is not enough.
-        backend: What the rule's function is carried out by; a kernel where it is empty.
-        why: What that was chosen for, in words.
-    """
-
-    match: Match
-    node: Node
-    expression: Expression
-    operands: Mapping[str, str]
-    what: str
-    method: str | None = None
-    function: str | None = None
-    constructor: str | None = None
-    moved: bool = False
-    values: Mapping[str, Value] | None = None
-    linear: str | None = None
-    spread: MultiSiteRewrite | None = None
-    backend: str = ""
-    why: str = ""
-
-    def called(self) -> list[str]:
-        """The paths of the modules that are called in the match."""
-        return [self._below(called) for called in self.match.calls]
-
-    def splits(self, path: str, state: ModuleRequests) -> bool:
-        """Whether what is asked of a module is that its linear layer be split, which is called."""
-        rest = replace(state, shards=(), syncs=(), infer_sync=None)
-        return self.linear is not None and path == self._below(self.linear) and rest.is_plain()
-
-    def idle(self) -> list[str]:
-        """The paths of modules that are called elsewhere, and not always any more."""
-        return [self._below(path) for path in self.spread.idle] if self.spread else []
-
-    def _below(self, relative: str) -> str:
-        return f"{self.node.path}.{relative}" if self.node.path else relative
-
-    def place(self) -> errors.Span:
-        """Where it stands."""
-        return self.match.file.at(self.match.replaced.node)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A match that is left as it is, and why.
-
-    Attributes:
-        claim: The match.
-        reason: In words.
-        hint: What can be done.
-        harmless: Whether the others can be carried out all the same.
-        waits: Whether it is to be looked for again when they have been: it stands in the text of
-            one of them, and computes something else.
-    """
-
-    claim: Claim
-    reason: str
-    hint: str | None = None
-    harmless: bool = False
-    waits: bool = False
 
 
 class Engine:
@@ -266,7 +75,7 @@ class Engine:
         claiming: dict[int, set[str]] = {}
         for claim in claims:
             claiming.setdefault(id(claim.match.replaced.node), set()).add(claim.node.path)
-        for group in _by_text(claims):
+        for group in by_text(claims):
             stop = self._stop(group, claiming[id(group[0].match.replaced.node)])
             if stop is not None:
                 left.append(stop)
@@ -307,7 +116,7 @@ class Engine:
                 return Skipped(claim, where, "write its construction out", harmless=True)
         if not match.replaced.whole:
             return Skipped(first, "a statement computes part of it among other things")
-        if (reason := _misuse(first)) is not None:
+        if (reason := misuse(first)) is not None:
             return Skipped(first, reason)
         for claim in group:
             for path in (*claim.called(), *claim.idle()):
@@ -395,7 +204,7 @@ class Engine:
         """The change that carries claims out."""
         edits, absorbed = self._carried_out(claims)
         # A text that no module runs any more stays as it is.
-        groups = [g for g in _by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
+        groups = [g for g in by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
         live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
             self.speller = Spelling(self.file, self.cause, self.earlier)
@@ -610,42 +419,6 @@ def _touched(replaced: Replaced) -> set[int]:
     return {id(n) for n in every if isinstance(n, (ast.expr, ast.stmt))}
 
 
-def _by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
-    """Claims of the same text for several modules, together."""
-    groups: dict[tuple[object, ...], list[Claim]] = {}
-    for claim in claims:
-        operands = tuple(sorted(claim.operands.items()))
-        key = (id(claim.match.replaced.node), claim.what, operands, claim.backend)
-        groups.setdefault(key, []).append(claim)
-    return list(groups.values())
-
-
 def _first_line(state: ModuleRequests) -> str:
     causes = [c.at for c in state.causes() if c.at]
     return f" by line {causes[0].line}" if causes else ""
-
-
-def _misuse(claim: Claim) -> str | None:
-    """Why an expression cannot be written with these operands."""
-    reads = claim.expression.reads()
-    values = claim.match.values if claim.values is None else claim.values
-    for name in reads:
-        if name not in claim.operands:
-            return f"`{claim.expression.name}` needs `{name}`, which the pattern does not give"
-        plain = name in values and (values[name].is_leaf or claim.operands[name].isidentifier())
-        if reads.count(name) > 1 and not plain:
-            return f"`{name}` would be computed twice"
-    drawn = [name for name, value in values.items() if _drawn_here(claim, name, value)]
-    if [n for n in reads if n in drawn] != sorted(drawn, key=lambda n: values[n].order):
-        return "random numbers would be drawn in another order"
-    return None
-
-
-def _drawn_here(claim: Claim, name: str, value: Value) -> bool:
-    """Whether an operand's text draws random numbers where it is written."""
-    given = claim.match.operands if claim.values is None else claim.operands
-    text = given.get(name, "")
-    if text.isidentifier():
-        return False
-    here = {id(node) for node in ast.walk(value.site.node)}
-    return any(v.random for v in value.walk() if not v.is_leaf and id(v.site.node) in here)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.fusion.backends import Always, Backends, Choice
-from slapo_rewrite.fusion.engine import Calling, Claim, Renamed, Skipped
+from slapo_rewrite.fusion.claims import Calling, Claim, Renamed, Skipped
 from slapo_rewrite.fusion.kernel_forms import in_torch
 from slapo_rewrite.fusion.known_branches import NOTHING, ConcreteArgs, find
 from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch

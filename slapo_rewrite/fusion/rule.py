@@ -12,7 +12,7 @@ from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.examples import Conditions, Example, Numerics, Refusal
-from slapo_rewrite.fusion.engine import Calling, MultiSiteRewrite, Renamed
+from slapo_rewrite.fusion.claims import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.sources import Sources

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import threading
 import types
 import warnings
@@ -21,13 +20,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.results import result_pairs
+from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
+from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
 
 WORLD_SIZES = (2, 3, 4)
 # What a model may hold, and an input, for a run of it to take no longer than the rewriting.
@@ -35,61 +35,10 @@ MOST_PARAMETERS = 3_000_000
 MOST_ELEMENTS = 200_000
 # Beyond rounding, that of models that compute parts in float32 included, and below any mistake.
 LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
-# Gradients that are this small beside the largest are rounding.
-FLOOR = 1e-6
 NOISE = 0.02  # added to every weight, so that no two parts of a constant one are equal
 _DROPPING = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
 )
-PATIENCE_S = 60
-
-
-class OtherNumbersError(Exception):
-    """The output computes something else than the original.
-
-    Attributes:
-        world: On how many ranks.
-        name: What differs: a parameter whose gradient does, or an output.
-        error: How far, relative to the largest number in it.
-    """
-
-    hint = (
-        "nothing was written; leave out one line of the schedule after the other to find the one "
-        "that does it, and please report it"
-    )
-
-    def __init__(self, world: int, name: str, error: float, what: str) -> None:
-        ranks = "in one process" if world == 1 else f"on {world} ranks"
-        off = f" `{name}` is off by {error:.1%}" if name else ""
-        super().__init__(f"{ranks} {what}{off}")
-        self.world, self.name, self.error = world, name, error
-
-
-class OtherStartError(OtherNumbersError):
-    """The output's constructor draws other weights."""
-
-    hint = (
-        "nothing was written; a constructor that asks for a layer's very class, as with `type(m) "
-        "is nn.Linear`, does not find the split one: ask with `isinstance(m, nn.Linear)`"
-    )
-
-
-@dataclass
-class _Step:
-    """What a model computes: outputs in training and in eval mode, gradients, and buffers after.
-
-    Tensors are the whole model's, by the original's names.
-
-    Attributes:
-        draws: Whether random numbers are drawn.
-    """
-
-    evaluated: Any
-    outputs: Any
-    loss: torch.Tensor | None
-    gradients: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    draws: bool
 
 
 def rehearse(
@@ -136,13 +85,13 @@ def rehearse(
         parallel = _helper(output, "to_full") is not None
         for world in sizes if parallel and not reference.want.draws else (1,):
             try:
-                steps = _on_ranks(world, _Rank(reference, schedule, output, world))
+                steps = on_ranks(world, _Rank(reference, schedule, output, world))
             except OtherNumbersError:
                 if world == 3:
                     continue  # few sizes divide by it, and those that do not fail when they are run
                 raise
             for step in steps or ():
-                error, name, what = _worst(reference.want, step)
+                error, name, what = worst(reference.want, step)
                 if error > LIMIT[reference.dtype] and reference.repeats(schedule, original):
                     raise OtherNumbersError(world, name, error, what)
     if is_mixed and reference is not None:
@@ -232,18 +181,14 @@ class _Reference:
     weights: dict[str, torch.Tensor]
     inputs: dict[str, Any]
     dtype: torch.dtype
-    want: _Step
+    want: Step
     depth: int
 
     def repeats(self, schedule: Any, original: types.ModuleType) -> bool:
         """Whether the original, built anew, computes the same a second time."""
         model = _drawn(schedule, original, self.depth)[0].to(self.dtype)
         model.load_state_dict(self.weights)
-        return _worst(self.want, _step(schedule, model, self.inputs, None))[0] == 0.0
-
-
-class _Unfit(Exception):
-    pass
+        return worst(self.want, _step(schedule, model, self.inputs, None))[0] == 0.0
 
 
 class _Rank:
@@ -257,14 +202,14 @@ class _Rank:
         self.reference, self.schedule, self.output = reference, schedule, output
         self.building, self.built = threading.Lock(), threading.Barrier(world)
 
-    def __call__(self, turn: threading.Lock) -> _Step:
+    def __call__(self, turn: threading.Lock) -> Step:
         """The step, with the original's weights.
 
         Args:
             turn: Held by the rank that computes.
 
         Raises:
-            _Unfit: The model cannot be made for so many ranks, which it says.
+            UnfitError: The model cannot be made for so many ranks, which it says.
         """
         try:
             with self.building, turn:
@@ -274,7 +219,7 @@ class _Rank:
                 model.load_state_dict(self.reference.weights)
         except (ValueError, RuntimeError) as error:
             self.built.abort()
-            raise _Unfit from error
+            raise UnfitError from error
         except BaseException:
             self.built.abort()
             raise
@@ -335,10 +280,10 @@ def _check_start(
         have = drawn.get(name)
         if have is None or have.shape != want.shape or name.startswith(own):
             continue
-        if not torch.equal(have, want) and _error(want, have):
+        if not torch.equal(have, want) and error(want, have):
             again = _drawn(schedule, original, reference.depth)[1]
             if torch.equal(again[name], want):
-                raise OtherStartError(1, name, _error(want, have), "it starts otherwise:")
+                raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
 
 
 def _in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -368,8 +313,8 @@ def _step(
     model: nn.Module,
     inputs: dict[str, Any],
     output: Emitted | None,
-    want: _Step | None = None,
-) -> _Step:
+    want: Step | None = None,
+) -> Step:
     inputs = copy.deepcopy(inputs)
     full = _helper(output, "to_full") if output is not None else None
 
@@ -392,7 +337,7 @@ def _step(
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
     with torch.no_grad():
-        return _Step(
+        return Step(
             evaluated,
             outputs,
             loss,
@@ -403,7 +348,7 @@ def _step(
 
 
 def _goals(
-    schedule: Any, outputs: Any, inputs: dict[str, Any], want: _Step | None
+    schedule: Any, outputs: Any, inputs: dict[str, Any], want: Step | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The loss, if there is one, and what the backward pass starts from."""
     try:
@@ -454,128 +399,6 @@ def _without_dropout() -> Iterator[None]:
             stack.enter_context(mock.patch.object(functions, name, keep))
         stack.enter_context(mock.patch.object(functions, "scaled_dot_product_attention", attention))
         yield
-
-
-def _on_ranks(world: int, run: Callable[[threading.Lock], _Step]) -> list[_Step] | None:
-    """What every rank computes; None where the model does not fit so many.
-
-    One computes at a time, until it waits for the others: where several do, each operation is a
-    fight for the interpreter, and takes more time than both.
-
-    Raises:
-        OtherNumbersError: A rank fails where the original does not.
-    """
-    # torch's own tests run ranks as threads so; none of it has annotations.
-    from torch.testing._internal.distributed import multi_threaded_pg
-
-    threaded: Any = multi_threaded_pg
-    group: Any = threaded.ProcessLocalGroup
-    c10d: Any = torch._C._distributed_c10d
-    isolate = c10d._set_thread_isolation_mode
-    install, uninstall = threaded._install_threaded_pg, threaded._uninstall_threaded_pg
-    results: list[_Step | None] = [None] * world
-    failures: list[BaseException] = []
-    turn = threading.Lock()
-
-    class InTurn(threaded.Collective):  # type: ignore[misc]
-        def join(self, rank: int, data: Any) -> Any:
-            turn.release()
-            try:
-                return super().join(rank, data)
-            finally:
-                turn.acquire()
-
-    def rank_main(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
-            results[rank] = run(turn)
-        except BaseException as error:
-            failures.append(error)
-            group.exception_handle(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    if world == 1:
-        try:
-            return [run(turn)]
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error, _Unfit) else error
-            words = f"{type(cause).__name__}: {cause}".splitlines()[0]
-            raise OtherNumbersError(1, "", 1.0, f"it fails: {words}") from error
-    install()
-    isolate(True)
-    try:
-        store = c10d.HashStore()
-        threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(world)]
-        with mock.patch.object(threaded, "Collective", InTurn):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(PATIENCE_S)
-        stuck = any(thread.is_alive() for thread in threads)
-        if stuck:
-            group.exception_handle(TimeoutError())
-    finally:
-        group.reset()
-        isolate(False)
-        uninstall()
-    # A size that does not fit says so in words, when the model is built or when it is run.
-    if any(isinstance(error, (_Unfit, ValueError)) for error in failures):
-        return None
-    failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
-    first = next((e for e in failures if isinstance(e, Exception)), None)
-    if stuck or first is not None:
-        what = f"{type(first).__name__}: {first}" if first else "the ranks wait for one another"
-        raise OtherNumbersError(world, "", 1.0, f"it fails: {what.splitlines()[0]}") from first
-    return [step for step in results if step is not None]
-
-
-def _worst(want: _Step, have: _Step) -> tuple[float, str, str]:
-    """The largest difference, with its name and what it is of."""
-    found = [(0.0, "", "")]
-    for what, one, other in (
-        ("the output (in eval mode)", want.evaluated, have.evaluated),
-        ("the output", want.outputs, have.outputs),
-    ):
-        for name, a, b in result_pairs(one, other, ""):
-            both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-            if both and not (one is want.outputs and _is_part(a, b)):
-                found.append((_error(a, b), name or "output", what))
-    if want.loss is not None and have.loss is not None:
-        found.append((_error(want.loss, have.loss), "loss", "the"))
-    sizes = (float(g.abs().max()) for g in want.gradients.values() if g.numel())
-    floor = FLOOR * max(sizes, default=0.0)
-    for what, ours, theirs in (
-        ("the gradient of", want.gradients, have.gradients),
-        ("after a step the buffer", want.buffers, have.buffers),
-    ):
-        for name, tensor in ours.items():
-            if name in theirs:
-                found.append((_error(tensor, theirs[name], floor), name, what))
-    return max(found, key=lambda each: each[0])
-
-
-def _is_part(whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether one may be a rank's part of the other: logits that a loss takes so are."""
-    sizes = zip(whole.shape, part.shape, strict=False)
-    differ = [have < want for want, have in sizes if have != want]
-    return whole.dim() == part.dim() and differ == [True]
-
-
-def _error(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest number; equal NaNs are equal."""
-    if want.shape != have.shape:
-        return 1.0
-    if not want.numel():
-        return 0.0
-    a, b = want.detach().to(torch.float64), have.detach().to(torch.float64)
-    gap, scale = float((a - b).abs().max()), float(a.abs().max())
-    if not (math.isfinite(gap) and math.isfinite(scale)):
-        same = (a == b) | (a.isnan() & b.isnan())
-        gap = float((a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf).max())
-        scale = float(a.abs().masked_fill(~a.isfinite(), 0.0).max())
-    return gap / max(scale, floor, 1e-12)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.fusion.engine import Claim, Skipped
+from slapo_rewrite.fusion.claims import Claim, Skipped
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules

@@ -8,7 +8,8 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.fusion.engine import Calling, Claim, Engine
+from slapo_rewrite.fusion.claims import Calling, Claim
+from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.extract_function import moved
 from slapo_rewrite.fusion.match_rules import look, scopes_for
 from slapo_rewrite.fusion.registry import rules

@@ -10,7 +10,8 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.fusion.engine import Calling, Claim, Engine, Skipped
+from slapo_rewrite.fusion.claims import Calling, Claim, Skipped
+from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.match_rules import Looked, spots
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Miss

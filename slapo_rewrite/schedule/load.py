@@ -16,7 +16,8 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
-from slapo_rewrite.code.file import lines_of, near_files
+from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.locate import near_files
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -19,7 +18,6 @@ import torch
 
 from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
-from slapo_rewrite.model.results import result_pairs
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
 from slapo_rewrite.sharding.install import installed
@@ -27,8 +25,9 @@ from slapo_rewrite.sharding.kv_replication import fewer_heads
 from slapo_rewrite.sharding.local_values import missing_at
 from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
+from slapo_rewrite.sharding.output_check import compare_outputs
 from slapo_rewrite.sharding.parameter_reads import noted_readings
-from slapo_rewrite.sharding.placements import PARTIAL, SHARD, PlacementError, gather_line
+from slapo_rewrite.sharding.placements import PlacementError
 from slapo_rewrite.sharding.rank_arguments import INFERRED, SHARE
 from slapo_rewrite.sharding.rank_run import RankRun
 from slapo_rewrite.sharding.rank_state import Hypothesis, Run
@@ -38,7 +37,6 @@ from slapo_rewrite.sharding.types import (
     CannotRun,
     Diverged,
     Indivisible,
-    MissingCollective,
     ShardingRequest,
     ShardingResult,
     Way,
@@ -428,7 +426,7 @@ class _Following:
             )
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
-        _compare_outputs(self.whole.result, got, run)
+        compare_outputs(self.whole.result, got, run)
 
 
 def _check_told_apart(followed: ShardingResult) -> None:
@@ -443,55 +441,3 @@ def _check_told_apart(followed: ShardingResult) -> None:
                 "write -1 for the size, or two calls",
                 place=change.place,
             )
-
-
-def _compare_outputs(expected: Any, got: Any, run: Run) -> None:
-    """Raises `CannotFollow` where the model returns something else on a rank, also deep inside."""
-    for name, want, have in result_pairs(expected, got, ""):
-        if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
-            _compare_output(name or "output", want, have, run)
-        elif want != have:
-            raise CannotFollow(
-                f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
-                hint="take the number from what is not split, an attribute set in `__init__` say",
-                position=sys.maxsize,
-            )
-
-
-def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run) -> None:
-    state = run.flow.of(have)
-    name = f"output {name}" if name.isdigit() else name
-    if state.kind == SHARD and id(have) in run.fed:
-        return  # whoever wants the loss takes the parts with it
-    if want.shape != have.shape or state.kind == SHARD:
-        raise CannotFollow(
-            f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
-            f"{list(want.shape)}",
-            state.source,
-            f"gather it: {_gather_of(want, have)} on the module that makes it",
-            position=sys.maxsize,
-            remedy=MissingCollective.whole_of(state.source, state.axis)
-            if state.kind == SHARD
-            else None,
-        )
-    if state.kind == PARTIAL:
-        raise CannotFollow(
-            f"the model's `{name}` is a partial sum on each rank",
-            state.source,
-            'add it up: .sync("fwd_post", "all_reduce")',
-            position=sys.maxsize,
-            remedy=MissingCollective.sum_of(state.source),
-        )
-    if state.covered:
-        raise CannotFollow(
-            f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
-            "would count its gradient once for each rank",
-            state.covered,
-            "put the sync where the value goes into sharded layers and nowhere else",
-            position=sys.maxsize,
-        )
-
-
-def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:
-    split = [a for a, (w, h) in enumerate(zip(want.shape, have.shape, strict=False)) if w != h]
-    return gather_line(split[0] if split else -1, want.dim())

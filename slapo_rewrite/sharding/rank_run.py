@@ -6,7 +6,6 @@ recorded shape, or less along split axes; what is known of the operands is hande
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, with_values
 from slapo_rewrite.model.results import tensors
-from slapo_rewrite.operations import name_of, treatment
+from slapo_rewrite.operations import name_of
 from slapo_rewrite.sharding import (
     losses,
     random_ops,
-    reshapes,
     split_ops,
     statistics,
     tied_heads,
@@ -30,35 +28,32 @@ from slapo_rewrite.sharding.placements import (
     ADDED_INTO,
     ADDING,
     PARTIAL,
-    REDUCE,
     REPLICATE,
     SHARD,
     PlacementError,
     State,
-    gather_line,
+)
+from slapo_rewrite.sharding.rank_checks import (
+    CONSTANT,
+    REPEATING,
+    RULES,
+    check_assigned,
+    check_in_place,
+    check_made,
+    check_numbers,
+    check_operation,
+    check_packing,
+    sizes_in,
 )
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry
-from slapo_rewrite.sharding.tracked_sizes import Size, numbers, shapes
+from slapo_rewrite.sharding.tracked_sizes import shapes
 from slapo_rewrite.sharding.types import (
     CALL,
     ArgumentChange,
     CannotFollow,
-    Diverged,
-    MissingCollective,
 )
 from slapo_rewrite.sharding.units import note_even
-
-# Operations that are given sizes, which may be this rank's, and how many arguments from the first
-# on they are; all numbers that any other is given are values.
-_SIZED = {
-    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn"), 99),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty"), 99),
-    **{"full": 1, "new_full": 2, "arange": 99, "broadcast_to": 99},
-}
-
-# Kinds of values in words.
-_A = {REPLICATE: "whole", SHARD: "a part", PARTIAL: "a partial sum"}
 
 # Operations of two operands that leave every feature where it is.
 _ELEMENTWISE = {
@@ -66,11 +61,6 @@ _ELEMENTWISE = {
     "__rsub__", "__rmul__", "rsub",
 }  # fmt: skip
 
-# Functions that make tensors of equal elements: any rank's part of one is like any other's.
-_CONSTANT = {
-    "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
-    "randn", "zeros_like", "ones_like", "empty_like", "full_like",
-}  # fmt: skip
 
 # Operations that give the elements that they are given, or some, in another shape or type.
 _VIEWING = {
@@ -80,31 +70,6 @@ _VIEWING = {
 }  # fmt: skip
 
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
-
-# Operations that give several times what they are given.
-_REPEATING = {"expand", "repeat", "repeat_interleave"}
-
-# Operations that are told a size, and what makes it fit.
-_RULES: dict[str, Callable[..., Any]] = {
-    "view": reshapes.view,
-    "reshape": reshapes.view,
-    "flatten": reshapes.flatten,
-    "unflatten": reshapes.unflatten,
-    "split": split_ops.split,
-    "split_with_sizes": split_ops.split,
-    "chunk": split_ops.chunk,
-    "tensor_split": split_ops.chunk,
-    "narrow": split_ops.pick,
-    "select": split_ops.pick,
-    "hsplit": split_ops.pick_across,
-    "vsplit": split_ops.pick_across,
-    "dsplit": split_ops.pick_across,
-    "expand": reshapes.expand,
-    "repeat": reshapes.repeat,
-    "as_strided": reshapes.as_strided,
-    "__getitem__": split_ops.index,
-    "glu": split_ops.glu,
-}
 
 
 class RankRun(TorchFunctionMode):
@@ -142,7 +107,7 @@ class RankRun(TorchFunctionMode):
             run.note_call(False)  # of another layer, by the same text
         if run.wanted.repeats:
             run.pass_over(func, shapes((args, kwargs)))
-        rule = _RULES.get(name)
+        rule = RULES.get(name)
         entry = run.entries[run.position] if run.position < len(run.entries) else None
         known = entry is not None and entry.function == func
         if known and (loss := losses.of_parts(run, name, args, kwargs)) is not None:
@@ -167,7 +132,7 @@ class RankRun(TorchFunctionMode):
             entry.choose(tensors(output))
             _take_in(run, name, entry, args, kwargs, output, blocks)
         elif name == "__setitem__":
-            _assigned(run, run.next_entry(func), args)
+            check_assigned(run, run.next_entry(func), args)
         else:
             run.flow.tell(name, list(tensors((args, kwargs))))
         return output
@@ -211,9 +176,9 @@ def _take_in(
     run: Run, name: str, entry: Entry, args: Any, kwargs: Any, output: Any, blocks: Blocks | None
 ) -> None:
     inputs, outputs = list(tensors((args, kwargs))), list(tensors(output))
-    _check(run, entry, outputs, args, kwargs)
-    _check_numbers(run, name, entry, args, kwargs)
-    _check_made(run, name, entry, inputs, outputs)
+    check_operation(run, entry, outputs, args, kwargs)
+    check_numbers(run, name, entry, args, kwargs)
+    check_made(run, name, entry, inputs, outputs)
     random_ops.note(run, name, args, kwargs, outputs)
     statistic = statistics.over_ranks(run, name, entry.inputs, args, kwargs)
     if blocks is not None and name == "glu":
@@ -234,8 +199,8 @@ def _take_in(
             error.tensor = error.tensor if error.tensor is not None else next(of_kind, None)
             raise
         if before is not None and outputs and outputs[0] is inputs[0]:
-            _check_in_place(run, name, inputs[0], before)
-    _check_packing(run, name, entry, inputs, (args, kwargs))
+            check_in_place(run, name, inputs[0], before)
+    check_packing(run, name, entry, inputs, (args, kwargs))
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
 
 
@@ -267,188 +232,6 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
             run.flow.set(tensor, State(PARTIAL, key[0]))
 
 
-def _check_packing(
-    run: Run, name: str, entry: Entry, inputs: list[torch.Tensor], given: Any
-) -> None:
-    """What a product sums over lies packed alike in both factors."""
-    if len(inputs) < 2 or all(run.flow.of(t).kind != SHARD for t in inputs):
-        return
-    args, kwargs = given
-    how = treatment(name, args, kwargs, entry.inputs)
-    packed = {
-        reduced(run.blocks.get(id(tensor), {}).get(axis, (1,)))
-        for tensor, axes in zip(inputs, how.summed if how else (), strict=False)
-        for axis in axes & set(run.split_axes(tensor))
-    }
-    if len(packed) > 1:
-        one, other = sorted(packed)[:2]
-        raise CannotFollow(
-            f"`{name}` sums over an axis that has {described(one)} in one factor, and "
-            f"{described(other)} in the other",
-            run.source_of(inputs),
-            "shard both with the same `parts`",
-        )
-
-
-def _check(run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwargs: Any) -> None:
-    """An operation's result has the whole model's shape, or less along some axes."""
-    if len(outputs) != len(entry.outputs):
-        raise Diverged(
-            f"this gives {len(outputs)} tensors on a rank, and {len(entry.outputs)} without "
-            "sharding"
-        )
-    for want, have in zip(entry.outputs, outputs, strict=True):
-        if len(want) != have.dim() or any(h > w for h, w in zip(have.shape, want, strict=True)):
-            raise CannotFollow(
-                f"the result has shape {list(have.shape)} on a rank, and {list(want)} without "
-                "sharding",
-                attributes=run.attributes_of((args, kwargs)),
-            )
-        split = [a for a, (h, w) in enumerate(zip(have.shape, want, strict=True)) if h != w]
-        # Heads that several ranks hold are split, and how often each is repeated is as well.
-        if len(split) > 1 and run.replicas == 1:
-            raise CannotFollow(
-                f"the result is split along axes {split[0]} and {split[1]} at once: a rank would "
-                "have one block of it on the diagonal, and none the others",
-                run.source_of((args, kwargs)),
-                f"gather one of them before: {gather_line(split[0], have.dim())}",
-            )
-        run.whole[id(have)] = want
-
-
-def _check_in_place(run: Run, name: str, tensor: torch.Tensor, before: State) -> None:
-    """What is written in place into a view changes what it is a view of."""
-    run.zeros.discard(id(tensor))
-    after = run.flow.of(tensor)
-    if after.kind == before.kind or name in ("requires_grad_", "detach_"):
-        return
-    if tensor._is_view():
-        raise CannotFollow(
-            f"`{name}` writes a {after.kind} into a view of a value that is {_A[before.kind]}",
-            after.source,
-            "write into the value itself, or make a new one with `torch.cat` or `torch.stack`",
-        )
-
-
-def _check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> None:
-    """A number that is a value, a scale say, is the whole model's."""
-    here = list(numbers((args, kwargs), not run.has_values))
-    sizes = len(list(numbers(args[: _SIZED.get(name, 0)], not run.has_values)))
-    if (name in _SIZED and "size" in kwargs) or (run.replicas > 1 and name in _REPEATING):
-        return
-    sized = len(here) - 1 if [*kwargs][-1:] == ["output_size"] else len(here)
-    for number, (want, have) in enumerate(zip(entry.numbers, here, strict=False)):
-        if want == have or number < sizes or number >= sized or name in _RULES:
-            continue
-        if not (name.startswith("conv") and _is_depthwise(entry, want)):
-            raise CannotFollow(
-                f"this computes with {have:g} on a rank, and with {want:g} without sharding",
-                hint="take it from what is not split, an attribute set in `__init__` say",
-            )
-
-
-def _is_depthwise(entry: Entry, groups: float) -> bool:
-    """Whether a convolution has as many groups as channels, so that a rank has a part of both."""
-    weight = entry.inputs[1]
-    return weight[1] == 1 and weight[0] == groups
-
-
-def _check_made(
-    run: Run,
-    name: str,
-    entry: Entry,
-    inputs: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-) -> None:
-    """A tensor that is made from sizes alone is the same for any rank's part."""
-    if name in _CONSTANT or any(
-        tuple(t.shape) != w for t, w in zip(inputs, entry.inputs, strict=False)
-    ):
-        return
-    if name in ("expand", "repeat", "broadcast_to") or any(run.flow.of(t).copies for t in inputs):
-        return
-    for want, have in zip(entry.outputs, outputs, strict=True):
-        if want != tuple(have.shape):
-            raise CannotFollow(
-                f"`{name}` gives the first {list(have.shape)} of {list(want)} elements here, on "
-                "every rank the same ones"
-            )
-
-
-def _assigned(run: Run, entry: Entry, args: Any) -> None:
-    """`x[...] = y`: into what is split along the same axis as `y`, and into all of that axis."""
-    target, key, value = args
-    state = run.flow.of(target)
-    given = run.flow.of(value) if isinstance(value, torch.Tensor) else State()
-    if not _is_mask_of(run, key, target):
-        # What an index of the target may not do, an assignment may not either.
-        (_, taken), *_ = split_ops.index(run, entry, (target, key), {})
-        if taken is not key:
-            raise CannotFollow(
-                "this writes into some of the blocks that lie packed along a split axis",
-                state.source,
-                "take them apart, and join them with `torch.cat`",
-            )
-    fresh = id(target) in run.zeros and not target._is_view()
-    if given.kind != PARTIAL:
-        run.zeros.discard(id(target))
-    zero = not isinstance(value, torch.Tensor) and value == 0
-    if PARTIAL in (state.kind, given.kind):
-        fresh = fresh and given.kind == PARTIAL
-        if not (state.kind == given.kind or (state.kind == PARTIAL and zero) or fresh):
-            raise CannotFollow(
-                f"this writes {_A[given.kind]} into {_A[state.kind]}",
-                state.source or given.source,
-                REDUCE,
-                remedy=MissingCollective.sum_of(state.source or given.source),
-            )
-        run.flow.set(target, State(PARTIAL, state.source or given.source, given.copies))
-        return
-    if given.kind == SHARD and state.kind != SHARD:
-        raise CannotFollow(
-            f"this writes a part into a value that is {_A[state.kind]}",
-            given.source,
-            "gather the part before",
-        )
-    if state.kind == SHARD and isinstance(value, torch.Tensor) and value.requires_grad:
-        run.flow.meet_parts([value], "`__setitem__`", state.source)
-    if given.kind == SHARD and run.split_axes(target):
-        _check_same_axis(run, target, key, value)
-    for axis, packed in run.blocks.get(id(value), {}).items():
-        to = axis + target.dim() - value.dim()
-        if to >= 0 and sum(packed) == run.whole_shape(target)[to]:
-            run.blocks.setdefault(id(target), {}).setdefault(to, packed)
-
-
-def _is_mask_of(run: Run, key: Any, target: torch.Tensor) -> bool:
-    """Whether an index is a mask of every element, split as what it is an index of."""
-    return (
-        isinstance(key, torch.Tensor)
-        and key.dtype == torch.bool
-        and run.whole_shape(key) == run.whole_shape(target)
-        and run.split_axes(key) == run.split_axes(target)
-    )
-
-
-def _check_same_axis(run: Run, target: torch.Tensor, key: Any, value: torch.Tensor) -> None:
-    """Raises `CannotFollow` where a part is written along another axis than the target's."""
-    run.depth += 1
-    try:
-        view = target[key]
-    finally:
-        run.depth -= 1
-    at = view.dim() - value.dim()
-    axes = [axis + at for axis in run.split_axes(value)]
-    whole = run.whole_shape(target)
-    want = [a - target.dim() + view.dim() for a in run.split_axes(target)]
-    if axes != want and len(whole) == view.dim():
-        raise CannotFollow(
-            f"this writes a part along axis {axes[0]} into one along axis {want[0]}",
-            run.flow.of(value).source,
-            "split both along one axis",
-        )
-
-
 def _hand_on(
     run: Run,
     name: str,
@@ -459,8 +242,8 @@ def _hand_on(
     blocks: Blocks | None,
 ) -> None:
     """Remembers where a result comes from, with which sizes it was made, how it is packed."""
-    made = tuple(_sizes(given)) if name in _CONSTANT or name in _REPEATING else ()
-    if name in _REPEATING and run.flow.of(inputs[0]).kind == SHARD:
+    made = tuple(sizes_in(given)) if name in CONSTANT or name in REPEATING else ()
+    if name in REPEATING and run.flow.of(inputs[0]).kind == SHARD:
         _note_repeats(run, name, inputs[0], given)
         for axis in run.split_axes(inputs[0]) if name == "repeat_interleave" else ():
             if entry.outputs[0][axis : axis + 1] != entry.inputs[0][axis : axis + 1]:
@@ -499,11 +282,11 @@ def _origin(run: Run, name: str, inputs: list[torch.Tensor]) -> str | None:
 def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None:
     """Notes the attributes by which a rank's heads are repeated."""
     args, kwargs = given
-    times = list(_sizes((args[1:], kwargs)))
+    times = list(sizes_in((args[1:], kwargs)))
     if name == "expand":
         sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
         pairs = zip(reversed(sizes), reversed(tensor.shape), strict=False)
-        times = list(_sizes([size for size, have in pairs if size != have]))
+        times = list(sizes_in([size for size, have in pairs if size != have]))
     for size in times:
         found = run.repeats if run.flow.of(tensor).copies else run.followed.may_repeat
         found.update(run.undecided(size))
@@ -539,14 +322,3 @@ def _blocks_of(
                 )
             found[place] = packed
     return found
-
-
-def _sizes(value: Any) -> Iterator[Size]:
-    if isinstance(value, Size):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sizes(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _sizes(item)

@@ -21,14 +21,10 @@ from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.other_ends import other_ends
 from slapo_rewrite.stages.pipeline_module import PipelineText, forward_text, loss_text
-from slapo_rewrite.stages.program import (
-    ARGUMENT,
-    Cut,
-    divided,
-    with_fields_apart,
-    with_loss_apart,
-)
-from slapo_rewrite.stages.stage_inputs import Planner, Stages, trains
+from slapo_rewrite.stages.program import ARGUMENT, Cut, divided
+from slapo_rewrite.stages.set_apart import with_fields_apart, with_loss_apart
+from slapo_rewrite.stages.stage_inputs import Planner
+from slapo_rewrite.stages.stage_layout import Stages
 from slapo_rewrite.stages.stage_modules import (
     check_one_group,
     check_picked,
@@ -38,6 +34,7 @@ from slapo_rewrite.stages.stage_modules import (
     ties_of,
 )
 from slapo_rewrite.stages.step_loss import FUNCTION
+from slapo_rewrite.stages.trained_reads import trains
 
 
 def pipeline(

@@ -22,7 +22,7 @@ from slapo_rewrite.model import small_model
 from slapo_rewrite.runtime.stages import keep
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
-from slapo_rewrite.stages.stage_inputs import Stage, Stages
+from slapo_rewrite.stages.stage_layout import Stage, Stages
 from slapo_rewrite.stages.step_loss import step_loss
 from slapo_rewrite.stages.value_kinds import ValueKind, described
 

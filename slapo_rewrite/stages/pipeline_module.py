@@ -17,7 +17,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import NOT_NONE, Compared, Unlike
 from slapo_rewrite.stages.program import ARGUMENT, Depth
-from slapo_rewrite.stages.stage_inputs import Stage, Stages
+from slapo_rewrite.stages.stage_layout import Stage, Stages
 from slapo_rewrite.stages.stage_modules import Held, Tie
 from slapo_rewrite.stages.step_loss import FUNCTION
 from slapo_rewrite.stages.written_text import rewritten

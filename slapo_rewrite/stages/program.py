@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import ast
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.liveness import breaks, local_names, part_of
-from slapo_rewrite.code.names import is_name, self_path
+from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.environment import Environment
-from slapo_rewrite.stages.flat import Flat, Line
+from slapo_rewrite.stages.flat import Flat
 from slapo_rewrite.stages.loops import loop_over, sliced
-from slapo_rewrite.stages.written_text import rewritten
+from slapo_rewrite.stages.set_apart import is_path, list_of
 
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
 Version = tuple[str, int]
 ARGUMENT = -1
-# What the changed `forward` calls in eval mode, after the loss.
-WHOLE_LOGITS = "whole_logits"
 # Methods of a logger that write.
 MESSAGES = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 # How many layers of a list a cut leaves before it, for a model of another depth.
@@ -165,153 +161,6 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any
     return linked(flat, pieces, stage + 1, cuts[0].cause.at, world)
 
 
-def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
-    """The same with the last modules called before the loss, on lines of their own.
-
-    Logits that are put together in eval mode are so before the loss too, which takes either.
-
-    Args:
-        flat: A flat `forward`.
-        trains: Whether a text calls a module with parameters.
-    """
-    gathers = [line for line in flat.lines if _is_gather(line)]
-    others = [line for line in flat.lines if not _is_gather(line)]
-    flat = with_calls_apart(replace(flat, lines=others), trains)
-    lines = list(flat.lines)
-    for gather in gathers:
-        (made,) = (n for n in ast.walk(ast.parse(gather.text)) if isinstance(n, ast.Assign))
-        name = ast.unparse(made.targets[0])
-        last = max(n for n, line in enumerate(lines) if trains(line.text) or _binds(line, name))
-        text = f"if not self.training:\n    {ast.unparse(made)}"
-        lines.insert(last + 1, replace(gather, text=text))
-    return replace(flat, lines=lines)
-
-
-def _is_gather(line: Line) -> bool:
-    (statement,) = ast.parse(line.text).body
-    inner = [statement]
-    if isinstance(statement, ast.If) and not statement.orelse:
-        inner = statement.body
-    return (
-        len(inner) == 1
-        and isinstance(inner[0], ast.Assign)
-        and isinstance(inner[0].value, ast.Call)
-        and is_name(inner[0].value.func, WHOLE_LOGITS)
-    )
-
-
-def _binds(line: Line, name: str) -> bool:
-    names = (n for n in ast.walk(ast.parse(line.text)) if isinstance(n, ast.Name))
-    return any(n.id == name and isinstance(n.ctx, ast.Store) for n in names)
-
-
-def list_of(statement: ast.stmt) -> str:
-    """The first list that a loop over layers runs over, as the text spells it."""
-    loop = loop_over(statement)
-    return loop.lists[0] if loop is not None else ""
-
-
-def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
-    """The same with the last modules called on lines of their own, apart from the loss.
-
-    `return mse_loss(self.last(x), y)`  ->  `last_output = self.last(x)`, and the loss of that.
-
-    Args:
-        flat: A flat `forward`.
-        trains: Whether a text calls a module with parameters.
-    """
-    lines, loss = list(flat.lines), flat.loss
-    if trains(loss):
-        at = lines[-1].at if lines else None
-        assert at is not None
-        more, loss = _apart(loss, trains)
-        lines += [Line(text, at) for text in more]
-    else:
-        number = max((n for n, line in enumerate(lines) if trains(line.text)), default=-1)
-        if number >= 0 and isinstance(ast.parse(lines[number].text).body[0], ast.Assign):
-            more, text = _apart(lines[number].text, trains)
-            lines[number : number + 1] = [
-                *(Line(each, lines[number].at) for each in more),
-                replace(lines[number], text=text),
-            ]
-    return replace(flat, lines=lines, loss=loss)
-
-
-def with_fields_apart(flat: Flat, name: str) -> Flat | None:
-    """The same with names for what is read of a record, bound where the record is.
-
-    `outputs = self.encoder(x)` and later `self.head(outputs.hidden)`  ->
-    `outputs_hidden = outputs.hidden` behind the former, and `self.head(outputs_hidden)`.
-
-    Args:
-        flat: A flat `forward`.
-        name: The record's; None is the result where more is done with it.
-    """
-    trees = [ast.parse(text) for text in (*(line.text for line in flat.lines), flat.loss)]
-    names = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    made = [number for number, tree in enumerate(trees) if name in bound_in(tree)]
-    if len(made) != 1 or name in flat.parameters:
-        return None
-    edits: list[dict[ast.AST, str]] = [{} for _ in trees]
-    fields: dict[str, str] = {}
-    for tree, edit in zip(trees[made[0] + 1 :], edits[made[0] + 1 :], strict=True):
-        uses = [node for node in ast.walk(tree) if is_name(node, name)]
-        for node in ast.walk(tree):
-            match node:
-                case ast.Attribute(value=use, attr=attr, ctx=ast.Load()) if use in uses:
-                    fields.setdefault(attr, f"{name}_{attr}")
-                    edit[node] = fields[attr]
-        if len(edit) != len(uses):
-            return None
-    if not fields or names & {*fields.values()}:
-        return None
-    lines = [
-        replace(line, text=rewritten(line.text, edit))
-        for line, edit in zip(flat.lines, edits, strict=False)
-    ]
-    at = lines[made[0]].at
-    bound = [Line(f"{new} = {name}.{attr}", at) for attr, new in fields.items()]
-    lines[made[0] + 1 : made[0] + 1] = bound
-    return replace(flat, lines=lines, loss=rewritten(flat.loss, edits[-1]))
-
-
-def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
-    """Assignments of the outermost calls of modules with parameters, and the text without them."""
-    statement = ast.parse(text).body[0]
-    if isinstance(statement, ast.Assign) and _trained(statement.value, trains):
-        return [], text
-    waiting: list[ast.AST] = [statement]
-    edits: dict[ast.AST, str] = {}
-    names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
-    while waiting:
-        node = waiting.pop(0)
-        if function := _trained(node, trains):
-            *_, last = re.findall(r"[a-zA-Z]\w*", function)
-            name = f"{last}_output"
-            while name in names:
-                name += "_"
-            names.add(name)
-            edits[node] = name
-        else:
-            waiting += ast.iter_child_nodes(node)
-    return [f"{new} = {ast.unparse(node)}" for node, new in edits.items()], rewritten(text, edits)
-
-
-def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
-    """The module with parameters that a call calls, as the text spells it."""
-    if not isinstance(node, ast.Call) or not _is_path(node.func):
-        return None
-    function = ast.unparse(node.func)
-    return function if trains(function) else None
-
-
-def _is_path(node: ast.expr) -> bool:
-    """Whether an expression is an attribute of the model, or of what it holds."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
 def _length(model: Any, listed: str) -> int | None:
     """How many modules a list holds; None where it holds others, or is not named plainly."""
     try:
@@ -412,7 +261,7 @@ def place_of(
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and node is not call and call in ast.walk(node):
             called = ast.unparse(node.func)
-            if _is_path(node.func):
+            if is_path(node.func):
                 raise refused(
                     f"what `{cut.path}` gives goes right into `{called}(...)`",
                     number,
@@ -431,7 +280,7 @@ def last_inside(path: str, statements: Sequence[ast.stmt]) -> int | None:
         loop = loop_over(statement)
         if loop is not None and any(each.startswith(inside) for each in loop.lists):
             return number
-        calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and _is_path(n.func)]
+        calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and is_path(n.func)]
         if any(ast.unparse(n.func).startswith(inside) for n in calls):
             return number if ast.unparse(calls[0].func).startswith(inside) else None
     return None

@@ -5,176 +5,23 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import inspect
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.code.liveness import part_of
-from slapo_rewrite.code.names import is_name
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.program import (
     ARGUMENT,
-    Depth,
     Piece,
     Program,
     Version,
 )
-from slapo_rewrite.stages.value_kinds import Like, ValueKind
-from slapo_rewrite.stages.written_text import module_reads, respelled
-
-LOSSES_OF_PARTS = ("vocab_parallel_cross_entropy", "vocab_parallel_criterion")
-
-
-@dataclass
-class Stage:
-    """One stage.
-
-    Attributes:
-        pieces: Numbers of its statements, those that it works out again first.
-        again: The numbers of these.
-        given: What it takes from the stage before.
-        named: Arguments of the step that it takes by name, where every stage is given these.
-        hands_on: What it gives to the next one.
-        standing_in: For a statement and a name in it, the name that is read in its place.
-        borrowed: The statements and names for which another value stands in, of the same name too,
-            each with that value's shape and type.
-        whole: A value in the shape that another one has on all ranks together, where each holds a
-            slice of it: its name, that of what it is made like, and of ids in its first axes.
-        anew: What its layers make themselves: the value that the loop began with, by the one that
-            earlier layers left.
-        joined: Values that it is given in parts, each with these.
-    """
-
-    pieces: list[int]
-    again: list[int]
-    given: list[Version] = field(default_factory=list)
-    named: list[Version] = field(default_factory=list)
-    anew: dict[Version, Version] = field(default_factory=dict)
-    joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
-    whole: tuple[str, Version, Version] | None = None
-    hands_on: list[Version] = field(default_factory=list)
-    standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
-    borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
-
-
-@dataclass
-class Brought:
-    """How a stage comes by values of earlier ones.
-
-    Attributes:
-        given: What it is given.
-        again: Numbers of the statements that it works out again.
-        anew: As in `Stage`.
-        joined: As in `Stage`.
-    """
-
-    given: dict[Version, None] = field(default_factory=dict)
-    again: set[int] = field(default_factory=set)
-    anew: dict[Version, Version] = field(default_factory=dict)
-    joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
-
-
-@dataclass
-class Stages:
-    """All stages of a program.
-
-    Attributes:
-        program: The program.
-        stages: Those that run one after the other.
-        tail: The statements that make the loss of what the last stage gives.
-        labels: The arguments that the loss needs.
-        seen: What each value was in a run.
-        by_name: Whether every stage is given the step's arguments by name. Only what takes part in
-            the backward pass goes from stage to stage then.
-        spelling: Values that are called otherwise than in the program.
-    """
-
-    program: Program
-    stages: list[Stage]
-    tail: Stage
-    labels: list[str]
-    seen: Mapping[Version, ValueKind]
-    by_name: bool = False
-    spelling: dict[Version, str] = field(default_factory=dict)
-
-    def spelled(self, version: Version) -> str:
-        """What a value is called."""
-        return self.spelling.get(version, version[0])
-
-    def arguments(self) -> dict[str, str]:
-        """What the stages take by name: the step's arguments, by what they are called there."""
-        taken = {version for stage in self.stages for version in stage.named}
-        order = [(name, ARGUMENT) for name in self.program.parameters]
-        return {self.spelled(v): v[0] for v in order if v in taken}
-
-    def returned(self, stage: Stage) -> str:
-        """What a stage returns."""
-        gradients = [v for v in stage.hands_on if self.seen[v].kind == "grad"]
-        beside = self.spelled(gradients[0]) if gradients else ""
-        texts = []
-        for version in stage.hands_on:
-            seen, name = self.seen[version], self.spelled(version)
-            is_made = version not in stage.given and stage is not self.stages[-1]
-            is_copied = seen.is_scattered and is_made
-            text = f"{name}.contiguous()" if is_copied else seen.sent(name, beside)
-            texts.append(f"{name}[None]" if version in self.single_numbers(stage) else text)
-        return ", ".join(texts)
-
-    def single_numbers(self, stage: Stage) -> list[Version]:
-        """The numbers that the last stage hands on in a row each: torch joins outputs by rows."""
-        if not self.by_name or stage is not self.stages[-1]:
-            return []
-        likes = {version: self.seen[version].like for version in stage.hands_on}
-        return [version for version, like in likes.items() if like is not None and not like[0]]
-
-    def taken_apart(self, stage: Stage) -> list[Version]:
-        """The values of which a stage hands on the parts."""
-        wanted = {v for v in stage.hands_on if v not in stage.given}
-        found: list[Version] = []
-        for version, seen in reversed(list(self.seen.items())):
-            parts = {(name, version[1]) for name in seen.names(version[0])}
-            if parts & wanted:
-                wanted.add(version)
-                found.insert(0, version)
-        return found
-
-    def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
-        """The statements of a stage, without those whose results nothing reads."""
-        came = {
-            version: self.seen[version]
-            for version in [*stage.given, *stage.joined]
-            if self.seen[version].kind in ("shape", "several") and version[1] != ARGUMENT
-        }
-        texts = [kind.received(version[0]) for version, kind in came.items()]
-        if any(kind.kind == "shape" for kind in came.values()):
-            texts[0] = f"# Only tensors are sent, so numbers come as the shape of one.\n{texts[0]}"
-        if stage.whole is not None:
-            name, like, ids = stage.whole[0], *map(self.spelled, stage.whole[1:])
-            texts.append(
-                "# Ranks may hold slices of the sequence; this has the shape of all of it.\n"
-                f"{name} = {like}.new_empty(*{ids}.shape, {like}.shape[-1])"
-            )
-        for number in stage.pieces:
-            piece = self.program.pieces[number]
-            text = piece.source(depth)
-            names = {n: new for (p, n), new in stage.standing_in.items() if p == number}
-            for version in piece.reads:
-                new = self.spelled(version)
-                if new == version[0] or (number, version[0]) in stage.borrowed:
-                    continue
-                if hasattr(piece.node, "body") and version[0] in piece.binds:
-                    texts.append(f"{version[0]} = {new}")
-                else:
-                    names[version[0]] = new
-            texts.append(respelled(text, names) if names else text)
-        texts += [self.seen[whole].taken_apart(whole[0]) for whole in self.taken_apart(stage)]
-        return without_idle(texts, returned)
+from slapo_rewrite.stages.stage_layout import Brought, Stage, Stages
+from slapo_rewrite.stages.trained_reads import trains
+from slapo_rewrite.stages.value_kinds import ValueKind
 
 
 class Planner:
@@ -554,92 +401,3 @@ def is_tested(node: ast.stmt, name: str) -> bool:
     """Whether what a branch asks for depends on a name itself."""
     tests = (n.test for n in ast.walk(node) if isinstance(n, ast.If | ast.While))
     return name in names_in(*tests)
-
-
-def trains(model: Any, text: str) -> bool:
-    """Whether a text calls a module with parameters, or reads a parameter."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and any(is_name(node.func, n) for n in LOSSES_OF_PARTS):
-            # From their `head` they have how many classes there are, and nothing else.
-            node.keywords = [k for k in node.keywords if k.arg != "head"]
-    return any(has_parameters(model, steps) for steps in reads_of(model, ast.unparse(tree)))
-
-
-def reads_of(model: Any, text: str) -> Iterator[list[str]]:
-    """What a text reads of a model, what the methods that it calls read among them."""
-    waiting = list(module_reads(text))
-    looked_into: set[Any] = set()
-    while waiting:
-        steps = waiting.pop(0)
-        yield steps
-        owner = model
-        for number, step in enumerate(steps):
-            inner = getattr(owner, "_modules", {}).get(step)
-            if inner is None:
-                method = getattr(type(owner), step, None)
-                if (body := source_of(method)) and (method, *steps[:number]) not in looked_into:
-                    looked_into.add((method, *steps[:number]))
-                    waiting += [[*steps[:number], *more] for more in module_reads(body)]
-                break
-            owner = inner
-
-
-def source_of(method: Any) -> str | None:
-    """The text of a method or property, where it is one that a model's author wrote."""
-    method = method.fget if isinstance(method, property) else method
-    if not inspect.isfunction(method) or method.__module__.startswith("torch."):
-        return None
-    try:
-        return textwrap.dedent(inspect.getsource(method))
-    except (OSError, TypeError):
-        return None
-
-
-def has_parameters(model: Any, steps: Sequence[str]) -> bool:
-    """Whether attributes lead to a parameter, or to a module that holds some."""
-    found = model
-    for step in steps:
-        found = getattr(found, "_modules", {}).get(step) or getattr(found, "_parameters", {}).get(
-            step
-        )
-        if found is None:
-            return False
-        if not hasattr(found, "parameters"):
-            return True
-    return any(True for _ in found.parameters())
-
-
-def without_idle(texts: Sequence[str], returned: str) -> list[str]:
-    """Statements without the assignments that nothing reads."""
-    kept = list(texts)
-    while True:
-        body = "\n".join([*kept, f"return {returned}"])
-        text = "def forward(self, inputs):\n" + "".join(
-            f"    {line}\n" for line in body.splitlines()
-        )
-        function = ast.parse(text).body[0]
-        assert isinstance(function, ast.FunctionDef)
-        idle = [
-            number
-            for number, statement in enumerate(function.body[:-1])
-            if is_plain(statement) and not part_of(function, [statement]).outputs
-        ]
-        if not idle:
-            return kept
-        kept = [text for number, text in enumerate(kept) if number not in idle]
-
-
-def is_plain(statement: ast.stmt) -> bool:
-    """Whether a statement does nothing but bind names."""
-    if isinstance(statement, ast.If):
-        return all(map(is_plain, [*statement.body, *statement.orelse]))
-    if not isinstance(statement, ast.Assign | ast.AnnAssign):
-        return False
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    names = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
-    calls = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
-    return all(isinstance(n, ast.Name) for n in names) and not any(
-        isinstance(f, ast.Attribute) and f.attr.endswith("_") and not f.attr.endswith("__")
-        for f in calls
-    )

@@ -13,7 +13,8 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.runtime.stages import own_tensors
 from slapo_rewrite.stages.defining_files import DefiningFiles
-from slapo_rewrite.stages.stage_inputs import Stages, reads_of
+from slapo_rewrite.stages.stage_layout import Stages
+from slapo_rewrite.stages.trained_reads import reads_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.file import locate as locate_source
+from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.file import SourceFile, locate, package_of
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate, package_of
 
 
 def read(tmp_path: Path, text: str | bytes, name: str | None = None) -> SourceFile:

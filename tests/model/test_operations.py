@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of, rows
 from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, SHARD, Flow, PlacementError, State
-from slapo_rewrite.sharding.rank_run import _RULES
+from slapo_rewrite.sharding.rank_checks import RULES
 
 # Several calls of what has arguments that matter; everything else is called in the first way that
 # works. `x` and `y` are alike, `i` are indices, `b` a mask, `m` and `n` matrices that fit.
@@ -108,7 +108,7 @@ x.new_zeros(4, 6, 8) | x.new_ones(4, 6, 8) | x.new_tensor(1.0) | x.new_full((4, 
 torch.full_like(x, 2.0) | F.threshold(x, 0.1, 0.2)
 """
 # What rules of the run as a rank judge besides: `test_zoo` and its like hold these.
-RULED = {*_RULES, "cat", "concat", "concatenate", "unsafe_chunk", "unsafe_split", "tile", "ravel"}
+RULED = {*RULES, "cat", "concat", "concatenate", "unsafe_chunk", "unsafe_split", "tile", "ravel"}
 RULED |= {"new_empty", "empty_like", "unsafe_split_with_sizes", "set_", "__reversed__"}
 RANDOM = {
     "alpha_dropout", "alpha_dropout_", "bernoulli", "bernoulli_", "cauchy", "cauchy_", "dropout",

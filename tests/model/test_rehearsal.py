@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.emit.rewrite import rewrite
-from slapo_rewrite.model.rehearsal import _on_ranks, _reference, _worst
+from slapo_rewrite.model.rehearsal import _reference
+from slapo_rewrite.model.simulated_ranks import on_ranks
+from slapo_rewrite.model.step_results import worst
 from tests.rewriting import SPLITTING, refused, rewritten
 
 DRAWING = """\
@@ -89,7 +91,7 @@ def test_a_parameter_without_elements_is_compared():
     )
     reference = _reference(schedule, nn)  # type: ignore[arg-type]
     assert reference is not None and reference.want.gradients["tokens"].shape == (0, 3)
-    assert _worst(reference.want, reference.want)[0] == 0
+    assert worst(reference.want, reference.want)[0] == 0
 
 
 def test_one_rank_computes_at_a_time():
@@ -106,7 +108,7 @@ def test_one_rank_computes_at_a_time():
                 dist.all_reduce(total)
         return total
 
-    assert _on_ranks(3, run) == [torch.tensor([243.0])] * 3
+    assert on_ranks(3, run) == [torch.tensor([243.0])] * 3
 
 
 def test_a_class_that_transformers_initialises_by_its_package_is_given_back(tmp_path):

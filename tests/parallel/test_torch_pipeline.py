@@ -17,7 +17,8 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.small_model import loss_of, step_inputs
 from slapo_rewrite.schedule.source_module import import_source

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.schedule.selection import Selection
 from tests.finding import selected
 

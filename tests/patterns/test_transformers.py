@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_rewrite import call_module
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.schedule.selection import Selection
 from tests.finding import selected
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from slapo_rewrite.code.file import SourceFile, locate
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import locate
 from slapo_rewrite.fusion.match_rules import look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.sources import Sources

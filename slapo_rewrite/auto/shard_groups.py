@@ -1,0 +1,166 @@
+"""What is split together: the lines of a schedule, and what they are worth."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`shard` of the modules that a pattern selects.
+
+    Attributes:
+        pattern: Their path.
+        names: The parameters.
+        axis: Which axis.
+        parts: How the axis is packed; empty where it is not.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    axis: int
+    parts: tuple[int, ...] = ()
+
+    def arguments(self) -> str:
+        """What stands in the brackets of the call."""
+        names = repr(self.names[0]) if len(self.names) == 1 else repr(list(self.names))
+        parts = ""
+        if self.parts:
+            equal = len(set(self.parts)) == 1
+            parts = f", parts={len(self.parts) if equal else list(self.parts)}"
+        return f"{names}, axis={self.axis}{parts}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are split together.
+
+    Attributes:
+        shards: How.
+        summed: The modules whose input's gradient is summed once for all layers in them.
+        results: The modules whose result is summed.
+        head: The head whose parts go into the loss, if any.
+        parameters: How many they have.
+        is_vocabulary: Whether they are tables of words, and heads that give a number for each.
+        is_experts: Whether they are the experts of mixtures.
+        pays: Whether the split saves more than its collectives take.
+    """
+
+    shards: tuple[Shard, ...]
+    summed: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    head: str | None = None
+    parameters: int = 0
+    is_vocabulary: bool = False
+    is_experts: bool = False
+    pays: bool = True
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The modules that are split."""
+        return tuple(shard.pattern for shard in self.shards)
+
+    def lines(self) -> list[str]:
+        """The lines of a schedule for it, `infer_sync` apart."""
+        found = [f's["{shard.pattern}"].shard({shard.arguments()})' for shard in self.shards]
+        found += [f's["{path}"].sync("fwd_post", "all_reduce")' for path in self.results]
+        found += [f's["{path}"].sync("bwd_post", "all_reduce")' for path in self.summed]
+        if self.head is not None:
+            found.append(f's["{self.head}"].sync("bwd_post", "all_reduce")')
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search came to.
+
+    Attributes:
+        groups: What is split.
+        whole: Layers with a share of the parameters that stay whole, each with the reason.
+        total: How many parameters the model has.
+    """
+
+    groups: tuple[Group, ...]
+    whole: dict[str, str]
+    total: int
+
+    @property
+    def share(self) -> float:
+        """The share of the model's parameters that is split."""
+        return sum(group.parameters for group in self.groups) / max(1, self.total)
+
+    def lines(self) -> list[str]:
+        """The lines of a schedule for all of it."""
+        return lines_of(self.groups)
+
+
+@dataclass(frozen=True)
+class Cube:
+    """A parameter that holds one matrix for each expert.
+
+    Attributes:
+        pattern: The module that holds it.
+        name: Its name there.
+        beside: All of that module's parameters.
+    """
+
+    pattern: str
+    name: str
+    beside: dict[str, nn.Parameter]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Experts, and a matrix of each."""
+        return self.beside[self.name].shape
+
+
+INFER = "s.infer_sync()"
+
+
+def lines_of(groups: Iterable[Group]) -> list[str]:
+    """The lines of a schedule for some groups, with the collectives that they need."""
+    lines = [line for group in groups for line in group.lines()]
+    return [*lines, INFER] if lines else []
+
+
+def with_parts(column: tuple[Shard, ...], parts: tuple[int, ...]) -> tuple[Shard, ...]:
+    """A column of which each shard is divided in parts."""
+    return tuple(replace(shard, parts=parts) for shard in column)
+
+
+def shape_of(producers: Iterable[str], consumers: Iterable[str]) -> tuple[str, ...]:
+    """What a component has in common with those in other lists of the same kind."""
+    names = (*sorted(producers), ">", *sorted(consumers))
+    return tuple(re.sub(r"\d+", "0", name) for name in names)
+
+
+def common_pattern(patterns: Iterable[str]) -> str:
+    """The longest path that all of them lie below."""
+    segments = [pattern.split(".")[:-1] for pattern in patterns]
+    shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
+    return ".".join(s[0] for s in shared)
+
+
+def shards_of_experts(cubes: Sequence[Cube]) -> Iterator[tuple[Shard, ...]]:
+    """Ways to split the inner features of experts: outputs of all but the last, its inputs."""
+    *ups, down = cubes
+    for up_axis, down_axis in ((1, 2), (2, 1)):
+        inner = down.shape[down_axis]
+        times = {up.shape[up_axis] / inner for up in ups}
+        if not times <= {1.0, 2.0}:
+            continue
+        for packed in (True, False) if 2.0 in times else (False,):
+            shards = []
+            for up in ups:
+                size, bias = up.shape[up_axis], f"{up.name}_bias"
+                parts = (size // 2, size // 2) if packed and size == 2 * inner else ()
+                shards.append(Shard(up.pattern, (up.name,), up_axis, parts))
+                if bias in up.beside and up.beside[bias].dim() == 2:
+                    shards.append(Shard(up.pattern, (bias,), 1, parts))
+            yield (*shards, Shard(down.pattern, (down.name,), down_axis))

@@ -1,0 +1,158 @@
+"""Where a source lies: a path or a dotted name -> a file and the module's name."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import keyword
+import os
+import re
+import sys
+from pathlib import Path
+
+from slapo_rewrite import errors
+
+# What the tool itself imports, or calls a module meanwhile.
+_TAKEN = {"__main__", "slapo_rewrite", "slapo_rewrite_output", "rules", "schedule_file"}
+
+
+def module_name(path: Path) -> str:
+    """What a file is called as a module: within its package, or by its own name.
+
+    A file on its own that is called as something else that can be imported, or as nothing that can,
+    is called otherwise: it must not take the other's place.
+    """
+    name = package_of(path) or path.stem
+    return name if "." in name and package_of(path) else free_name(name)
+
+
+def free_name(stem: str) -> str:
+    """An identifier that names no module of Python's, of an installed package or of the tool."""
+    name = re.sub(r"\W", "_", stem)
+    name = name if name.isidentifier() else f"_{name}"
+    installed = [p for p in sys.path if {"site-packages", "dist-packages"} & set(Path(p).parts)]
+    while (
+        keyword.iskeyword(name)
+        or name in _TAKEN
+        or name in sys.stdlib_module_names
+        or importlib.machinery.PathFinder.find_spec(name, installed) is not None
+    ):
+        name += "_"
+    return name
+
+
+def package_of(path: Path) -> str:
+    """The dotted module name of a file that lies in a package; '' for a file that does not."""
+    path = path.absolute()
+    parts = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    if not (folder / "__init__.py").is_file():
+        return ""
+    while (folder / "__init__.py").is_file():
+        parts.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(parts))
+
+
+def locate(source: str) -> tuple[Path, str]:
+    """The file and the dotted module name that a SOURCE argument means.
+
+    Nothing is imported where the dotted name can be followed through folders.
+
+    Args:
+        source: The path of a Python file, or the dotted name of an importable module.
+
+    Raises:
+        SourceError: There is no such file or module.
+    """
+    path = Path(source)
+    if path.is_file() and path.suffix != ".py":
+        raise errors.SourceError(
+            f"`{source}` is not a Python file: its name does not end in .py",
+            hint="jupyter nbconvert --to script makes one of a notebook"
+            if path.suffix == ".ipynb"
+            else None,
+        )
+    if path.is_dir() and (os.sep in source or source.endswith(".py")):
+        raise errors.SourceError(
+            f"`{source}` is a folder", hint="name the file of it that defines the model"
+        )
+    if source.endswith(".py"):
+        if not path.is_file():
+            raise errors.SourceError(f"there is no file `{source}`", hint=near_files(path))
+        return path, module_name(path)
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise errors.SourceError(
+            f"`{source}` is neither a Python file nor the dotted name of a module",
+            hint=near_files(path),
+        )
+    found = _find_module(source)
+    if found is None:
+        raise errors.SourceError(
+            f"there is no module `{source}`", hint=_near_modules(source) or near_files(path)
+        )
+    return found, source
+
+
+def _find_module(name: str) -> Path | None:
+    """The file of a module, without importing the packages above it where possible."""
+    top, *rest = name.split(".")
+    loaded = sys.modules.get(name)
+    if loaded is not None and (getattr(loaded, "__file__", None) or "").endswith(".py"):
+        return Path(str(loaded.__file__))
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        if rest and (file := base.with_name(base.name + ".py")).is_file():
+            return file
+        if (file := base / "__init__.py").is_file():
+            return file
+    if rest:  # a package that extends its own search path
+        try:
+            spec = importlib.util.find_spec(name)
+        except Exception:  # the package's own: importing it is the last resort
+            return None
+    origin = spec.origin if spec else None
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def near_files(path: Path) -> str | None:
+    """A hint that offers the Python files beside one that is missing, those with a like name."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    names = {p.stem: str(p) for p in folder.glob("*.py")}
+    near = errors.nearest(path.name.removesuffix(".py"), names)
+    return "did you mean " + " or ".join(f"`{names[n]}`" for n in near) + "?" if near else None
+
+
+def _near_modules(name: str) -> str | None:
+    """A hint with the modules beside the first segment that does not exist."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        parent = _find_module(".".join(parts[:count]))
+        if parent is None:
+            continue
+        if parent.name != "__init__.py":
+            return f"`{'.'.join(parts[:count])}` is a module, not a package: {parent}"
+        names = {p.stem for p in parent.parent.glob("*.py")}
+        names |= {p.parent.name for p in parent.parent.glob("*/__init__.py")}
+        head, asked = ".".join(parts[:count]), parts[count]
+        near = errors.nearest(asked, names - {"__init__"})
+        return errors.did_you_mean(asked, near) and (
+            "did you mean "
+            + " or ".join("`" + ".".join([head, n, *parts[count + 1 :]]) + "`" for n in near)
+            + "?"
+        )
+    return None
+
+
+def package_for(path: Path, name: str) -> str:
+    """The package that relative imports of a module start from."""
+    if path.name == "__init__.py":
+        return name
+    package = name.rpartition(".")[0]
+    return package or package_of(path).rpartition(".")[0]

@@ -1,0 +1,96 @@
+"""Ranks that are threads of this process, one of which runs at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from slapo_rewrite.model.step_results import OtherNumbersError, Step
+
+PATIENCE_S = 60
+
+
+class UnfitError(Exception):
+    """The model cannot be made for so many ranks, which the error says that it is raised from."""
+
+    pass
+
+
+def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step] | None:
+    """What every rank computes; None where the model does not fit so many.
+
+    One computes at a time, until it waits for the others: where several do, each operation is a
+    fight for the interpreter, and takes more time than both.
+
+    Raises:
+        OtherNumbersError: A rank fails where the original does not.
+    """
+    # torch's own tests run ranks as threads so; none of it has annotations.
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    threaded: Any = multi_threaded_pg
+    group: Any = threaded.ProcessLocalGroup
+    c10d: Any = torch._C._distributed_c10d
+    isolate = c10d._set_thread_isolation_mode
+    install, uninstall = threaded._install_threaded_pg, threaded._uninstall_threaded_pg
+    results: list[Step | None] = [None] * world
+    failures: list[BaseException] = []
+    turn = threading.Lock()
+
+    class InTurn(threaded.Collective):  # type: ignore[misc]
+        def join(self, rank: int, data: Any) -> Any:
+            turn.release()
+            try:
+                return super().join(rank, data)
+            finally:
+                turn.acquire()
+
+    def rank_main(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+            results[rank] = run(turn)
+        except BaseException as error:
+            failures.append(error)
+            group.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    if world == 1:
+        try:
+            return [run(turn)]
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, UnfitError) else error
+            words = f"{type(cause).__name__}: {cause}".splitlines()[0]
+            raise OtherNumbersError(1, "", 1.0, f"it fails: {words}") from error
+    install()
+    isolate(True)
+    try:
+        store = c10d.HashStore()
+        threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(world)]
+        with mock.patch.object(threaded, "Collective", InTurn):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        stuck = any(thread.is_alive() for thread in threads)
+        if stuck:
+            group.exception_handle(TimeoutError())
+    finally:
+        group.reset()
+        isolate(False)
+        uninstall()
+    # A size that does not fit says so in words, when the model is built or when it is run.
+    if any(isinstance(error, (UnfitError, ValueError)) for error in failures):
+        return None
+    failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
+    first = next((e for e in failures if isinstance(e, Exception)), None)
+    if stuck or first is not None:
+        what = f"{type(first).__name__}: {first}" if first else "the ranks wait for one another"
+        raise OtherNumbersError(world, "", 1.0, f"it fails: {what.splitlines()[0]}") from first
+    return [step for step in results if step is not None]

@@ -1,0 +1,109 @@
+"""What a training step gives, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.results import result_pairs
+
+# Gradients that are this small beside the largest are rounding.
+FLOOR = 1e-6
+
+
+class OtherNumbersError(Exception):
+    """The output computes something else than the original.
+
+    Attributes:
+        world: On how many ranks.
+        name: What differs: a parameter whose gradient does, or an output.
+        error: How far, relative to the largest number in it.
+    """
+
+    hint = (
+        "nothing was written; leave out one line of the schedule after the other to find the one "
+        "that does it, and please report it"
+    )
+
+    def __init__(self, world: int, name: str, error: float, what: str) -> None:
+        ranks = "in one process" if world == 1 else f"on {world} ranks"
+        off = f" `{name}` is off by {error:.1%}" if name else ""
+        super().__init__(f"{ranks} {what}{off}")
+        self.world, self.name, self.error = world, name, error
+
+
+class OtherStartError(OtherNumbersError):
+    """The output's constructor draws other weights."""
+
+    hint = (
+        "nothing was written; a constructor that asks for a layer's very class, as with `type(m) "
+        "is nn.Linear`, does not find the split one: ask with `isinstance(m, nn.Linear)`"
+    )
+
+
+@dataclass
+class Step:
+    """What a model computes: outputs in training and in eval mode, gradients, and buffers after.
+
+    Tensors are the whole model's, by the original's names.
+
+    Attributes:
+        draws: Whether random numbers are drawn.
+    """
+
+    evaluated: Any
+    outputs: Any
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    draws: bool
+
+
+def worst(want: Step, have: Step) -> tuple[float, str, str]:
+    """The largest difference, with its name and what it is of."""
+    found = [(0.0, "", "")]
+    for what, one, other in (
+        ("the output (in eval mode)", want.evaluated, have.evaluated),
+        ("the output", want.outputs, have.outputs),
+    ):
+        for name, a, b in result_pairs(one, other, ""):
+            both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+            if both and not (one is want.outputs and is_part(a, b)):
+                found.append((error(a, b), name or "output", what))
+    if want.loss is not None and have.loss is not None:
+        found.append((error(want.loss, have.loss), "loss", "the"))
+    sizes = (float(g.abs().max()) for g in want.gradients.values() if g.numel())
+    floor = FLOOR * max(sizes, default=0.0)
+    for what, ours, theirs in (
+        ("the gradient of", want.gradients, have.gradients),
+        ("after a step the buffer", want.buffers, have.buffers),
+    ):
+        for name, tensor in ours.items():
+            if name in theirs:
+                found.append((error(tensor, theirs[name], floor), name, what))
+    return max(found, key=lambda each: each[0])
+
+
+def is_part(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether one may be a rank's part of the other: logits that a loss takes so are."""
+    sizes = zip(whole.shape, part.shape, strict=False)
+    differ = [have < want for want, have in sizes if have != want]
+    return whole.dim() == part.dim() and differ == [True]
+
+
+def error(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest number; equal NaNs are equal."""
+    if want.shape != have.shape:
+        return 1.0
+    if not want.numel():
+        return 0.0
+    a, b = want.detach().to(torch.float64), have.detach().to(torch.float64)
+    gap, scale = float((a - b).abs().max()), float(a.abs().max())
+    if not (math.isfinite(gap) and math.isfinite(scale)):
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap = float((a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf).max())
+        scale = float(a.abs().masked_fill(~a.isfinite(), 0.0).max())
+    return gap / max(scale, floor, 1e-12)

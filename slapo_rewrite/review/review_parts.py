@@ -1,0 +1,237 @@
+"""The parts of a review, as its page and its comment show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite.primitives.page import first_line
+
+IMPORT = "import what is used below"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A primitive call of the schedule, or a collective that one infers.
+
+    Attributes:
+        line: Its line in the schedule; None where that is not known.
+        primitive: The primitive.
+        text: The call as the schedule writes it.
+        more: What the text does not say: the collective that was inferred, the share of a list.
+        paths: The modules it was called on, `*` for any number.
+    """
+
+    line: int | None
+    primitive: str
+    text: str
+    more: str
+    paths: tuple[str, ...]
+
+    @property
+    def does(self) -> str:
+        """What its primitive does, in a sentence."""
+        return first_line(self.primitive)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why lines changed.
+
+    Attributes:
+        what: What happened there.
+        calls: The schedule's lines that asked for it.
+    """
+
+    what: str
+    calls: tuple[Call, ...]
+
+    @property
+    def is_import(self) -> bool:
+        """Whether it is there only for what other lines need."""
+        return self.what == IMPORT
+
+    @property
+    def by_primitive(self) -> dict[str, list[Call]]:
+        """The calls of each primitive, by what it does."""
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.does, []).append(call)
+        return found
+
+    @property
+    def lines(self) -> list[Call]:
+        """A call of each line."""
+        return list({call.line: call for call in self.calls}.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a file as it was beside the one in its place.
+
+    Attributes:
+        kind: `same`, `changed`, `added` or `removed`.
+        old: The number of the original's line; None where it has none.
+        new: Likewise of the rewritten file's.
+    """
+
+    kind: str
+    old: int | None
+    new: int | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring lines that changed, with a few around them.
+
+    Attributes:
+        rows: The lines.
+        reasons: Why they changed.
+    """
+
+    rows: tuple[Row, ...]
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the rewritten file."""
+        numbers = [row.new for row in self.rows if row.new is not None]
+        return f"{numbers[0]}-{numbers[-1]}" if numbers else "removed"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two texts of a file side by side.
+
+    Attributes:
+        name: The file's name in the output.
+        old: The text on the left.
+        new: The text on the right.
+        parts: Where they differ.
+        absolute: How many imports only became absolute, which is not shown.
+    """
+
+    name: str
+    old: str
+    new: str
+    parts: tuple[Part, ...]
+    absolute: int = 0
+
+    def count(self, *kinds: str) -> int:
+        """How many lines are of these kinds."""
+        return sum(row.kind in kinds for part in self.parts for row in part.rows)
+
+    @property
+    def added(self) -> int:
+        """Lines that only the right side has."""
+        return self.count("added", "changed")
+
+    @property
+    def removed(self) -> int:
+        """Lines that only the left side has."""
+        return self.count("removed", "changed")
+
+    @property
+    def length(self) -> int:
+        """How many lines the left side has."""
+        return len(self.old.splitlines())
+
+    @property
+    def kept(self) -> float:
+        """The share of the original's lines that stand."""
+        return 1 - (self.removed + self.absolute) / max(self.length, 1)
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A file that was written beside the model file.
+
+    Attributes:
+        name: Its name.
+        length: How many lines it has.
+        about: Its first line.
+        reason: What it is there for.
+    """
+
+    name: str
+    length: int
+    about: str
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class RuleOutcome:
+    """What became of a rule.
+
+    Attributes:
+        rule: Its name.
+        does: What it does, in a sentence.
+        fired: Whether it was applied anywhere.
+        words: Where, or why not.
+        call: The schedule's line that asked for it.
+    """
+
+    rule: str
+    does: str
+    fired: bool
+    words: tuple[str, ...]
+    call: Call
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that verification compared, in every world.
+
+    Attributes:
+        name: What was compared.
+        cells: For each world whether it held, with the error and its limit; None where it was not
+            compared.
+    """
+
+    name: str
+    cells: tuple[Mapping[str, Any] | None, ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What verification found.
+
+    Attributes:
+        verdict: `equal`, `not equal`, `failed` or `not run`.
+        worlds: The world sizes, and the layouts of pipelines, in words.
+        checks: What was compared.
+        failures: What went wrong where a world did not run to its end.
+        is_stale: Whether the source or the schedule was another one by then.
+    """
+
+    verdict: str
+    worlds: tuple[str, ...]
+    checks: tuple[Check, ...]
+    failures: tuple[str, ...]
+    is_stale: bool
+
+    @property
+    def failed(self) -> int:
+        """How many comparisons did not hold."""
+        return sum(cell is not None and not cell["ok"] for c in self.checks for cell in c.cells)
+
+    @property
+    def compared(self) -> int:
+        """How many there were."""
+        return sum(cell is not None for check in self.checks for cell in check.cells)
+
+
+@dataclass(frozen=True)
+class ScheduleLine:
+    """A line of the schedule.
+
+    Attributes:
+        number: Its number.
+        text: The line.
+        causes: What it caused: the places in the output, by file.
+    """
+
+    number: int
+    text: str
+    causes: tuple[tuple[str, int, str], ...]

@@ -1,0 +1,65 @@
+"""What the model returns is whole on every rank, or refused with what would make it so."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from slapo_rewrite.model.results import result_pairs
+from slapo_rewrite.sharding.placements import PARTIAL, SHARD, gather_line
+from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.types import CannotFollow, MissingCollective
+
+
+def compare_outputs(expected: Any, got: Any, run: Run) -> None:
+    """Raises `CannotFollow` where the model returns something else on a rank, also deep inside."""
+    for name, want, have in result_pairs(expected, got, ""):
+        if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
+            _compare_output(name or "output", want, have, run)
+        elif want != have:
+            raise CannotFollow(
+                f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
+                hint="take the number from what is not split, an attribute set in `__init__` say",
+                position=sys.maxsize,
+            )
+
+
+def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run) -> None:
+    state = run.flow.of(have)
+    name = f"output {name}" if name.isdigit() else name
+    if state.kind == SHARD and id(have) in run.fed:
+        return  # whoever wants the loss takes the parts with it
+    if want.shape != have.shape or state.kind == SHARD:
+        raise CannotFollow(
+            f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
+            f"{list(want.shape)}",
+            state.source,
+            f"gather it: {_gather_of(want, have)} on the module that makes it",
+            position=sys.maxsize,
+            remedy=MissingCollective.whole_of(state.source, state.axis)
+            if state.kind == SHARD
+            else None,
+        )
+    if state.kind == PARTIAL:
+        raise CannotFollow(
+            f"the model's `{name}` is a partial sum on each rank",
+            state.source,
+            'add it up: .sync("fwd_post", "all_reduce")',
+            position=sys.maxsize,
+            remedy=MissingCollective.sum_of(state.source),
+        )
+    if state.covered:
+        raise CannotFollow(
+            f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
+            "would count its gradient once for each rank",
+            state.covered,
+            "put the sync where the value goes into sharded layers and nowhere else",
+            position=sys.maxsize,
+        )
+
+
+def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:
+    split = [a for a, (w, h) in enumerate(zip(want.shape, have.shape, strict=False)) if w != h]
+    return gather_line(split[0] if split else -1, want.dim())

@@ -1,0 +1,68 @@
+"""Which texts read a parameter that trains."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.stages.written_text import module_reads
+
+LOSSES_OF_PARTS = ("vocab_parallel_cross_entropy", "vocab_parallel_criterion")
+
+
+def trains(model: Any, text: str) -> bool:
+    """Whether a text calls a module with parameters, or reads a parameter."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(is_name(node.func, n) for n in LOSSES_OF_PARTS):
+            # From their `head` they have how many classes there are, and nothing else.
+            node.keywords = [k for k in node.keywords if k.arg != "head"]
+    return any(has_parameters(model, steps) for steps in reads_of(model, ast.unparse(tree)))
+
+
+def reads_of(model: Any, text: str) -> Iterator[list[str]]:
+    """What a text reads of a model, what the methods that it calls read among them."""
+    waiting = list(module_reads(text))
+    looked_into: set[Any] = set()
+    while waiting:
+        steps = waiting.pop(0)
+        yield steps
+        owner = model
+        for number, step in enumerate(steps):
+            inner = getattr(owner, "_modules", {}).get(step)
+            if inner is None:
+                method = getattr(type(owner), step, None)
+                if (body := source_of(method)) and (method, *steps[:number]) not in looked_into:
+                    looked_into.add((method, *steps[:number]))
+                    waiting += [[*steps[:number], *more] for more in module_reads(body)]
+                break
+            owner = inner
+
+
+def source_of(method: Any) -> str | None:
+    """The text of a method or property, where it is one that a model's author wrote."""
+    method = method.fget if isinstance(method, property) else method
+    if not inspect.isfunction(method) or method.__module__.startswith("torch."):
+        return None
+    try:
+        return textwrap.dedent(inspect.getsource(method))
+    except (OSError, TypeError):
+        return None
+
+
+def has_parameters(model: Any, steps: Sequence[str]) -> bool:
+    """Whether attributes lead to a parameter, or to a module that holds some."""
+    found = model
+    for step in steps:
+        found = getattr(found, "_modules", {}).get(step) or getattr(found, "_parameters", {}).get(
+            step
+        )
+        if found is None:
+            return False
+        if not hasattr(found, "parameters"):
+            return True
+    return any(True for _ in found.parameters())
