@@ -105,6 +105,18 @@ class Emitted:
         """The lines of the output that an error passed through, by file name."""
         return _frames(self.folder, error)
 
+    def is_of_helper(self, error: BaseException) -> bool:
+        """Whether a helper raises an error, which then says what a user can do.
+
+        In an output of a single file it may be the model that does.
+        """
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        raised = traceback.tb_frame.f_code.co_filename if traceback is not None else ""
+        files = {str(module.__file__) for module in self.modules()}
+        return raised in (files - {self.module.__file__} or files)
+
 
 @contextlib.contextmanager
 def imported(

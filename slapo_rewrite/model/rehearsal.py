@@ -209,7 +209,7 @@ class _Rank:
             turn: Held by the rank that computes.
 
         Raises:
-            UnfitError: The model cannot be made for so many ranks, which it says.
+            UnfitError: The model cannot be made for so many ranks, or be run, which it says.
         """
         try:
             with self.building, turn:
@@ -226,7 +226,12 @@ class _Rank:
         self.built.wait(PATIENCE_S)
         given = self.reference
         with turn:
-            return _step(self.schedule, model, given.inputs, self.output, given.want)
+            try:
+                return _step(self.schedule, model, given.inputs, self.output, given.want)
+            except ValueError as error:
+                if self.output.is_of_helper(error):
+                    raise UnfitError from error
+                raise
 
 
 def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Reference | None:
@@ -235,7 +240,7 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
         try:
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
-            inputs = _in_dtype(small_model.training_inputs(schedule, model), dtype)
+            inputs = _in_dtype(small_model.training_inputs(schedule, model, padded=True), dtype)
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
                 return None

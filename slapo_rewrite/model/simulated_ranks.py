@@ -16,9 +16,7 @@ PATIENCE_S = 60
 
 
 class UnfitError(Exception):
-    """The model cannot be made for so many ranks, which the error says that it is raised from."""
-
-    pass
+    """The model does not fit so many ranks, as the error says that it is raised from."""
 
 
 def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step] | None:
@@ -85,8 +83,7 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step] | 
         group.reset()
         isolate(False)
         uninstall()
-    # A size that does not fit says so in words, when the model is built or when it is run.
-    if any(isinstance(error, (UnfitError, ValueError)) for error in failures):
+    if any(isinstance(error, UnfitError) for error in failures):
         return None
     failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
     first = next((e for e in failures if isinstance(e, Exception)), None)

@@ -164,3 +164,53 @@ def test_a_model_that_computes_something_else_each_time_is_compared_from_the_sta
     schedule = SPLITTING + "    s['blocks.*'].checkpoint()\n"
     words = refused(tmp_path, TURNING.replace("NOISY", noisy), schedule, "SR106")
     assert "in one process the gradient of" in words
+
+
+PADDED = """\
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class Config(PretrainedConfig):
+    model_type = "padded"
+    vocab_size, heads = 31, 4
+
+
+class Model(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.heads = config.heads
+        self.embed = nn.Embedding(config.vocab_size, 16)
+        self.up = nn.Linear(16, 16)
+        self.down = nn.Linear(16, 16)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        q = self.up(x).view(*x.shape[:2], self.heads, 4).transpose(1, 2)
+        scores = q @ q.transpose(2, 3)
+        if attention_mask is not None:
+            mask = attention_mask[:, None, None, :].repeat(1, HEADS, 1, 1)
+            if mask.shape != (*scores.shape[:2], 1, scores.shape[3]):
+                raise ValueError("a mask of another size")
+            scores = scores.masked_fill(mask == 0, -1e9)
+        y = (scores.softmax(-1) @ q).transpose(1, 2)
+        return self.down(y.flatten(2))
+"""
+
+
+def test_what_a_mask_asks_of_the_ranks_is_tried(tmp_path):
+    """A padding mask is not followed; an error that is no helper's is none of a size."""
+    schedule = SPLIT.replace("m.Model()", "m.Model(m.Config())")
+    schedule = schedule.replace('def inputs(model):\n    return {"x": torch.randn(2, 8)}\n\n\n', "")
+    assert "inputs" not in schedule
+    words = refused(tmp_path, PADDED.replace("HEADS", "self.config.heads"), schedule, "SR106")
+    assert "on 2 ranks it fails: ValueError: a mask of another size" in words
+    rewritten(
+        tmp_path,
+        PADDED.replace("HEADS", "1").replace("(*scores.shape[:2], 1", "(len(x), 1, 1"),
+        schedule,
+    )
