@@ -214,3 +214,22 @@ def test_what_a_mask_asks_of_the_ranks_is_tried(tmp_path):
         PADDED.replace("HEADS", "1").replace("(*scores.shape[:2], 1", "(len(x), 1, 1"),
         schedule,
     )
+
+
+def test_a_mask_that_makes_no_numbers_is_left_out():
+    class Model(nn.Module):
+        config = types.SimpleNamespace(vocab_size=31)
+
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(31, 4)
+
+        def forward(self, input_ids, attention_mask=None):
+            x = self.embed(input_ids)
+            return x if attention_mask is None else x / attention_mask[..., None]
+
+    made = types.SimpleNamespace(
+        model=lambda m: Model(), loss=lambda outputs: outputs.square().sum()
+    )
+    reference = _reference(made, nn)  # type: ignore[arg-type]
+    assert reference is not None and reference.inputs.keys() == {"input_ids"}
