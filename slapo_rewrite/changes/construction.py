@@ -147,7 +147,7 @@ class UseParallelLayer(Construction):
         self.check_called(site, text)
         name = self.subclass or text.helper(self.layer.module, self.layer.name)
         layer = self.layer
-        if layer.unit and not layer.is_replicated and self._made_above(site, text):
+        if layer.unit and not layer.unit.required and self._made_above(site, text):
             layer = replace(layer, unit=None)  # which the other one checks for both
         return with_keywords(_call(original, name, site), layer_keywords(layer, site, text))
 

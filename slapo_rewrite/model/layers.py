@@ -32,10 +32,12 @@ class Unit:
     Attributes:
         text: An expression for it, in words that the constructor of the layer's owner knows.
         size: What it is worth; 0 where that is not known of this model.
+        required: Whether the layer has to be given it: ranks that share a unit hold one each.
     """
 
     text: str
     size: int = 0
+    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ class Layer:
     keywords: tuple[tuple[str, object], ...] = ()
     arguments: tuple[str, ...] = ()
     unit: Unit | None = None
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether several ranks may hold the same part, which only its unit says the size of."""
-        return (self.module, self.name) in _REPLICATED.values()
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def replicated(layer: Layer, unit: Unit) -> Layer | None:
     if layer.name not in _REPLICATED or {"parts", "gather_output"} & dict(layer.keywords).keys():
         return None
     module, name = _REPLICATED[layer.name]
-    return replace(layer, module=module, name=name, unit=unit)
+    return replace(layer, module=module, name=name, unit=replace(unit, required=True))
 
 
 # The layers that multiply by a matrix and add a bias, and how the product is written.

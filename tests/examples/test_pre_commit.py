@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from slapo_rewrite import cli
+from slapo_rewrite.commands.answers import NO
 from tests.documents import read
 from tests.golden import ROOT
 from tests.review.test_html_page import NET, SCHEDULE
@@ -45,7 +46,7 @@ def test_its_command_answers(output, capsys):
     _, *command = [*shlex.split(hook["entry"]), *asked["args"]]
     assert cli.main(command) == cli.DONE
     (output / "s.py").write_text(SCHEDULE.replace("= 0.5", "= 1.0"))
-    assert cli.main(command) == cli.NO
+    assert cli.main(command) == NO
     assert "not current: " in capsys.readouterr().out
 
 

@@ -291,7 +291,7 @@ class MLP(nn.Module):
         + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
     )
     text = refused(tmp_path, source, SCHEDULE + '    split(s["mlp"])\n', "SR103")
-    assert "`mlp.down` and `mlp.up` are made by one line" in text
+    assert "`mlp.up` and `mlp.down` are made by one line" in text
 
 
 COPIES = """\
