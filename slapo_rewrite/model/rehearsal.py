@@ -238,7 +238,8 @@ class _Rank:
 def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Reference | None:
     """The original's small model; None where it cannot be run."""
     # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
-    for padded, dtype in itertools.product((True, False), LIMIT):
+    masks = (False,) if hasattr(schedule, "inputs") else (True, False)
+    for padded, dtype in itertools.product(masks, LIMIT):
         try:
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)

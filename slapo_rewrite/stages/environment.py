@@ -304,6 +304,8 @@ def _less_exact(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str,
     None where it asks for more.
     """
     sizes = [(path, was) for path, was in read.items() if type(was) is int]
+    if len(sizes) < len(read):  # what else is read would not be relied on
+        sizes = []
     match test:
         case ast.Attribute() if way and len(sizes) == 1 and sizes[0][1] > 0:
             (path, was), *_ = sizes
