@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import threading
 import types
 import warnings
@@ -78,26 +77,41 @@ def rehearse(
         small_model.drawing(0),
         casts,
     ):
-        reference = _reference(schedule, original, depth) if sizes else None
-        if reference is None or (reference.want.draws and not draws_alike):
-            return
-        if draws_alike:
-            _check_start(reference, schedule, original, output)
-        parallel = _helper(output, "to_full") is not None
-        for world in sizes if parallel and not reference.want.draws else (1,):
-            try:
-                steps = on_ranks(world, _Rank(reference, schedule, output, world))
-            except OtherNumbersError:
-                if world == 3:
-                    continue  # few sizes divide by it, and those that do not fail when they are run
-                raise
-            for step in steps or ():
-                error, name, what = worst(reference.want, step)
-                if error > LIMIT[reference.dtype] and reference.repeats(schedule, original):
-                    raise OtherNumbersError(world, name, error, what)
-    if is_mixed and reference is not None:
+        references = _references(schedule, original, depth) if sizes else []
+        references = [r for r in references if draws_alike or not r.want.draws]
+        if draws_alike and references:
+            _check_start(references[0], schedule, original, output)
+        for reference in references:
+            _check_step(reference, schedule, original, output, sizes)
+    if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
-            _check_mixed(reference, schedule, output)
+            _check_mixed(references[0], schedule, output)
+
+
+def _check_step(
+    reference: _Reference,
+    schedule: Any,
+    original: types.ModuleType,
+    output: Emitted,
+    sizes: tuple[int, ...],
+) -> None:
+    """A step of the output on every rank is the original's.
+
+    Raises:
+        OtherNumbersError: It is not.
+    """
+    parallel = _helper(output, "to_full") is not None
+    for world in sizes if parallel and not reference.want.draws else (1,):
+        try:
+            steps = on_ranks(world, _Rank(reference, schedule, output, world))
+        except OtherNumbersError:
+            if world == 3:
+                continue  # few sizes divide by it, and those that do not fail when they are run
+            raise
+        for step in steps or ():
+            error, name, what = worst(reference.want, step)
+            if error > LIMIT[reference.dtype] and reference.repeats(schedule, original):
+                raise OtherNumbersError(world, name, error, what)
 
 
 def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
@@ -218,11 +232,9 @@ class _Rank:
                 model = small_model.build_small(self.schedule, self.output.module, depth)
                 model = model.to(self.reference.dtype)
                 model.load_state_dict(self.reference.weights)
-        except (ValueError, RuntimeError) as error:
+        except BaseException as error:
             self.built.abort()
-            raise UnfitError from error
-        except BaseException:
-            self.built.abort()
+            self._tell(error)
             raise
         self.built.wait(PATIENCE_S)
         given = self.reference
@@ -230,16 +242,36 @@ class _Rank:
             try:
                 return _step(self.schedule, model, given.inputs, self.output, given.want)
             except ValueError as error:
-                if self.output.is_of_helper(error):
-                    raise UnfitError from error
+                self._tell(error)
                 raise
 
+    def _tell(self, error: BaseException) -> None:
+        """Raises UnfitError where a helper says that the size does not fit."""
+        if self.output.is_of_helper(error):
+            raise UnfitError from error
 
-def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Reference | None:
-    """The original's small model; None where it cannot be run."""
-    # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
+
+def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> list[_Reference]:
+    """Steps of the original's small model, with a mask before without; none where it does not run.
+
+    One with a mask in double precision is enough: what a mask needs single precision for is
+    compared without one as well, as no other comparison is as sharp.
+    """
     masks = (False,) if hasattr(schedule, "inputs") else (True, False)
-    for padded, dtype in itertools.product(masks, LIMIT):
+    found: list[_Reference] = []
+    for padded in masks:
+        reference = _reference(schedule, original, depth, padded)
+        found += [reference] if reference is not None else []
+        if reference is not None and reference.dtype == torch.float64:
+            break
+    return found
+
+
+def _reference(
+    schedule: Any, original: types.ModuleType, depth: int, padded: bool
+) -> _Reference | None:
+    """A step of the original's small model; None where it cannot be run."""
+    for dtype in LIMIT:
         try:
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
@@ -255,6 +287,7 @@ def _reference(schedule: Any, original: types.ModuleType, depth: int = 2) -> _Re
             want = _step(schedule, model, inputs, None)
         except Exception:  # whatever the user's model does
             continue
+        # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
         if not padded or all(bool(g.isfinite().all()) for g in want.gradients.values()):
             return _Reference(drawn, weights, inputs, dtype, want, depth)
     return None

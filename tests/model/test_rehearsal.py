@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.emit.rewrite import rewrite
-from slapo_rewrite.model.rehearsal import _reference
+from slapo_rewrite.model.rehearsal import _references
 from slapo_rewrite.model.simulated_ranks import on_ranks
 from slapo_rewrite.model.step_results import worst
 from tests.rewriting import SPLITTING, refused, rewritten
@@ -69,7 +69,7 @@ def test_a_schedules_loss_that_fails_leaves_outputs_and_gradients_to_compare():
         inputs=lambda model: {"input": torch.randn(2, 4)},
         loss=lambda outputs: outputs["loss"],
     )
-    reference = _reference(schedule, nn)  # type: ignore[arg-type]
+    (reference,) = _references(schedule, nn)  # type: ignore[arg-type]
     assert reference is not None
     assert reference.want.loss is None
     assert all(gradient.any() for gradient in reference.want.gradients.values())
@@ -89,7 +89,7 @@ def test_a_parameter_without_elements_is_compared():
         inputs=lambda model: {"input": torch.randn(2, 4)},
         loss=lambda outputs: outputs.square().sum(),
     )
-    reference = _reference(schedule, nn)  # type: ignore[arg-type]
+    (reference,) = _references(schedule, nn)  # type: ignore[arg-type]
     assert reference is not None and reference.want.gradients["tokens"].shape == (0, 3)
     assert worst(reference.want, reference.want)[0] == 0
 
@@ -216,7 +216,16 @@ def test_what_a_mask_asks_of_the_ranks_is_tried(tmp_path):
     )
 
 
-def test_a_mask_that_makes_no_numbers_is_left_out():
+@pytest.mark.parametrize(
+    "in_single, compared",
+    [
+        ("x / attention_mask[..., None]", [(torch.float64, False)]),
+        ("x * attention_mask[..., None]", [(torch.float32, True), (torch.float64, False)]),
+    ],
+)
+def test_where_a_mask_makes_no_numbers_it_is_left_out(in_single, compared):
+    """Where it makes some in single precision alone, both are compared."""
+
     class Model(nn.Module):
         config = types.SimpleNamespace(vocab_size=31)
 
@@ -226,10 +235,39 @@ def test_a_mask_that_makes_no_numbers_is_left_out():
 
         def forward(self, input_ids, attention_mask=None):
             x = self.embed(input_ids)
-            return x if attention_mask is None else x / attention_mask[..., None]
+            if attention_mask is None:
+                return x
+            if x.dtype == torch.float64:
+                return x / attention_mask[..., None]
+            return eval(in_single)
 
     made = types.SimpleNamespace(
         model=lambda m: Model(), loss=lambda outputs: outputs.square().sum()
     )
-    reference = _reference(made, nn)  # type: ignore[arg-type]
-    assert reference is not None and reference.inputs.keys() == {"input_ids"}
+    found = _references(made, nn)  # type: ignore[arg-type]
+    assert [(r.dtype, "attention_mask" in r.inputs) for r in found] == compared
+
+
+CHECKED = """import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.check(sum(p.numel() for p in self.parameters()))
+
+    def check(self, count):
+        if count != 280:
+            raise ValueError("parameters are missing")
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+"""
+
+
+def test_an_error_of_the_models_own_on_a_rank_is_none_of_a_size(tmp_path):
+    words = refused(tmp_path, CHECKED, SPLIT, "SR106")
+    assert "on 2 ranks it fails: ValueError: parameters are missing" in words
