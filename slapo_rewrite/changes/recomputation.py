@@ -83,8 +83,12 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     """Whether running a module may change buffers, which has to happen once.
 
     Raises:
-        Unsupported: It may, and some results are kept, which keeps it from happening once.
+        Unsupported: It may, and some results are kept, which keeps it from happening once, or
+            torch itself writes over results that are kept; a hook inside it would run twice.
     """
+    _check_hooks(node, cause)
+    if kept is not None:
+        _check_kept(node, cause)
     updates = any(_updates_own(files, each) for each in node.live.modules())
     if updates and kept is not None:
         raise errors.Unsupported(
@@ -96,10 +100,44 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     return updates
 
 
+def _check_hooks(node: Node, cause: Directive) -> None:
+    """Refuses hooks inside of a module; torch's own change nothing but buffers."""
+    for path, module in node.live.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        own = [hook for hook in hooks if not _is_of_torch(hook)]
+        if path and own:  # those of the module itself run around what is computed again
+            raise errors.Unsupported(
+                f"`{node.path}.{path}` has a hook, which would run twice",
+                at=cause.at,
+                hint="checkpoint modules beside it, or do in a `forward` what the hook does",
+            )
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.nn.utils.")
+
+
+def _check_kept(node: Node, cause: Directive) -> None:
+    """Refuses to keep results of recurrent layers, the gates of which are computed in place.
+
+    torch takes the products apart as views that do not count what is written to them
+    (`unsafe_chunk`), so that a checkpoint would go on with what was left there.
+    """
+    for path, module in node.live.named_modules(prefix=node.path):
+        if type(module).__module__ == "torch.nn.modules.rnn":
+            raise errors.Unsupported(
+                f"`{path}` writes over results that `save` would keep",
+                at=cause.at,
+                hint="take `save` out, or checkpoint modules beside it",
+            )
+
+
 def _updates_own(files: OutputFiles, module: Any) -> bool:
     names = {name for name, _ in module.named_buffers(recurse=False)}
     if not names:
         return False
+    if module._forward_pre_hooks:
+        return True  # as those of `spectral_norm` do
     for cls in type(module).__mro__:
         if cls.__module__ == "torch.nn.modules.module":
             break

@@ -101,10 +101,39 @@ def test_buffers_that_are_read_are_left_alone(tmp_path):
     assert "update_buffers_once" not in changed_lines(output)
 
 
-def test_buffers_and_results_that_are_kept(tmp_path):
-    source = NET.format(norm="BatchNorm1d", update="pass")
-    words = refused(tmp_path, source, SCHEDULE.format(arguments='save="mm"'), "SR305")
-    assert "updates buffers as it runs" in words
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        ("nn.BatchNorm1d(2 * dim)", "updates buffers as it runs"),
+        ("nn.GRU(2 * dim, 2 * dim)", "`blocks.0.norm` writes over results that `save` would keep"),
+    ],
+)
+def test_buffers_and_results_that_are_kept(tmp_path, layer, words):
+    source = NET.format(norm="LayerNorm", update="pass").replace("nn.LayerNorm(2 * dim)", layer)
+    if "GRU" in layer:
+        source = source.replace("self.norm(self.up(x))", "self.norm(self.up(x))[0]")
+    assert words in refused(tmp_path, source, SCHEDULE.format(arguments='save="mm"'), "SR305")
+
+
+HOOKED = {
+    "self.up = nn.utils.spectral_norm(self.up)": None,
+    "self.register_forward_hook(print)": None,
+    "self.up.register_forward_hook(lambda *of: None)": "`blocks.0.up` has a hook",
+    "self.up.register_forward_pre_hook(lambda *of: None)": "`blocks.0.up` has a hook",
+}
+
+
+@pytest.mark.parametrize("statement", HOOKED)
+def test_hooks_inside_run_twice(tmp_path, statement):
+    """Those of torch change buffers alone, and those of the module itself are outside."""
+    source = NET.format(norm="LayerNorm", update="pass")
+    source = source.replace("        self.norm =", f"        {statement}\n        self.norm =")
+    schedule = SCHEDULE.format(arguments="")
+    if (words := HOOKED[statement]) is not None:
+        assert words in refused(tmp_path, source, schedule, "SR305")
+        return
+    output = rewritten(tmp_path, source, schedule)
+    assert ("update_buffers_once" in changed_lines(output)) == ("spectral" in statement)
 
 
 @pytest.mark.parametrize(
