@@ -206,6 +206,7 @@ class Tree:
         return {n: group for group in groups for n in group}
 
     def _build(self, node: Node, above: set[int]) -> None:
+        _check_lookup(node)
         self.nodes[node.path] = node
         prefix = f"{node.path}." if node.path else ""
         above.add(id(node.live))
@@ -234,6 +235,26 @@ class Tree:
             below,
         )
         return self._kinds.setdefault(key, len(self._kinds))
+
+
+def _check_lookup(node: Node) -> None:
+    """Refuses a module that fails, when asked for what it does not have, as torch itself asks.
+
+    Raises:
+        ModelError: It does.
+    """
+    if node.cls.__getattr__ is nn.Module.__getattr__:
+        return
+    try:
+        getattr(node.live, "parametrizations", None)
+    except Exception as error:  # whatever the class raises in the place of an AttributeError
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise errors.ModelError(
+            f"`{node.cls.__name__}` raises {type(error).__name__} for an attribute that it does "
+            "not have",
+            at=_span(last.filename, last.lineno or 1),
+            hint="raise AttributeError from its `__getattr__`, as Python asks, for any other name",
+        ) from error
 
 
 def _check_sizes(node: Node) -> None:

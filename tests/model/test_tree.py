@@ -152,6 +152,16 @@ def test_a_module_inside_itself_is_refused():
         Tree(model)
 
 
+def test_a_look_up_that_raises_something_else_is_refused():
+    class Configured(nn.Module):
+        def __getattr__(self, name):
+            return {"width": 4}[name]
+
+    with pytest.raises(errors.ModelError, match="`Configured` raises KeyError") as caught:
+        Tree(nn.Sequential(Configured()))
+    assert caught.value.at is not None and "return {" in caught.value.at.text
+
+
 def test_nothing_is_filled_on_the_meta_device():
     """Torch's references for that take half of the time in which a model is built."""
     filled = []
