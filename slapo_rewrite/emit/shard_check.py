@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard
+from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.short_build import LeftOut
@@ -73,8 +76,10 @@ def check_parts(
         sources: The source files.
 
     Raises:
-        Unsupported: A parameter is whole: something replaces the part after it was made.
+        Unsupported: A parameter is whole: something replaces the part after it was made. Or a
+            state dict has it by another name, by which nobody knows that it is a part.
     """
+    _check_names(emitted, tree)
     for path, parts in emitted.parts.items():
         shards = {s.name: s for s in states[path].shards} if path in states else {}
         for name in {**parts, **shards} if parts else ():
@@ -82,6 +87,31 @@ def check_parts(
             axis, size = parts.get(name, (0, None))
             if have is not None and have.shape[axis] != size:
                 raise _replaced(tree.nodes.get(path, built.nodes[path]), name, shards, sources)
+
+
+def _check_names(emitted: Emitted, tree: Tree) -> None:
+    """Refuses a model whose state dict has another name for a parameter that is split."""
+    if not any(_names_anew(node.live) for node in tree.nodes.values()):
+        return
+    names = tree.root.live.state_dict().keys()
+    for path in sorted(emitted.parts.keys() & tree.nodes.keys()):
+        node = tree.nodes[path]
+        for name in sorted(emitted.parts[path].keys() & node.parameters.keys()):
+            if f"{path}.{name}".lstrip(".") not in names:
+                raise errors.Unsupported(
+                    f"`{path}.{name}` is not in the model's state dict by this name, by which "
+                    "the parts of ranks are cut and put together",
+                    at=construction_calls.place(construction_calls.stack_of(node.live)),
+                    hint="keep the parameter's own name in `state_dict()`, and rename what is "
+                    "saved where it is saved",
+                )
+
+
+def _names_anew(live: Any) -> bool:
+    """Whether a module may put something else into a state dict than its own names."""
+    methods = ("state_dict", "_save_to_state_dict")
+    own = any(getattr(type(live), name) is not getattr(nn.Module, name) for name in methods)
+    return own or bool(live._state_dict_hooks)
 
 
 def _replaced(

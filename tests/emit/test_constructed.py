@@ -75,12 +75,19 @@ def test_what_the_source_does_fails(tmp_path):
         ("self.up.bias.data = torch.zeros(12)", "`mlp.up.bias` is replaced"),
         ("setattr(self.up, 'bias', nn.Parameter(torch.zeros(12)))", "`mlp.up.bias` is replaced"),
         ("self.late()", "`mlp.up.weight` is replaced"),
+        ("self.register_state_dict_post_hook(renamed)", "`mlp.up.bias` is not in the model's"),
+        ("self.register_state_dict_post_hook(lambda *of: None)", None),
     ],
 )
 def test_a_part_that_is_replaced_is_refused(line, words, tmp_path):
     """Each rank would have all of it, and the wrong sizes meet in `forward`."""
     source = f"""import torch
 from torch import nn
+
+
+def renamed(module, state, prefix, metadata):
+    for name in [n for n in state if ".up." in n]:
+        state[name.replace(".up.", ".fc.")] = state.pop(name)
 
 
 class MLP(nn.Module):
