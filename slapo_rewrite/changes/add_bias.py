@@ -48,7 +48,10 @@ class AddBias(Change):
         (asked,) = here
         assert isinstance(asked.place, AtCalls)
         why = f"the bias of `{asked.place.path}` is added separately"
-        hint = "a layer that is called through a container or a loop is not decomposed"
+        hint = (
+            "decompose no layer that is called through a container or a loop, or of which an "
+            "earlier line has made something else, a fused function say"
+        )
         for node in calls(text, asked, "the sum", hint):
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
                 raise errors.Unsupported(

@@ -63,7 +63,8 @@ def inline_edits(
             f"no method calls `{accessor(path)}(...)`: there is no place to write its `forward` "
             "into",
             at=cause.at,
-            hint="a module that is called through a container or a loop is not inlined",
+            hint="inline no module that is called through a container or a loop, or of which an "
+            "earlier line has made something else, a fused function say",
         )
     return edits
 
