@@ -89,7 +89,7 @@ def _built(
     copies.check_built(built, project.tree, project.changes)
     check_classes(built, project.tree, plan.states, copies.outputs)
     check_parts(emitted, built, project.tree, plan.states, project.sources)
-    check_kept(emitted, built, project.tree, plan.states)
+    check_kept(emitted, built, project, plan.states)
     check_attributes(emitted, built, project, copies.outputs, plan.states)
     return built
 

@@ -14,6 +14,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources
@@ -25,20 +26,22 @@ from slapo_rewrite.project import Project
 
 
 def check_kept(
-    emitted: Emitted, built: Tree, tree: Tree, states: Mapping[str, ModuleRequests]
+    emitted: Emitted, built: Tree, project: Project, states: Mapping[str, ModuleRequests]
 ) -> None:
     """Parameters are there, frozen, and tied as in the original, and hooks are where they were.
 
     Args:
         emitted: The output.
         built: Its module tree, of one rank of several.
-        tree: The original's.
+        project: The source and the original's tree.
         states: What was asked of each module path.
 
     Raises:
         Unsupported: Something is not.
     """
-    others = _replaced(states)
+    tree, others = project.tree, _replaced(states)
+    for path in others:
+        _check_settings(tree.nodes[path[:-1]], built, project.sources)
     for path, node in tree.nodes.items():
         live = built.nodes[path].live if path in built.nodes else None
         if live is None or isinstance(live, LeftOut):
@@ -101,6 +104,27 @@ def _replaced(states: Mapping[str, ModuleRequests]) -> tuple[str, ...]:
     return tuple(f"{path}." for path, state in states.items() if state.replacement)
 
 
+def _check_settings(node: Node, built: Tree, sources: Sources) -> None:
+    """Refuses to replace, in a subclass's constructor, what the class's own sets attributes of.
+
+    They are set on the original, before another module comes in its place.
+    """
+    owner = node.owner
+    if owner is None or owner.path not in built.nodes:
+        return
+    if built.nodes[owner.path].cls.__name__ == owner.cls.__name__:
+        return
+    for file, own in sources.classes(owner.cls):
+        if (constructor := file.method(own, "__init__")) is None:
+            continue
+        for each in ast.walk(constructor):
+            match each:
+                case ast.Attribute(value=value, attr=name, ctx=ast.Store()):
+                    if node.relative in module_paths(value, constructor):
+                        lost = f"its `{name}` is set before another module comes in its place"
+                        raise _not_kept(node, lost, file.at(each))
+
+
 def _uncalled(own: Any, other: Any) -> str | None:
     """What happens no more where another module is called, in words."""
     if "forward" in vars(own) and "forward" not in vars(other):
@@ -141,10 +165,10 @@ def _is_untied(names: tuple[str, ...], built: Tree) -> bool:
     return len(known) > 1 and any(not known <= {*built.ties.get(n, ())} for n in known)
 
 
-def _not_kept(node: Node, lost: str) -> errors.RewriteError:
+def _not_kept(node: Node, lost: str, at: errors.Span | None = None) -> errors.RewriteError:
     return errors.Unsupported(
         f"`{node.path or 's'}` (`{node.cls.__name__}`) is not the original's in the output: {lost}",
-        at=construction_calls.place(construction_calls.stack_of(node.live)),
+        at=at or construction_calls.place(construction_calls.stack_of(node.live)),
         hint="have it so from its own constructor, by an argument say, or schedule all instances "
         "of the class that holds it alike",
     )

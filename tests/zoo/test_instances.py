@@ -399,13 +399,30 @@ def outers(afterwards: str) -> str:
         ("norm.eps = 0.5", "its `eps` is 1e-05 there, and was 0.5"),
         ("norm.bias = None", "its `bias` is back there"),
         ("norm = nn.Identity()", "`outers.0.inner.norm` is a `LayerNorm`, not a `Identity`"),
-        ("norm.register_forward_hook(print)", "it has not the hooks there"),
+        ("norm.register_full_backward_hook(print)", "it has not the hooks there"),
         ("norm.bias = self.inner.norm.weight", "are no longer one parameter there"),
     ],
 )
 def test_what_is_made_again_would_lose_what_was_done_to_it(afterwards, lost, tmp_path):
     schedule = SCHEDULE + '    s["outers.0.inner"].checkpoint()\n'
     assert lost in refused(tmp_path, outers(afterwards), schedule, "SR305")
+
+
+@pytest.mark.parametrize("selected", ["outers.0.inner.norm", "outers.*.inner.norm"])
+def test_a_replacement_would_lose_what_was_set_before(selected, tmp_path):
+    """Of some instances alone, in a subclass, which comes after; of all it stands before."""
+    schedule = SCHEDULE.replace(
+        "\n\n\ndef", "\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\ndef", 1
+    )
+    schedule += f'    s["{selected}"].replace(Norm)\n'
+    source = outers("calls = 0").replace(
+        "self.up = nn", "norm = self.norm\n        norm.eps = 0.5\n        self.up = nn"
+    )
+    if "*" in selected:
+        rewritten(tmp_path, source, schedule)
+    else:
+        words = refused(tmp_path, source, schedule, "SR305")
+        assert "its `eps` is set before another module comes in its place" in words
 
 
 def test_what_is_made_again_stays_frozen(tmp_path):
