@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard
@@ -109,8 +107,8 @@ def _check_names(emitted: Emitted, tree: Tree) -> None:
 
 def _names_anew(live: Any) -> bool:
     """Whether a module may put something else into a state dict than its own names."""
-    methods = ("state_dict", "_save_to_state_dict")
-    own = any(getattr(type(live), name) is not getattr(nn.Module, name) for name in methods)
+    methods = (type(live).state_dict, type(live)._save_to_state_dict)
+    own = any(method.__module__ != "torch.nn.modules.module" for method in methods)
     return own or bool(live._state_dict_hooks)
 
 
