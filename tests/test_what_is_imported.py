@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_rewrite.model.meta_device import WithoutFills, without_dynamo
+from slapo_rewrite.model.meta_build import on_meta
+from slapo_rewrite.model.meta_device import without_dynamo
 
 ROOT = Path(__file__).parents[1]
 GPT = ["tests/models/gpt.py", "--schedule", "tests/models/gpt_schedule.py"]
@@ -73,7 +74,7 @@ def test_torch_is_left_as_it_was():
 
 def test_numbers_are_not_drawn_on_the_meta_device():
     filled = []
-    with without_dynamo(), torch.device("meta"), WithoutFills(), torch.no_grad():
+    with without_dynamo(), on_meta(), torch.no_grad():
         table = nn.Embedding(4, 8)
         filled.append(table.weight._version)
         nn.init.normal_(table.weight)

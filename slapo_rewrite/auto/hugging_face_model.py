@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from slapo_rewrite.auto.step import Step
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.meta_build import on_meta
 
 # Heads in the order in which one is taken where nobody names one: the one that people pretrain.
 HEADS = (
@@ -103,7 +102,7 @@ def steps_of(cls: Any) -> Iterator[Step]:
         (_imported(config_class),),
         f"m.{cls.__name__}({config_class.__name__}())",
     )
-    with torch.device("meta"):
+    with on_meta():
         model = cls(config_class())
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")

@@ -10,10 +10,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from slapo_rewrite.auto.step import Step
+from slapo_rewrite.model.meta_build import on_meta
 
 # Small numbers for arguments of constructors, by a part of their names; the first that fits.
 SMALL = {
@@ -51,7 +51,7 @@ def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
     """
     built = _arguments(cls, module, small=False)
     small = _arguments(cls, module, small=True)
-    with torch.device("meta"):
+    with on_meta():
         model = eval(f"m.{cls.__name__}({built})", {"m": module})
     large = sum(p.numel() for p in model.parameters()) > LARGE
     own = f"m.{cls.__name__}({built})"

@@ -15,15 +15,7 @@ import torch._refs.nn.functional as _functional_refs
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.overrides import TorchFunctionMode
 
-# What fills a tensor with random numbers. Torch's references for the meta device do nothing in the
-# end, and take a third of the time in which a model is constructed.
-_FILLS = frozenset({
-    nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.kaiming_uniform_,
-    nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_,
-    torch.Tensor.uniform_, torch.Tensor.normal_,
-})  # fmt: skip
 _MAKING = {
     torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.zeros, torch.ones, torch.full,
     torch.empty,
@@ -266,25 +258,6 @@ def _is_made(value: Any, others: set[int]) -> bool:
         and storage.nbytes()
         == _empty(value.shape, value.stride(), value.dtype).untyped_storage().nbytes()
     )
-
-
-class WithoutFills(TorchFunctionMode):
-    """Leaves out what would fill tensors on the meta device with random numbers."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _FILLS:
-            # Some functions of `nn.init` hand their tensor on by its name.
-            filled = args[0] if args else kwargs.get("tensor")
-            if isinstance(filled, torch.Tensor) and filled.is_meta:
-                return filled
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Tree
@@ -45,7 +45,7 @@ def as_module(value: object) -> nn.Module | None:
     if not (isinstance(value, type) and issubclass(value, nn.Module)):
         return None
     try:
-        with torch.device("meta"):
+        with on_meta():
             made: nn.Module = value()
     except Exception as error:
         raise errors.BadPattern(

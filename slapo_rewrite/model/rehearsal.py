@@ -25,6 +25,7 @@ from torch import nn
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import result_pairs
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
@@ -168,7 +169,7 @@ def not_run(
     shares = list(shares)
     if not shares or not hasattr(schedule, "verify_model"):
         return found
-    with torch.device("meta"), contextlib.suppress(Exception):  # verification says what is wrong
+    with on_meta(), contextlib.suppress(Exception):  # verification says what is wrong
         small = small_model.build_small(schedule, original, depth_of(shares))
         for share in shares:
             models = (small, full)

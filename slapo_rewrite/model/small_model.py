@@ -1,7 +1,7 @@
 """The small model that verification runs, its inputs and its loss.
 
-Also executed by its path in processes that may not import the rest of this package, so it imports
-torch and the standard library only.
+Also imported in processes that may not import the rest of this package, so it imports torch, the
+standard library and `meta_build` only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from .meta_build import on_meta
 
 VOCABULARY = 203  # odd: no world size above 1 that people use divides it
 HEAD_SIZE = 16  # rotary parts of a half, a quarter and 0.4 of it are even
@@ -243,7 +245,7 @@ def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
     if hasattr(schedule, "verify_model"):
         deep = _deep_enough(schedule, module, depth) if depth > 2 else None
         return deep or _module(schedule.verify_model(module), "verify_model")
-    with torch.device("meta"):
+    with on_meta():
         full = _module(schedule.model(module), "model")
     config = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
@@ -260,7 +262,7 @@ def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
 def _deep_enough(schedule: Any, module: Any, depth: int) -> nn.Module | None:
     """A model of `verify_model`'s config with so many layers, where that has fewer, and says so."""
     with contextlib.suppress(Exception):  # who builds the model itself is told what is wrong
-        with torch.device("meta"):  # no random numbers are drawn of those that it starts with
+        with on_meta():  # no random numbers are drawn of those that it starts with
             small, full = schedule.verify_model(module), schedule.model(module)
         lengths, own = _lengths(full), _lengths(small)
         configs = (getattr(small, "config", None), getattr(full, "config", None))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.weights import Original, Weight
 
@@ -68,7 +69,7 @@ def built_in_place(
 
     code = compile(expression, "<replace>", "eval")
     try:
-        with torch.device("meta"), torch.no_grad(), construction_calls.recorded():
+        with on_meta(), torch.no_grad(), construction_calls.recorded():
             module = eval(code, {**scope, _NEW: bound})
     except CannotBuild:
         raise

@@ -17,7 +17,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import construction_calls
-from slapo_rewrite.model.meta_device import WithoutFills, without_dynamo
+from slapo_rewrite.model.meta_build import on_meta
+from slapo_rewrite.model.meta_device import without_dynamo
 
 # How many of the calls that led to a module tell where it was made.
 CALLS = 2
@@ -40,8 +41,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
         construction_calls.forget()
         with (
             without_dynamo(),
-            torch.device("meta"),
-            WithoutFills(),
+            on_meta(),
             torch.no_grad(),
             construction_calls.recorded(),
         ):

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from .original import Original
@@ -24,7 +23,7 @@ def misfit(original: Original, ranks: int) -> str | None:
         Its words where a size does not fit; None where all do, or where nothing can be said.
     """
     try:
-        with _pretended(ranks), torch.device("meta"):
+        with _pretended(ranks), original.twin.on_meta():
             depth = original.job["depth"]
             original.twin.build_small(original.schedule, original.rewritten_module, depth)
     except ValueError as error:

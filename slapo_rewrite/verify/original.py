@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .isolated_imports import ToolBlocker, import_original, import_output, load_file, load_schedule
+from .isolated_imports import (
+    ToolBlocker,
+    import_original,
+    import_output,
+    load_beside,
+    load_schedule,
+)
 from .probes import dropouts, in_float64, nudge, tie_groups, vary_constants
 
 Stage = Callable[[str], None]
@@ -87,7 +93,7 @@ class Original:
         job, stage = self.job, self.stage
         stage("loading the schedule")
         self.schedule = load_schedule(Path(job["schedule"]))
-        self.twin: Any = load_file(Path(job["twin"]), "slapo_twin")
+        self.twin: Any = load_beside(Path(job["twin"]), "slapo_twin")
         self.blocker = ToolBlocker(job["tool"], Path(job["out"]))
         self.blocker.install()
         stage("importing the original")

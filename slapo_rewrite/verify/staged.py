@@ -103,7 +103,7 @@ class Staged(Original):
 
     def small(self, module: Any) -> nn.Module:
         """A small model with all of its layers, as far as the tool makes it."""
-        with torch.device("meta"):
+        with self.twin.on_meta():
             full = self.schedule.model(module)
         model: nn.Module = self.twin.build_deep(self.schedule, module, full)
         if module is self.original_module and _names(model) != _names(full):

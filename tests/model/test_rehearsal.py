@@ -131,19 +131,22 @@ import torch
 from torch import nn
 
 
+class Turns:
+    runs = 0
+
+    def __call__(self, x):
+        self.runs += 1
+        return x * self.runs
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
-        self.runs = []
-        self.a.register_forward_hook(self.turned)
-
-    def turned(self, module, args, output):
-        self.runs = [*self.runs, 1]
-        return output * len(self.runs)
+        self.turned = Turns()
 
     def forward(self, x):
-        return self.a(NOISY).tanh()
+        return self.turned(self.a(NOISY)).tanh()
 
 
 class Model(nn.Module):

@@ -131,7 +131,7 @@ def test_a_model_that_raises_is_shown_at_the_schedules_line(tmp_path):
 
 
 def test_a_model_that_reads_values_is_told_about_the_meta_device(tmp_path):
-    make = schedule(tmp_path, "import torch\ndef model(m):\n    return torch.ones(1).item()\n")
+    make = schedule(tmp_path, "import torch\ndef model(m):\n    return torch.rand(1).item()\n")
     with pytest.raises(errors.ModelError) as caught:
         build_model(make, ModuleType("m"))
     assert "meta device" in caught.value.hint

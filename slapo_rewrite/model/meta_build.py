@@ -1,0 +1,132 @@
+"""Building models on the meta device: without memory, but with the values of small constants.
+
+Also imported in processes that may not import the rest of this package, so it imports torch and the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# What fills a tensor with random numbers. Torch's references for the meta device do nothing in the
+# end, and take a third of the time in which a model is constructed.
+_FILLS = frozenset({
+    nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.kaiming_uniform_,
+    nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_,
+    torch.Tensor.uniform_, torch.Tensor.normal_,
+})  # fmt: skip
+# What makes a tensor of its arguments alone.
+_CONSTANTS = frozenset({
+    torch.linspace, torch.logspace, torch.arange, torch.tensor, torch.as_tensor, torch.zeros,
+    torch.ones, torch.full, torch.eye,
+})  # fmt: skip
+# What asks a tensor for its values.
+_READS = frozenset({
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__",
+    "__int__", "__index__", "__contains__", "__array__",
+})  # fmt: skip
+MOST_VALUES = 1024  # of a constant that a constructor may read
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """What is built meanwhile has shapes and no memory.
+
+    Nothing is filled with random numbers. A constructor may read constants that it makes, as the
+    rates of stochastic depth: `[x.item() for x in torch.linspace(0, rate, depth)]`.
+    """
+    with torch.device("meta"), _OnMeta():
+        yield
+
+
+class _OnMeta(TorchFunctionMode):
+    """Leaves out random fills, and keeps the values of small constants beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The constants by identity, each with its values and by how much its version is ahead:
+        # where only one of both is changed in place, the values are no longer its own.
+        self._known: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FILLS:
+            # Some functions of `nn.init` hand their tensor on by its name.
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                self._forget(filled)
+                return filled
+        if not self._known and func not in _CONSTANTS:
+            return func(*args, **kwargs)
+        values = self._values_of(func, args, kwargs)
+        if getattr(func, "__name__", "") in _READS and values is not None:
+            return values
+        result = func(*args, **kwargs)
+        self._note(result, values)
+        return result
+
+    def _values_of(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What an operation gives for the values of its arguments; None where some have none."""
+        try:
+            given, named = self._as_values(args), self._as_values(kwargs)
+            if func in _CONSTANTS:
+                return func(*given, **{**named, "device": "cpu"})
+            if given is args and named is kwargs:
+                return None  # no constant takes part
+            before = torch.get_rng_state()
+            values = func(*given, **named)
+        except Exception:  # what is wrong with it is told where it is carried out
+            return None
+        if torch.equal(torch.get_rng_state(), before):
+            return values
+        torch.set_rng_state(before)
+        for tensor in args:
+            self._forget(tensor)  # it may have been filled with what was drawn
+        return None
+
+    def _as_values(self, value: Any) -> Any:
+        """Arguments with values in the place of constants: themselves where there are none.
+
+        Raises:
+            KeyError: A tensor has no values.
+        """
+        if isinstance(value, Tensor):
+            tensor, values, ahead = self._known[id(value)]
+            if tensor._version - values._version != ahead:
+                raise KeyError
+            return values
+        if isinstance(value, (list, tuple)):
+            items = [self._as_values(item) for item in value]
+            is_same = all(a is b for a, b in zip(items, value, strict=True))
+            return value if is_same else type(value)(items)
+        if isinstance(value, dict):
+            given = {name: self._as_values(item) for name, item in value.items()}
+            return value if all(given[n] is item for n, item in value.items()) else given
+        return value
+
+    def _note(self, result: Any, values: Any) -> None:
+        if isinstance(result, Tensor) and isinstance(values, Tensor):
+            is_small = values.numel() <= MOST_VALUES and values.shape == result.shape
+            if is_small and result.is_meta and not values.is_meta:
+                ahead = result._version - values._version
+                self._known[id(result)] = (result, values, ahead)
+        elif isinstance(result, (list, tuple)) and isinstance(values, (list, tuple)):
+            for one, other in zip(result, values, strict=False):
+                self._note(one, other)
+
+    def _forget(self, tensor: object) -> None:
+        """A tensor gets random numbers: its values, and views of them, are no longer its own."""
+        if (known := self._known.pop(id(tensor), None)) is not None:
+            known[1].zero_()
