@@ -12,11 +12,13 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
+from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.changes.packed_axes import length_of, place_blocks
 from slapo_rewrite.changes.placement import Placement
-from slapo_rewrite.changes.places import AtParameter, AtReads
+from slapo_rewrite.changes.places import AtParameter, AtReads, AtSite
 from slapo_rewrite.changes.reads import values_read
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
@@ -24,17 +26,60 @@ from slapo_rewrite.sharding.types import layer_key
 
 
 @dataclass(frozen=True)
-class ShardParameter(Change):
-    """After a parameter's assignment: cut it down to this rank's part.
+class BehindParameter(Change):
+    """A call behind what makes a parameter: its assignment, or the layer of torch that has it.
 
     Attributes:
         name: The parameter.
+    """
+
+    name: str
+
+    def insert(
+        self, text: ClassText, here: Sequence[Asked], function: str, arguments: str, why: str
+    ) -> None:
+        """Writes the call.
+
+        Args:
+            text: The class.
+            here: What is asked there.
+            function: The function, of `tensor_parallel`.
+            arguments: Those that follow the module and the parameter's name.
+            why: The reason, for the record.
+
+        Raises:
+            UnfollowableConstruction: A loop makes the layer.
+        """
+        (asked,) = here
+        assert isinstance(asked.place, AtParameter | AtSite)
+        site = text.classes.sites[asked.place.start]
+        owner, made = "self", f"self.{self.name}"
+        if isinstance(asked.place, AtSite):
+            if site.loops:
+                raise errors.UnfollowableConstruction(
+                    f"`{site.path}` is made in a loop: its `{self.name}` cannot be named there",
+                    at=text.file.at(site.value),
+                    cause=text.causes,
+                    hint="let the constructor of a class of its own make it",
+                )
+            owner = made = accessor(site.path)
+        line = f'{text.helper("tensor_parallel", function)}({owner}, "{self.name}"{arguments})'
+        bound = getattr(site.statement, "value", None)
+        if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
+            line = f"if {made} is not None:\n    {line}"
+        text.insert_after(site.statement, line, why)
+
+
+@dataclass(frozen=True)
+class ShardParameter(BehindParameter):
+    """A parameter is cut down to this rank's part.
+
+    Attributes:
         axis: The axis that is split.
         parts: What the blocks packed along it are, as it is given to the function that cuts.
         multiple_of: What a rank's part of a block is a multiple of; 0 where it may be any.
     """
 
-    name: str
     axis: int
     parts: Packed | PackedSizes | None
     multiple_of: int = 0
@@ -43,19 +88,12 @@ class ShardParameter(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Cuts it behind its construction, where that makes one."""
-        (asked,) = here
-        assert isinstance(asked.place, AtParameter)
-        site = text.classes.sites[asked.place.start]
-        function = text.helper("tensor_parallel", "shard_parameter")
         packed = text.imports.value(self.parts, text.causes) if self.parts is not None else ""
-        parts = f", parts={packed}" if packed else ""
-        parts += f", multiple_of={self.multiple_of}" if self.multiple_of else ""
-        line = f'{function}(self, "{self.name}", axis={self.axis}{parts})'
-        bound = getattr(site.statement, "value", None)
-        if isinstance(bound, ast.IfExp) and bound is not site.value:  # None for some instances
-            line = f"if self.{self.name} is not None:\n    {line}"
+        more = f", axis={self.axis}"
+        more += f", parts={packed}" if packed else ""
+        more += f", multiple_of={self.multiple_of}" if self.multiple_of else ""
         why = f"cut `{self.name}` to this rank's part"
-        text.insert_after(site.statement, line, why)
+        self.insert(text, here, "shard_parameter", more, why)
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:
@@ -65,41 +103,26 @@ def place_shard(to: Placement, node: Node, shard: Shard) -> None:
         UnfollowableConstruction: It is made in another file than that of the module's class.
     """
     site = find_parameter_site(to.files.sources, node, shard.name)
-    home = to.files.of_file(site.file)
-    if site.file is not home.file:
-        raise errors.UnfollowableConstruction(
-            f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
-            at=site.file.at(site.value),
-            cause=shard.cause,
-        )
-    start = home.file.span(site.value)[0]
-    home.changes.sites[start] = site
-    parts = place_blocks(to, node, shard, site, length_of(site, shard.axis))
+    size = length_of(site, shard.axis)
+    if is_torch(site.file.name):  # a layer, whose class computes by itself
+        changes = to.files.making(node).changes
+        site, size = changes.sites[changes.site(node, (shard.cause,))[0].start], None
     multiple_of = to.followed.multiples.get((layer_key(node), shard.name), 0)
+    parts = place_blocks(to, node, shard, site, size)
     change = ShardParameter(shard.name, shard.axis, parts, multiple_of)
-    home.changes.add(node.path, AtParameter(start, (shard.name,)), change, (shard.cause,))
+    to.add_behind_parameter(node, shard.name, "shard", change, shard.cause)
 
 
 @dataclass(frozen=True)
-class AddOnce(Change):
-    """After the assignment of a parameter that is added to partial sums: one rank adds it.
-
-    Attributes:
-        name: The parameter.
-    """
-
-    name: str
+class AddOnce(BehindParameter):
+    """A parameter that is added to partial sums: one rank adds it."""
 
     says = "whose biases are added by one rank"
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Says so behind its construction."""
-        (asked,) = here
-        assert isinstance(asked.place, AtParameter)
-        site = text.classes.sites[asked.place.start]
-        function = text.helper("tensor_parallel", "add_once")
-        line = f'{function}(self, "{self.name}")'
-        text.insert_after(site.statement, line, f"`{self.name}` is added to a rank's partial sum")
+        why = f"`{self.name}` is added to a rank's partial sum"
+        self.insert(text, here, "add_once", "", why)
 
 
 def place_biases(to: Placement, node: Node) -> None:

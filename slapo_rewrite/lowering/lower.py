@@ -19,7 +19,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.add_bias import place_decomposed
 from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.border_syncs import place_syncs
-from slapo_rewrite.changes.output_files import OutputFiles, is_torch
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
 from slapo_rewrite.changes.parameters import place_biases, place_shard
 from slapo_rewrite.changes.placement import Placement, Requested
@@ -40,7 +40,7 @@ from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
 from slapo_rewrite.lowering.precisions import Mixed, Mixing, mark_kept
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
-from slapo_rewrite.model.join import Sources, find_parameter_site
+from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Node, Tree
@@ -266,16 +266,6 @@ class _Lowering:
                 if key not in known:
                     known[key] = choose_layer(node, state)
                 layers[path] = known[key]
-            elif (base := base_of(node.cls)) is not None and not self._makes(node, state):
-                raise errors.Unsupported(
-                    f"`{path}` is a `{node.cls.__name__}` with a `forward` of its own, which does "
-                    f"not call that of {base.__name__} by `super()`: it cannot be split",
-                    at=state.shards[0].cause.at,
-                    hint=f"where it does the same as {base.__name__}, have that instead: "
-                    f's.replace_all("{node.cls.__name__}", {base.__module__.partition(".")[0]}'
-                    f".nn.{base.__name__}) above this line, or let its `forward` call "
-                    "`super().forward(...)`",
-                )
             elif self.files.of(node.cls) is not None:
                 parameters[path] = [ShardedParameter(s.name, s.axis, s.parts) for s in state.shards]
             else:
@@ -287,14 +277,6 @@ class _Lowering:
                     "can be, and parameters of classes that a Python file outside of torch defines",
                 )
         return layers, parameters
-
-    def _makes(self, node: Node, state: ModuleRequests) -> bool:
-        """Whether the classes of a module make what is split of it, and not torch's own layer."""
-        try:
-            sites = [find_parameter_site(self.sources, node, s.name) for s in state.shards]
-        except errors.UnfollowableConstruction:
-            return False
-        return not any(is_torch(site.file.name) for site in sites)
 
     def _attributes(self, layers: Mapping[str, Layer]) -> dict[str, frozenset[str]]:
         """The integer attributes that are to be this rank's share, by module path."""

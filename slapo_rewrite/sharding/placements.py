@@ -288,6 +288,10 @@ class Flow:
                 self.set(output, State(SHARD, source) if axes else State())
             return
         states = [self.of(t) for t in inputs]
+        if name == "linear" and [s.kind for s in states] == [SHARD, SHARD, PARTIAL]:
+            features = [t.dim() - 1 in _split(t, w) for t, w in zip(inputs, whole, strict=True)]
+            if features[:2] == [True, True]:  # a summand of the bias is added to the product's
+                inputs, whole, states = inputs[:2], whole[:2], states[:2]
         self._check_known(name, inputs, whole, states, replicated)
         partial = next((s for s in states if s.kind == PARTIAL), None)
         part = next((s for s in states if s.kind == SHARD), None)
@@ -304,7 +308,9 @@ class Flow:
         how = treatment(name, args, kwargs, whole)
         if part is not None:
             summed = self._runs_over(name, how, sharded, whole, part)
-        source, axis = next((s.source, s.axis) for s in (partial, part) if s is not None)
+        # Of a product's factors the weight stands last: its module is whose sum is to be added up.
+        made = [s for s in states if s.kind == SHARD][-1] if summed and partial is None else None
+        source, axis = next((s.source, s.axis) for s in (partial, made, part) if s is not None)
         copies = all(s.copies for s in states if s.kind != REPLICATE)
         adds_up = partial is not None or summed
         if part is not None and how is not None and not replicated:

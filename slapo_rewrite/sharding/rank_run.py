@@ -218,7 +218,7 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
     It belongs to a module with split parameters, whose `forward` is to be given it so. Where that
     is done already, and the bias is whole all the same, it is added elsewhere.
     """
-    if name not in ADDING or all(run.flow.of(t).kind != PARTIAL for t in inputs):
+    if not (_adds_to_product(run, name, inputs) or _adds_to_sum(run, name, inputs)):
         return
     held = {
         id(parameter): (path, own)
@@ -230,6 +230,17 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
         if key and run.flow.of(tensor).kind == REPLICATE and key not in run.wanted.once:
             run.once.add(key)
             run.flow.set(tensor, State(PARTIAL, key[0]))
+
+
+def _adds_to_sum(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
+    return name in ADDING and any(run.flow.of(t).kind == PARTIAL for t in inputs)
+
+
+def _adds_to_product(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
+    """Whether it is a linear layer's product over split features, with a bias."""
+    if name != "linear" or len(inputs) < 3:
+        return False
+    return all(-1 in [a - t.dim() for a in run.split_axes(t)] for t in inputs[:2])
 
 
 def _hand_on(

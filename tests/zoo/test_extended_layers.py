@@ -113,10 +113,71 @@ BY_ITSELF = "\n\nScaled.forward = lambda self, ids: self.weight[ids] * self.scal
     [SOURCE.replace("FORWARD", "self.weight[ids] * self.scale"), PUT_THERE + BY_ITSELF],
     ids=["in its text", "below it"],
 )
-def test_a_class_that_computes_by_itself_is_refused(source, tmp_path):
-    schedule = SCHEDULE + '    split(s["{table,other}"])\n'
-    text = refused(tmp_path, source, schedule, "SR305")
-    assert "with a `forward` of its own" in text and 's.replace_all("Scaled"' in text
+def test_a_class_that_computes_by_itself_is_followed(source, tmp_path):
+    """Nothing in it looks up whether a token is in this rank's part of the vocabulary."""
+    text = refused(tmp_path, source, SCHEDULE + '    split(s["{table,other}"])\n', "SR104")
+    assert "gather the value before" in text and "self.weight[ids] * self.scale" in text
+
+
+OWN = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        COMPUTED
+
+
+class MLP(nn.Module):
+    def __init__(self, width, is_gated):
+        super().__init__()
+        self.up = Own(width, 4 * width)
+        self.gate = Own(width, 4 * width, bias=False) if is_gated else None
+        self.down = Own(4 * width, width)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        return self.down(h if self.gate is None else h * self.gate(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([MLP(12, i > 0) for i in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+"""
+OWN_FORMS = {
+    "casting": "return F.linear(x, self.weight.to(dtype=x.dtype), self.bias)",
+    "transposed": "y = x @ self.weight.T\n        return y if self.bias is None else y + self.bias",
+    "by letters": "y = torch.einsum('bi,oi->bo', x, self.weight)\n"
+    "        return y if self.bias is None else y + self.bias",
+}
+
+
+@pytest.mark.parametrize("form", OWN_FORMS)
+def test_a_linear_layer_that_computes_by_itself_is_split(form, tmp_path):
+    """Its bias, which meets partial sums, is added by one rank; some instances have no gate."""
+    schedule = SCHEDULE[: SCHEDULE.index("def split")].replace(
+        '{"ids": torch.zeros(2, 5, dtype=torch.long)}', '{"x": torch.randn(2, 12)}'
+    )
+    lines = """\
+def schedule(s):
+    s["layers.*.up"].shard(["weight", "bias"], axis=0)
+    s["layers.1.gate"].shard("weight", axis=0)
+    s["layers.*.down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    output = rewritten(tmp_path, OWN.replace("COMPUTED", OWN_FORMS[form]), schedule + lines)
+    text = changed_lines(output)
+    assert '+        shard_parameter(self.up, "bias", axis=0)\n' in text
+    assert '+            shard_parameter(self.gate, "weight", axis=0)\n' in text
+    assert '+        add_once(self.down, "bias")\n' in text
 
 
 @pytest.mark.parametrize(
