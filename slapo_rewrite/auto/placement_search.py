@@ -30,6 +30,7 @@ from slapo_rewrite.auto.shard_groups import (
     common_pattern,
     lines_of,
     shape_of,
+    shards_as_one,
     shards_of_experts,
     with_parts,
 )
@@ -97,6 +98,8 @@ class Search:
     def run(self) -> Found:
         """Everything, in order."""
         groups = self._with_experts(self._blocks())
+        taken = {pattern for group in groups for pattern in group.patterns}
+        groups += self._as_one(taken)
         taken = {pattern for group in groups for pattern in group.patterns}
         groups += self._vocabulary(taken)
         taken = {pattern for group in groups for pattern in group.patterns}
@@ -210,7 +213,7 @@ class Search:
     def _heads(self) -> set[str]:
         """The layers that give a number for each word of a table."""
         words = {_weight(self.modules[p][0])[0] for p in self.flow.tables if p in self.modules}
-        known = (p for p in self.flow.ends if p in self.modules)
+        known = (p for p in self.flow.ends if p in self.modules and "*" not in p)
         return {p for p in known if self._sizes(p)[1] in words}
 
     def _worth(self, producers: Iterable[str], consumers: Iterable[str]) -> float:
@@ -461,6 +464,19 @@ class Search:
             group = Group(self._shards(pattern, is_column), parameters=self._size([pattern]))
             if group.shards and self._legal(group):
                 found.append(group)
+        return found
+
+    def _as_one(self, taken: set[str]) -> list[Group]:
+        """Layers of torch that hold others, and are split with these: attention, whole blocks."""
+        found, known = list[Group](), set(taken)
+        for pattern, modules in self.modules.items():
+            shards = shards_as_one(pattern, modules[0])
+            patterns = {shard.pattern for shard in shards}
+            if shards and not known & patterns:
+                group = Group(shards, parameters=self._size(patterns))
+                known |= patterns
+                if self._legal(group):
+                    found.append(group)
         return found
 
     def _pays(self, pattern: str) -> bool:

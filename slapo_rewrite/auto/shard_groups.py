@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from slapo_rewrite.model.layers import INNER, qualified
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -145,6 +147,27 @@ def common_pattern(patterns: Iterable[str]) -> str:
     segments = [pattern.split(".")[:-1] for pattern in patterns]
     shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
     return ".".join(s[0] for s in shared)
+
+
+def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
+    """How a layer of torch is split that holds others, and is split with them; () for any other.
+
+    Args:
+        pattern: Its path.
+        module: The layer.
+    """
+    found: dict[tuple[str, int, int], list[str]] = {}
+    for (path, name), (axis, blocks) in INNER.get(qualified(type(module)), {}).items():
+        held = module.get_submodule(path)
+        if not isinstance(getattr(held, name, None), torch.Tensor):
+            if name in ("in_proj_weight", "weight"):
+                return ()  # several projections in the place of a packed one
+            continue
+        found.setdefault((f"{pattern}.{path}".rstrip("."), axis, blocks), []).append(name)
+    return tuple(
+        Shard(path, tuple(names), axis, (1,) * blocks if blocks > 1 else ())
+        for (path, axis, blocks), names in found.items()
+    )
 
 
 def shards_of_experts(cubes: Sequence[Cube]) -> Iterator[tuple[Shard, ...]]:

@@ -335,6 +335,59 @@ def test_where_nothing_pays_everything_is_split_and_says_so_once(tmp_path):
     assert said.count(NONE_PAYS) == 1 and "It takes longer" not in said
 
 
+OF_TORCH = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.query = nn.Embedding(width, width)
+        self.layer = nn.TransformerEncoderLayer(width, heads, batch_first=True)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(2)])
+
+    def forward(self, ids):
+        return self.blocks(self.layer(self.query(ids)))
+"""
+
+
+def test_attention_of_torch_is_split_with_what_it_holds(tmp_path):
+    """Also where the model's width is a vocabulary's, and a layer is no head for all that."""
+    step = """\
+import torch
+
+
+def model(m):
+    return m.Model(64, 4)
+
+
+def inputs(model):
+    return {"ids": torch.randint(64, (2, 5))}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+"""
+    found = derived(tmp_path, OF_TORCH, step)
+    assert found.share > 0.8
+    text = shards(found.text)
+    assert 'layer.linear1 ["weight", "bias"], axis=0' in text
+    assert '*.attention ["in_proj_weight", "in_proj_bias"], axis=0, parts=3' in text
+
+
 NESTED = (
     MLP
     + """
