@@ -87,7 +87,8 @@ class Original:
         job, stage = self.job, self.stage
         stage("loading the schedule")
         self.schedule = load_schedule(Path(job["schedule"]))
-        self.twin: Any = load_file(Path(job["twin"]), "slapo_twin")
+        twin = Path(job["twin"])
+        self.twin: Any = load_file(twin, "slapo_twin", [str(twin.parent)])
         self.blocker = ToolBlocker(job["tool"], Path(job["out"]))
         self.blocker.install()
         stage("importing the original")
