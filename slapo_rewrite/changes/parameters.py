@@ -17,6 +17,7 @@ from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtParameter, AtReads
 from slapo_rewrite.changes.reads import values_read
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
@@ -43,9 +44,7 @@ class ShardParameter(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Cuts it behind its construction, where that makes one."""
-        (asked,) = here
-        assert isinstance(asked.place, AtParameter)
-        site = text.classes.sites[asked.place.start]
+        site = _site(text, here)
         function = text.helper("tensor_parallel", "shard_parameter")
         packed = text.imports.value(self.parts, text.causes) if self.parts is not None else ""
         parts = f", parts={packed}" if packed else ""
@@ -56,6 +55,12 @@ class ShardParameter(Change):
             line = f"if self.{self.name} is not None:\n    {line}"
         why = f"cut `{self.name}` to this rank's part"
         text.insert_after(site.statement, line, why)
+
+
+def _site(text: ClassText, here: Sequence[Asked]) -> Site:
+    (asked,) = here
+    assert isinstance(asked.place, AtParameter)
+    return text.classes.sites[asked.place.start]
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:
@@ -94,9 +99,7 @@ class AddOnce(Change):
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
         """Says so behind its construction."""
-        (asked,) = here
-        assert isinstance(asked.place, AtParameter)
-        site = text.classes.sites[asked.place.start]
+        site = _site(text, here)
         function = text.helper("tensor_parallel", "add_once")
         line = f'{function}(self, "{self.name}")'
         text.insert_after(site.statement, line, f"`{self.name}` is added to a rank's partial sum")
