@@ -12,6 +12,7 @@ from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
 from slapo_rewrite.changes.subclasses import SubclassWriter
+from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
@@ -328,7 +329,7 @@ def _side_by_side(
 def _operand(engine: Engine, match: Match) -> str:
     """What a call is given, as it stands there."""
     node = match.replaced.node
-    given = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+    given = values_given(node) if isinstance(node, ast.Call) else []
     if len(given) == 1:
         return engine.file.segment(given[0])
     return next(iter(match.operands.values()))
