@@ -46,8 +46,6 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
     They may be parameters, gradients or optimiser moments. Parts are left as they are.
     """
-    for prefix, weight_map in weight_maps(model).items():
-        named = weight_map.to_new(named, prefix)
     divided = shards(model)
     return {
         name: (
@@ -65,9 +63,10 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Every rank calls it, with the same names. The parts may be those of FSDP2.
     """
     divided = shards(model)
-    # All ranks must gather in the same order.
-    full = {name: gathered(named[name], divided.get(name)) for name in sorted(named)}
-    return under_original_names(model, {name: full[name] for name in named})
+    full = dict(named)
+    for name in sorted(named):  # all ranks must gather in the same order
+        full[name] = gathered(named[name], divided.get(name))
+    return full
 
 
 def gathered(part: Tensor, shard: Shard | None) -> Tensor:

@@ -23,31 +23,11 @@ def shards(model: nn.Module) -> dict[str, Shard]:
     }
 
 
-def weight_maps(model: nn.Module) -> dict[str, Any]:
-    """How modules that stand in others' places are made of those, by their prefix."""
-    return {
-        f"{path}.": module.weight_map
-        for path, module in model.named_modules()
-        if hasattr(module, "weight_map")
-    }
-
-
-def under_original_names(
-    model: nn.Module, named: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The original's full tensors, made of the model's full ones."""
-    for prefix, weight_map in reversed(weight_maps(model).items()):
-        named = weight_map.to_original(named, prefix)
-    return dict(named)
-
-
 def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Makes this rank's parts of the original's full tensors, by parameter name.
 
     They may be parameters, gradients or optimiser moments. Parts are left as they are.
     """
-    for prefix, weight_map in weight_maps(model).items():
-        named = weight_map.to_new(named, prefix)
     divided = shards(model)
     return {
         name: (
@@ -65,9 +45,10 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Every rank calls it, with the same names. The parts may be those of FSDP2.
     """
     divided = shards(model)
-    # All ranks must gather in the same order.
-    full = {name: gathered(named[name], divided.get(name)) for name in sorted(named)}
-    return under_original_names(model, {name: full[name] for name in named})
+    full = dict(named)
+    for name in sorted(named):  # all ranks must gather in the same order
+        full[name] = gathered(named[name], divided.get(name))
+    return full
 
 
 def gathered(part: Tensor, shard: Shard | None) -> Tensor:
