@@ -30,6 +30,18 @@ class Refusal:
     code: str
 
 
+def setting(
+    model: str,
+    inputs: str = '{"x": torch.randn(2, 8)}',
+    loss: str | None = "outputs.square().mean()",
+    imports: str = "",
+) -> str:
+    """What an example's schedule file says before the schedule: model, inputs and loss."""
+    functions = {"model(m)": f"m.{model}", "inputs(model)": inputs, "loss(outputs)": loss}
+    written = [f"def {name}:\n    return {value}\n" for name, value in functions.items() if value]
+    return "\n\n".join([f"import torch\n{imports}", *written, ""])
+
+
 class Numerics(enum.Enum):
     """How the numbers of a replacement compare with those of what it replaces."""
 

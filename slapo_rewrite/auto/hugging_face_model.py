@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite.auto.step import Step
-from slapo_rewrite.model import small_model
 from slapo_rewrite.model.meta_build import on_meta
+from slapo_rewrite.model.small_config import small_config
 
 # Heads in the order in which one is taken where nobody names one: the one that people pretrain.
 HEADS = (
@@ -106,7 +106,7 @@ def steps_of(cls: Any) -> Iterator[Step]:
         model = cls(config_class())
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
-    small = small_model.small_config(config)
+    small = small_config(config)
     smaller = [*_seeing_less(small), small]
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:

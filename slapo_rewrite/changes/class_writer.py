@@ -13,7 +13,7 @@ from slapo_rewrite.changes.definition import Definition
 from slapo_rewrite.changes.elements import IndexSets
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.places import AtForward, Place
-from slapo_rewrite.changes.subclasses import SubclassWriter
+from slapo_rewrite.changes.subclasses import Subclass, SubclassWriter
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import within
@@ -41,28 +41,17 @@ class ClassWriter:
         return written(self.file, self._lines(class_name, definition, indices))
 
     def subclass(
-        self,
-        class_name: str,
-        new_name: str,
-        whole: Definition,
-        extra: set[Place],
-        indices: IndexSets,
-        relatives: Mapping[int, str],
-        optional: set[int],
-        doc: str,
+        self, new: Subclass, whole: Definition, extra: set[Place], indices: IndexSets
     ) -> str:
         """A subclass in which only the changes at `extra` stand.
 
         Args:
-            class_name: The class it is derived from, as it is after its own edits.
-            new_name: Its name.
+            new: The subclass.
             whole: Everything that its instances want, so that a statement is repeated as a whole.
             extra: What the class itself does not do.
             indices: The elements that each loop makes.
-            relatives: Where a module is that a site outside of loops makes, by the site.
-            optional: The sites that not all of its instances go through.
-            doc: The docstring's one line.
         """
+        class_name = new.base
         borders: set[Place] = {place for place in extra if isinstance(place, AtForward)}
         inner = self._lines(class_name, whole.only(extra - borders), indices)
         around = self._around_forward(class_name, whole, borders, inner)
@@ -74,8 +63,7 @@ class ClassWriter:
             # A constructor goes on from its base's; any other method is written anew as a whole.
             if method.name != "__init__" and any(within(method, s) for s in inner):
                 changed |= {s: change for s, change in lines.items() if within(method, s)}
-        text = self.subclasses.subclass(class_name, new_name, changed, relatives, optional, doc)
-        return text + (around or "")
+        return self.subclasses.subclass(new, changed) + (around or "")
 
     def _around_forward(
         self,
@@ -96,13 +84,7 @@ class ClassWriter:
         self, class_name: str, definition: Definition, indices: IndexSets
     ) -> dict[ast.stmt, Lines]:
         """What changes in the class, by statement."""
-        text = ClassText(
-            self.classes,
-            self.imports,
-            class_name,
-            definition.changes,
-            indices,
-        )
+        text = ClassText(self.classes, self.imports, class_name, definition.changes, indices)
         groups: dict[Hashable, list[Asked]] = {}
         for place, change in definition.changes.items():
             asked = Asked(place, change, definition.causes.get(place, ()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import Recompute
@@ -25,6 +26,25 @@ from slapo_rewrite.code.text import accessor, docstring, with_article, within
 from slapo_rewrite.hugging_face import CACHES
 
 
+@dataclass(frozen=True)
+class Subclass:
+    """A subclass in which some statements are others.
+
+    Attributes:
+        base: The class it is derived from, as it is after its own edits.
+        name: Its name.
+        doc: The docstring's one line.
+        relatives: Where a module is that a site outside of loops makes, by the site.
+        optional: The sites that not all of its instances go through.
+    """
+
+    base: str
+    name: str
+    doc: str
+    relatives: Mapping[int, str] = field(default_factory=dict)
+    optional: Collection[int] = ()
+
+
 class SubclassWriter:
     """Writes subclasses of the classes of one file.
 
@@ -38,31 +58,15 @@ class SubclassWriter:
         self.file = classes.file
         self.line_length = self.file.line_length
 
-    def subclass(
-        self,
-        class_name: str,
-        new_name: str,
-        lines: Mapping[ast.stmt, Lines],
-        relatives: Mapping[int, str],
-        optional: set[int],
-        doc: str,
-    ) -> str:
-        """A subclass in which some statements are others.
-
-        Args:
-            class_name: The class it is derived from, as it is after its own edits.
-            new_name: Its name.
-            lines: What changes, by statement.
-            relatives: Where a module is that a site outside of loops makes, by the site.
-            optional: The sites that not all of its instances go through.
-            doc: The docstring's one line.
-        """
+    def subclass(self, new: Subclass, lines: Mapping[ast.stmt, Lines]) -> str:
+        """A subclass, given what changes, by statement."""
+        class_name = new.base
         constructor = self.classes.method(class_name, "__init__")
-        body = ["\n".join(docstring(doc, 4, self.line_length)) + "\n"]
+        body = ["\n".join(docstring(new.doc, 4, self.line_length)) + "\n"]
         in_init = {s: c for s, c in lines.items() if constructor and within(constructor, s)}
         elsewhere = {s: c for s, c in lines.items() if s not in in_init}
         if in_init and constructor:
-            body.append(self._constructor(class_name, constructor, in_init, relatives, optional))
+            body.append(self._constructor(new, constructor, in_init))
         for method in self.classes.methods(class_name):
             inside = {s: c for s, c in elsewhere.items() if within(method, s)}
             if not inside:
@@ -75,15 +79,10 @@ class SubclassWriter:
                     hint="schedule all instances alike",
                 )
             body.append(self._override(class_name, method, inside))
-        return f"class {new_name}({class_name}):\n" + "\n".join(body)
+        return f"class {new.name}({class_name}):\n" + "\n".join(body)
 
     def _constructor(
-        self,
-        class_name: str,
-        constructor: ast.FunctionDef,
-        lines: Mapping[ast.stmt, Lines],
-        relatives: Mapping[int, str],
-        optional: set[int],
+        self, new: Subclass, constructor: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
     ) -> str:
         header = header_text(self.file, constructor)
         passed = ", ".join(passed_on(constructor))
@@ -98,11 +97,10 @@ class SubclassWriter:
         body: list[str] = []
         anew = changed(self.file, lines)
         for statement in sorted(lines, key=lambda s: s.lineno):
-            self._check_repeatable(class_name, constructor, statement)
+            self._check_repeatable(new.base, constructor, statement)
             change = lines[statement]
-            guards = (
-                self._guards(constructor, statement) if self._starts(statement) & optional else []
-            )
+            may_be_left = not self._starts(statement).isdisjoint(new.optional)
+            guards = self._guards(constructor, statement) if may_be_left else []
             if self._starts(statement) and (change.inside or change.again):
                 same_weights = self.imports.helper("remaking", "same_weights", change.causes())
                 guards.insert(0, f"with {same_weights}(self):")
@@ -111,7 +109,7 @@ class SubclassWriter:
             block = [" " * (8 + 4 * n) + guard for n, guard in enumerate(guards)]
             if change.inside or change.again:
                 again = anew[statement][2] if statement in anew else self.file.segment(statement)
-                again = self._reassigned(statement, again, relatives)
+                again = self._reassigned(statement, again, new.relatives)
                 block.append(indent + fitted(again, depth, self.line_length))
             shares = [line for line in change.after if line.once]
             block += [

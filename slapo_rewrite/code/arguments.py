@@ -116,6 +116,11 @@ def given_by(call: ast.Call) -> list[tuple[str, ast.expr]]:
     return [*stars, *((k.arg or "**", k.value) for k in call.keywords)]
 
 
+def values_given(call: ast.Call) -> list[ast.expr]:
+    """The arguments of a call, by position first."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def arguments_by(call: ast.Call, *names: str) -> dict[str, ast.expr]:
     """What a call certainly gives the parameters of these names, which are all that there are."""
     return Signature(names, names).bind(given_by(call)).given

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.directive import needed_depth
+from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
-from slapo_rewrite.emit.kept_state import check_attributes, check_kept
-from slapo_rewrite.emit.shard_check import check_classes, check_parts
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.rehearsal import rehearse
@@ -87,10 +86,7 @@ def _built(
     is_split = any(state.shards for state in plan.states.values())
     built = emitted.tree(project.schedule.module.model, 2 if is_split else 1, short)
     copies.check_built(built, project.tree, project.changes)
-    check_classes(built, project.tree, plan.states, copies.outputs)
-    check_parts(emitted, built, project.tree, plan.states, project.sources)
-    check_kept(emitted, built, project, plan.states)
-    check_attributes(emitted, built, project, copies.outputs, plan.states)
+    BuiltOutput(emitted, built, project, copies.outputs, plan.states).check()
     return built
 
 

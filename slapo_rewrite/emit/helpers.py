@@ -13,7 +13,13 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import KERNELS
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.emit import kernels
-from slapo_rewrite.emit.used_definitions import Definitions, Picked, bound_names, import_groups
+from slapo_rewrite.emit.used_definitions import (
+    Definitions,
+    Picked,
+    bound_names,
+    import_groups,
+    kept_statements,
+)
 from slapo_rewrite.schedule.load import ScheduleFile
 
 # Where the schedule's own classes and functions go.
@@ -64,6 +70,8 @@ SURFACE = {
         "to_local",
     },
 }
+# Behind statements that are there for modules in others' places alone.
+OF_WEIGHTS = "  # for weights"
 # What is added where it is asked for, and the helper module that has it.
 OPTIONAL = {
     "add_adapters": "lora",
@@ -239,14 +247,21 @@ def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
         _close(wanted)
     found |= kernels.picked_files({m: wanted.pop(m) for m in called})
     for module in sorted(wanted):
-        found[module] = runtime_library(module).pick(wanted[module])
+        found[module] = runtime_library(module, "weights" in wanted).pick(wanted[module])
     return found
 
 
 @functools.cache
-def runtime_library(module: str) -> Definitions:
-    """A runtime module, whose definitions can be taken out one by one."""
-    return Definitions((RUNTIME / f"{module}.py").read_text(encoding="utf-8"))
+def runtime_library(module: str, repacks: bool = True) -> Definitions:
+    """A runtime module, whose definitions can be taken out one by one.
+
+    Args:
+        module: The module.
+        repacks: Whether modules stand in others' places, with other weights. Without them, what
+            ends with `# for weights` is left out.
+    """
+    text = (RUNTIME / f"{module}.py").read_text(encoding="utf-8")
+    return Definitions(kept_statements(text, OF_WEIGHTS, repacks))
 
 
 def _close(wanted: dict[str, set[str]]) -> None:
@@ -256,10 +271,12 @@ def _close(wanted: dict[str, set[str]]) -> None:
         wanted[module] |= SURFACE.get(module, set())
     while waiting:
         module = waiting.pop()
-        for other, names in runtime_library(module).pick(wanted[module]).helpers.items():
+        library = runtime_library(module, "weights" in wanted)
+        for other, names in library.pick(wanted[module]).helpers.items():
             if not names <= wanted.get(other, set()):
+                # Others, too, do more for such weights.
+                waiting += [other] if other in wanted or other != "weights" else [other, *wanted]
                 wanted.setdefault(other, set(SURFACE.get(other, ()))).update(names)
-                waiting.append(other)
 
 
 def _shards_something(names: set[str]) -> bool:

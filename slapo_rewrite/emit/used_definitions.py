@@ -113,6 +113,19 @@ class Definitions:
         return "\n\n" if apart else "\n"
 
 
+def kept_statements(text: str, mark: str, keeps: bool) -> str:
+    """A file's text without the statements whose first lines end with a mark, or without marks."""
+    lines = text.split("\n")
+    if keeps or mark not in text:
+        return "\n".join(line.removesuffix(mark) for line in lines)
+    marked = [
+        range(node.lineno - 1, node.end_lineno or node.lineno)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and lines[node.lineno - 1].endswith(mark)
+    ]
+    return "\n".join(x for n, x in enumerate(lines) if not any(n in each for each in marked))
+
+
 def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     """Top-level statements by the names that they bind."""
     found: dict[str, list[ast.stmt]] = {}

@@ -13,7 +13,8 @@ from slapo_rewrite.fusion.claims import Calling, MultiSiteRewrite, Renamed
 from slapo_rewrite.fusion.horizontal_fusion import Packing
 from slapo_rewrite.fusion.last_axis import last_axis
 from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of
-from slapo_rewrite.fusion.logits_free_loss import Fork, fork_of
+from slapo_rewrite.fusion.logits_free_loss import fork_of
+from slapo_rewrite.fusion.loss_fork import Fork
 from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch, share_dropped
 
 __all__ = [

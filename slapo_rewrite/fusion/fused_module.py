@@ -11,7 +11,8 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
-from slapo_rewrite.changes.subclasses import SubclassWriter
+from slapo_rewrite.changes.subclasses import Subclass, SubclassWriter
+from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
@@ -267,7 +268,7 @@ def _holding(
         if text:
             end = lines.setdefault(constructor.body[-1], Lines())
             end.after.append(Line(text, (cause,), f"`{held.name}`"))
-    text = writer.subclass(name, new_name, lines, {}, set(), doc)
+    text = writer.subclass(Subclass(name, new_name, doc), lines)
     engine.speller.take(files.main.imports)
     return behind(file, file.classes[name], text, 2).caused_by((cause,), f"`{new_name}`")
 
@@ -328,7 +329,7 @@ def _side_by_side(
 def _operand(engine: Engine, match: Match) -> str:
     """What a call is given, as it stands there."""
     node = match.replaced.node
-    given = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+    given = values_given(node) if isinstance(node, ast.Call) else []
     if len(given) == 1:
         return engine.file.segment(given[0])
     return next(iter(match.operands.values()))

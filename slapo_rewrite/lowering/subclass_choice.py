@@ -23,6 +23,7 @@ from slapo_rewrite.changes.places import AtBase, AtSite, Place
 from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrained
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.changes.subclasses import Subclass
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed, with_article, within
@@ -94,15 +95,9 @@ class SubclassChoice:
                 self._check_base(cls, definition, beyond)
                 prefix, doc = self._described(definition, beyond)
                 name = self.known[variant] = self._new_name(f"{prefix}{cls.__name__}")
-                text = self.writer.subclass(
-                    cls.__name__,
-                    name,
-                    definition,
-                    beyond,
-                    self.changes.indices,
-                    *self._relatives(definition),
-                    f"{with_article(cls.__name__)} {doc}.",
-                )
+                doc = f"{with_article(cls.__name__)} {doc}."
+                new = Subclass(cls.__name__, name, doc, *self._relatives(definition))
+                text = self.writer.subclass(new, definition, beyond, self.changes.indices)
                 edits += self._class_after(
                     cls.__name__, text, causes, f"`{name}`, for some instances"
                 )

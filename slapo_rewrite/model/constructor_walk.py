@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slapo_rewrite.code.arguments import first_parameter
+from slapo_rewrite.code.arguments import first_parameter, values_given
 from slapo_rewrite.code.syntax import MAX_UNROLLED, constants_of, counter_of, leaves
 from slapo_rewrite.model.constructor_expressions import Expressions, container_form
 from slapo_rewrite.model.constructor_values import (
@@ -228,7 +228,7 @@ class Walker(Expressions):
                 self._inlined(call, here)
 
     def _method_effect(self, call: ast.Call, owner: ast.expr, attr: str, here: Here) -> None:
-        arguments = [*call.args, *(k.value for k in call.keywords)]
+        arguments = values_given(call)
         if attr in {"append", "add"} and len(arguments) == 1:
             self._add(owner, None, arguments[0], here, "append")
         elif attr == "insert" and len(arguments) == 2:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_rewrite.errors import first_line
-from slapo_rewrite.model import small_model
+from slapo_rewrite.model import small_config, small_model
 from slapo_rewrite.model.sized_inputs import sized_inputs
 from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted_step
 
@@ -113,7 +113,7 @@ def check_positions(model: nn.Module, sequence: int | None) -> None:
         DoesNotRun: The configuration says how many positions there are, and a table has as many.
     """
     config: Any = getattr(model, "config", None)
-    numbers = [getattr(config, name, None) for name in small_model.POSITIONS]
+    numbers = [getattr(config, name, None) for name in small_config.POSITIONS]
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     for number in numbers:
         # Some tables have two rows before the first position.

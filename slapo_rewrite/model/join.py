@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,26 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
-from slapo_rewrite.code.names import is_name
-from slapo_rewrite.code.syntax import assignments, counter_of
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
 from slapo_rewrite.model.construction_sites import RECORDED, Site
-from slapo_rewrite.model.constructor_values import Frame, Loop
+from slapo_rewrite.model.constructor_values import Frame
 from slapo_rewrite.model.recorded_sites import recorded_site
+from slapo_rewrite.model.site_candidates import (
+    REFERENCES,
+    Candidate,
+    at_assignment,
+    below,
+    can_be_numbered,
+    element_of,
+    holder_at,
+    holders_of,
+    is_elsewhere,
+    is_missed,
+    last_certain,
+    numbers_at,
+    passed_through,
+)
 from slapo_rewrite.model.sources import Level, Sources
 from slapo_rewrite.model.tree import Node
 
@@ -37,8 +49,6 @@ __all__ = [
     "resolve",
     "size_at",
 ]
-
-_REFERENCES = {"argument", "alias"}
 
 
 def find_site(sources: Sources, node: Node) -> Site:
@@ -65,15 +75,15 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     The owner, unless somebody gave it the module that he had made.
     """
     assert node.owner is not None
-    holder = _holder(node, site) if site.is_given else None
+    holder = holder_at(node, site) if site.is_given else None
     if holder is None:
         return node.owner, node.relative
-    return holder, node.path[len(holder.path) + 1 :] if holder.path else node.path
+    return holder, below(holder, node.path)
 
 
 def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
     """The object that an expression at a site came to; None where that cannot be told."""
-    holder = _holder(node, site)
+    holder = holder_at(node, site)
     try:
         return _Search(sources).value(expr, site, holder, node) if holder else None
     except Unknown:
@@ -86,7 +96,7 @@ def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | N
     Returns:
         None where that cannot be told, or where it is no whole number.
     """
-    holder = node if site.kind in ("parameter", "buffer") else _holder(node, site)
+    holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
     try:
         value = _Search(sources, True).value(expr, site, holder, node) if holder else None
     except Unknown:
@@ -123,14 +133,6 @@ def called_root(site: Site) -> str | None:
     while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
         root = root.func if isinstance(root, ast.Call) else root.value
     return root.id if isinstance(root, ast.Name) else None
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    site: Site
-    holder: Node
-    numbers: tuple[str, ...]
-    certain: bool = False
 
 
 class _Search:
@@ -175,43 +177,51 @@ class _Search:
         groups = itertools.chain(self._groups(node), self._groups(node, later=True))
         chosen = (self._choose(node, group) for group in groups)
         found = next((c for c in chosen if c is not None), None)
-        if found is not None and found.site.kind not in _REFERENCES:
+        if found is not None and found.site.kind not in REFERENCES:
             return self._inner(found, node)
         return self._made_elsewhere(node, found)
 
-    def _groups(self, node: Node, later: bool = False) -> Iterator[list[_Candidate]]:
+    def _groups(self, node: Node, later: bool = False) -> Iterator[list[Candidate]]:
         """The sites that may have made a module: its owner's, and those of modules further up.
 
         What a module further up puts in its place runs later, so it comes first.
         """
-        for holder in _holders(node):
-            relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
-            maker = self.sources.maker(holder.cls)
-            if holder is not node.owner and not later and not maker.has_deep:
-                continue
-            patterns = maker.later if later else maker
-            found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
-            found = [c for c in found if _numbered(c)]
+        for holder, sites in self._sites(node.path, holders_of(node), node.owner, later):
+            found = [c for c in sites if can_be_numbered(c)]
             if holder is not node.owner:
                 found = [c for c in found if self._fits(c, node) is not False]
                 found = [c for c in found if self._guarded(c)]
             yield found
 
-    def _choose(self, node: Node, candidates: list[_Candidate]) -> _Candidate | None:
+    def _sites(
+        self, path: str, holders: Iterable[Node], owner: Node | None, later: bool
+    ) -> Iterator[tuple[Node, list[Candidate]]]:
+        """The sites of a path, by the module above it whose class has them."""
+        for holder in holders:
+            maker = self.sources.maker(holder.cls)
+            if holder is owner or later or maker.has_deep:
+                matched = (maker.later if later else maker).match(below(holder, path))
+                yield holder, [Candidate(site, holder, numbers) for site, numbers in matched]
+
+    def _possible(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that the tests around them may let make the module."""
+        reached = [(c, self._guarded(c)) for c in candidates]
+        return [replace(c, certain=g is True) for c, g in reached if g is not False]
+
+    def _choose(self, node: Node, candidates: list[Candidate]) -> Candidate | None:
         if not candidates:
             return None
-        made = _passed(candidates, node)
+        made = passed_through(candidates, node)
         if made is not None:
             return made
         fitting = [c for c in candidates if self._fits(c, node) is not False]
-        fitting = [c for c in fitting if not _missed(c, node)]
+        fitting = [c for c in fitting if not is_missed(c, node)]
         if len(fitting) > 1 or (fitting and fitting[0].site.steps):
-            reached = [(c, self._guarded(c)) for c in fitting]
-            possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
+            possible = self._possible(fitting)
             # A config changed after construction may speak against the one expression that fits.
             exact = [c for c in fitting if self._fits(c, node)]
             fitting = possible or (exact if len(exact) == 1 else [])
-        fitting = _last(fitting)
+        fitting = last_certain(fitting)
         if len(fitting) > 1:
             exact = [c for c in fitting if self._fits(c, node)]
             fitting = exact or fitting
@@ -219,7 +229,7 @@ class _Search:
             raise self._ambiguous(node, fitting)
         return fitting[0] if fitting else None
 
-    def _ambiguous(self, node: Node, candidates: list[_Candidate]) -> errors.RewriteError:
+    def _ambiguous(self, node: Node, candidates: list[Candidate]) -> errors.RewriteError:
         first, *others = [c.site for c in candidates]
         return errors.UnfollowableConstruction(
             f"`{node.path}` ({node.cls.__name__}) may be made in {len(candidates)} places",
@@ -228,7 +238,7 @@ class _Search:
             hint="make it in one place, or choose between them with a test of `config` or `self`",
         )
 
-    def _fits(self, candidate: _Candidate, node: Node) -> bool | None:
+    def _fits(self, candidate: Candidate, node: Node) -> bool | None:
         """Whether a site makes a module of this class; None where that cannot be told."""
         site = candidate.site
         if site.callee is None or site.kind in {"helper", "factory"}:
@@ -243,7 +253,7 @@ class _Search:
             return True
         return None if issubclass(node.cls, made) and issubclass(made, nn.Module) else False
 
-    def _guarded(self, candidate: _Candidate) -> bool | None:
+    def _guarded(self, candidate: Candidate) -> bool | None:
         """Whether the tests around a site let it make this module; None where that is not known."""
         unknown = False
         for step in candidate.site.steps:
@@ -256,10 +266,10 @@ class _Search:
             unknown |= way is None
         return None if unknown else True
 
-    def _inner(self, candidate: _Candidate, node: Node) -> Site:
+    def _inner(self, candidate: Candidate, node: Node) -> Site:
         """The site inside a helper function, where one can be named."""
         site = candidate.site
-        inner = [replace(candidate, site=s) for s in site.inner if s.kind not in _REFERENCES]
+        inner = [replace(candidate, site=s) for s in site.inner if s.kind not in REFERENCES]
         try:
             found = self._choose(node, inner)
         except errors.UnfollowableConstruction:
@@ -268,7 +278,7 @@ class _Search:
             return site
         return replace(self._inner(found, node), kind="helper")
 
-    def _made_elsewhere(self, node: Node, found: _Candidate | None) -> Site:
+    def _made_elsewhere(self, node: Node, found: Candidate | None) -> Site:
         """The site of a module that is made under another name, or given to the constructor."""
         shared = self.sources.same_live(node)
         if shared and (recorded := recorded_site(self.sources, node)) is not None:
@@ -289,7 +299,7 @@ class _Search:
                 return given
         raise self._nowhere(node, found)
 
-    def _given(self, node: Node, found: _Candidate) -> Site | None:
+    def _given(self, node: Node, found: Candidate) -> Site | None:
         """The expression that makes a module in the call of the constructor it is given to."""
         if not isinstance(found.site.value, ast.Name) or found.holder.parent is None:
             return None
@@ -297,19 +307,19 @@ class _Search:
             expr, site = self._argument(found.holder, found.site.value.id, found.site)
         except (Unknown, errors.UnfollowableConstruction):
             return None
-        outer = _holder(found.holder, site)
+        outer = holder_at(found.holder, site)
         if outer is None:
             return None
         path = f"{site.path}.{found.site.path}"
         given = replace(site, path=path, kind="argument", value=expr, container=False)
         if path.endswith(".*"):
             is_kept = stays_as_it_is(found.site.function, found.site.value)
-            element = _element(given, node.name) if is_kept else None
-            if element is None or _elsewhere(element, node):
+            element = element_of(given, node.name) if is_kept else None
+            if element is None or is_elsewhere(element, node):
                 return None
             given = element
-        given = _followed(given)
-        called = _Candidate(given, outer, _numbers(site, outer, found.holder))
+        given = at_assignment(given)
+        called = Candidate(given, outer, numbers_at(site, outer, found.holder))
         makes = isinstance(given.value, ast.Call | ast.Subscript)
         return given if makes and self._fits(called, node) is not False else None
 
@@ -331,7 +341,7 @@ class _Search:
         expr = given.get(layer if name.endswith(".*") else name)
         if expr is None:
             return None
-        return _followed(replace(site, path=f"{site.path}.{name}", value=expr, container=False))
+        return at_assignment(replace(site, path=f"{site.path}.{name}", value=expr, container=False))
 
     def _global(self, node: Node, site: Site) -> Site | None:
         """The module-level assignment of a module that is made once, at import."""
@@ -348,7 +358,7 @@ class _Search:
                     return replace(site, file=file, statement=statement, value=value, steps=())
         return None
 
-    def _nowhere(self, node: Node, found: _Candidate | None) -> errors.RewriteError:
+    def _nowhere(self, node: Node, found: Candidate | None) -> errors.RewriteError:
         owner = node.owner
         near = self.sources.maker(owner.cls).near(node.relative) if owner else []
         named = found.site if found is not None else near[-1] if near else None
@@ -375,17 +385,10 @@ class _Search:
     def _parameter(self, node: Node, name: str) -> Site:
         full = f"{node.path}.{name}" if node.path else name
         direct = node.owner if node.is_container else node
+        holders = [*holders_of(node), *([] if node.is_container else [node])]
         for later in (False, True):
-            for holder in [*_holders(node), *([] if node.is_container else [node])]:
-                relative = full[len(holder.path) + 1 :] if holder.path else full
-                maker = self.sources.maker(holder.cls)
-                if holder is not direct and not later and not maker.has_deep:
-                    continue
-                patterns = maker.later if later else maker
-                found = [_Candidate(s, holder, n) for s, n in patterns.match(relative)]
-                reached = [(c, self._guarded(c)) for c in found]
-                possible = [replace(c, certain=g is True) for c, g in reached if g is not False]
-                possible = _last(possible)
+            for holder, sites in self._sites(full, holders, direct, later):
+                possible = last_certain(self._possible(sites))
                 if len({id(c.site.value) for c in possible}) > 1:
                     raise self._ambiguous(holder, possible)
                 if possible:
@@ -399,7 +402,7 @@ class _Search:
 
     def value(self, expr: ast.expr, site: Site, holder: Node, node: Node) -> Any:
         """What an expression at a site came to when it made `node`; raises Unknown."""
-        candidate = _Candidate(site, holder, _numbers(site, holder, node))
+        candidate = Candidate(site, holder, numbers_at(site, holder, node))
         evaluator = self._evaluator(candidate)
         if site.kind == RECORDED:  # the arguments of its function are not those of the holder
             return evaluator.evaluate(expr, construction_calls.scope_of(node.live, 0) or {})
@@ -411,7 +414,7 @@ class _Search:
                 raise
             return evaluator.evaluate(expr, names)
 
-    def _evaluator(self, candidate: _Candidate, frame: Frame | None = None) -> Evaluator:
+    def _evaluator(self, candidate: Candidate, frame: Frame | None = None) -> Evaluator:
         site, holder = candidate.site, candidate.holder
         maker = self.sources.maker(holder.cls)
         level = maker.levels[maker.level_of[site]] if site in maker.level_of else None
@@ -453,7 +456,7 @@ class _Search:
             raise Unknown from error
         if isinstance(expr, ast.Constant):
             return expr.value
-        outer_holder = _holder(holder, site)
+        outer_holder = holder_at(holder, site)
         if outer_holder is None:
             raise Unknown
         return self.value(expr, site, outer_holder, holder)
@@ -473,115 +476,3 @@ class _Search:
         if given is None:
             raise Unknown
         return given, site
-
-
-def _holders(node: Node) -> Iterator[Node]:
-    """The modules above a node that are not containers, the outermost first."""
-    above: list[Node] = []
-    holder = node.owner
-    while holder is not None:
-        above.append(holder)
-        holder = holder.owner
-    yield from reversed(above)
-
-
-def _holder(node: Node, site: Site) -> Node | None:
-    """The module above a node whose class holds the site."""
-    for holder in _holders(node):
-        if site.class_name in {c.__name__ for c in holder.cls.__mro__}:
-            relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
-            if re.fullmatch(re.escape(site.path).replace(r"\*", r"[^.]+"), relative):
-                return holder
-    return None
-
-
-def _numbers(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
-    relative = node.path[len(holder.path) + 1 :] if holder.path else node.path
-    match = re.fullmatch(re.escape(site.path).replace(r"\*", r"([^.]+)"), relative)
-    return match.groups() if match else ()
-
-
-def _followed(site: Site) -> Site:
-    """The site's value, where a local variable stands there followed to its last assignment."""
-    if not isinstance(site.value, ast.Name):
-        return site
-    name = site.value.id
-    before = (site.value.lineno, site.value.col_offset)
-    for each in reversed(assignments(site.function, name)):
-        statement = each.statement
-        if isinstance(statement, ast.Assign) and (statement.lineno, statement.col_offset) < before:
-            if not any(is_name(target, name) for target in statement.targets):
-                return site  # one of several that are given together
-            return replace(site, statement=statement, value=statement.value)
-    return site
-
-
-def _element(site: Site, number: str) -> Site | None:
-    """An element of the list that a site makes, or is given; None where it cannot be told."""
-    match site.value:
-        case ast.Name() as name if stays_as_it_is(site.function, name):
-            held = _followed(site)
-            is_only_name = (
-                isinstance(held.statement, ast.Assign) and len(held.statement.targets) == 1
-            )
-            return _element(held, number) if held is not site and is_only_name else None
-        case ast.List(elts=[ast.Starred(value=value)]) | ast.Tuple(elts=[ast.Starred(value=value)]):
-            return _element(replace(site, value=value), number)
-        case ast.List(elts=elts) | ast.Tuple(elts=elts) if number.isdecimal():
-            place = int(number)
-            if any(isinstance(e, ast.Starred) for e in elts[: place + 1]) or place >= len(elts):
-                return None
-            return replace(site, value=elts[place], path=f"{site.path[:-1]}{number}")
-        case (
-            ast.ListComp(elt=elt, generators=[turn]) | ast.GeneratorExp(elt=elt, generators=[turn])
-        ) if not turn.ifs:
-            counter = counter_of(turn.target, turn.iter)
-            loop = Loop(turn, site.frame, counter, first=0)
-            return replace(site, value=elt, steps=(*site.steps, loop))
-    return None
-
-
-def _elsewhere(site: Site, node: Node) -> bool:
-    """Whether Python is known not to have made a module by a call at a site."""
-    stack = construction_calls.stack_of(node.live)
-    return (
-        isinstance(site.value, ast.Call)
-        and construction_calls.passes_through(site.file, stack)
-        and construction_calls.depth(site.file, site.value, stack) is None
-    )
-
-
-def _passed(candidates: list[_Candidate], node: Node) -> _Candidate | None:
-    """The candidate that Python passed through when it made the module, if that was noted."""
-    stack = construction_calls.stack_of(node.live)
-    depths = [(construction_calls.depth(c.site.file, c.site.value, stack), c) for c in candidates]
-    found = [(depth, c) for depth, c in depths if depth is not None]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
-
-
-def _missed(candidate: _Candidate, node: Node) -> bool:
-    """Whether Python is known not to have passed through a candidate."""
-    site, stack = candidate.site, construction_calls.stack_of(node.live)
-    return site.kind not in _REFERENCES and construction_calls.passes_through(site.file, stack)
-
-
-def _numbered(candidate: _Candidate) -> bool:
-    """Whether the elements that a loop makes can have this number."""
-    turning = [x for x in candidate.site.loops if x.value is None]
-    numbers = [n for n in candidate.numbers if n.isdecimal()]
-    if len(turning) != len(numbers):
-        return True
-    pairs = zip(turning, numbers, strict=True)
-    return all(x.first is None or x.iteration(int(n)) is not None for x, n in pairs)
-
-
-def _last(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Leaves out the sites whose module another site certainly replaces.
-
-    Of the sites of one path the last certain one wins, and a known element wins over a list's `*`.
-    """
-    exact = [c for c in candidates if "*" not in c.site.path]
-    certain = [c for c in exact if c.certain]
-    if not certain:
-        return candidates
-    return exact[exact.index(certain[-1]) :]

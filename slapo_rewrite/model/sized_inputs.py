@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_rewrite.model import small_model
+from slapo_rewrite.model import small_config, small_model
 from slapo_rewrite.model.results import tensors
 
 
@@ -53,5 +53,5 @@ def rows_of(schedule: Any, model: nn.Module) -> int:
 def positions_of(model: nn.Module) -> int | None:
     """How many positions a Hugging Face model has, as far as its configuration tells."""
     config: Any = getattr(model, "config", None)
-    numbers = [getattr(config, name, None) for name in small_model.POSITIONS]
+    numbers = [getattr(config, name, None) for name in small_config.POSITIONS]
     return min((n for n in numbers if isinstance(n, int) and n > 0), default=None)

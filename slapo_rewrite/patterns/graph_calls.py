@@ -12,7 +12,7 @@ from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Function, Property, Submodule
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.patterns.canonical_ops import Operation, by_module, draws, draws_by_name
-from slapo_rewrite.patterns.interprocedural import Through
+from slapo_rewrite.patterns.interprocedural import Called, Through
 from slapo_rewrite.patterns.known_ops import Given, numbered
 from slapo_rewrite.patterns.value_graph import Exit, Value, equal
 
@@ -163,8 +163,7 @@ class Calls(Through):
                 random=draws(function, file.functions),
                 pure=False,
             )
-            value.look_through = lambda: self._through(value, file, function, given)
-            self._effects(value, file, function, given)
+            self.look_into(Called(value, file, function, given))
             return value
         if home in ("torch", "operator", "torch.Tensor"):
             return self._unlisted(last, given, node, pure=True)
@@ -238,8 +237,7 @@ class Calls(Through):
             marks = found[1].decorator_list
             static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in marks)
             owner = None if static else path
-            value.look_through = lambda: self._through(value, *found, given, owner)
-            self._effects(value, *found, given, owner)
+            self.look_into(Called(value, *found, given, owner))
         return value
 
     def _module(self, path: str, module: Submodule, given: Given, node: ast.AST) -> Value:
@@ -273,9 +271,8 @@ class Calls(Through):
             )
         elif forward is not None:
             value.stateful = not module.stateless
-            value.look_through = lambda: self._through(value, *forward, given, path)
-            if not module.cls.startswith("torch.nn."):  # those write to their own buffers alone
-                self._effects(value, *forward, given, path)
+            own_alone = module.cls.startswith("torch.nn.")  # those write to their own buffers
+            self.look_into(Called(value, *forward, given, path), effects=not own_alone)
         return value
 
     def _inputs(self, known: Operation, given: Given, node: ast.AST) -> dict[str, Value] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Self
 
 from slapo_rewrite.code.arguments import Signature, first_parameter
@@ -14,6 +15,25 @@ from slapo_rewrite.patterns.known_ops import Given, Listed
 from slapo_rewrite.patterns.value_graph import Graph, Use, Value
 
 MAX_DEPTH = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Called:
+    """A function of a source file that a call reaches.
+
+    Attributes:
+        value: The call.
+        file: The file of the function.
+        function: The function.
+        given: The arguments.
+        owner: The path of the module whose method it is; None for a plain function.
+    """
+
+    value: Value
+    file: SourceFile
+    function: ast.FunctionDef
+    given: Given
+    owner: str | None = None
 
 
 class Through(Listed):
@@ -42,26 +62,17 @@ class Through(Listed):
             pattern=self.pattern,
         )
 
-    def _through(
-        self,
-        value: Value,
-        file: SourceFile,
-        function: ast.FunctionDef,
-        given: Given,
-        owner: str | None = None,
-    ) -> Value | None:
-        """What a function returns for these arguments; None where that is not one value.
+    def look_into(self, called: Called, effects: bool = True) -> None:
+        """Has a call be looked through, and notes what it does besides."""
+        called.value.look_through = lambda: self._through(called)
+        if effects:
+            self._effects(called)
 
-        Args:
-            value: The call.
-            file: The file of the function.
-            function: The function.
-            given: The arguments.
-            owner: The path of the module whose method it is; None for a plain function.
-        """
-        if not is_expression(function):
+    def _through(self, called: Called) -> Value | None:
+        """What a function returns for these arguments; None where that is not one value."""
+        if not is_expression(called.function):
             return None
-        inner = self._followed(value, file, function, given, owner)
+        inner = self._followed(called)
         if inner is None or inner.graph.mutations or inner.stores:
             return None
         (returned,) = inner.graph.returned
@@ -69,33 +80,20 @@ class Through(Listed):
         idle = (each for each in inner.graph.values if id(each) not in used)
         return returned if all(each.pure and not each.random for each in idle) else None
 
-    def _followed(
-        self,
-        value: Value,
-        file: SourceFile,
-        function: ast.FunctionDef,
-        given: Given,
-        owner: str | None,
-    ) -> Self | None:
+    def _followed(self, called: Called) -> Self | None:
         """The builder that has followed a function; None where its arguments are not known."""
-        if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in given):
+        if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in called.given):
             return None
-        inner = self._inner(value, file)
-        if not inner.bind_parameters(function, given, owner):
+        inner = self._inner(called.value, called.file)
+        if not inner.bind_parameters(called.function, called.given, called.owner):
             return None
-        inner.run(function)
+        inner.run(called.function)
         return inner
 
-    def _effects(
-        self,
-        value: Value,
-        file: SourceFile,
-        function: ast.FunctionDef,
-        given: Given,
-        owner: str | None = None,
-    ) -> None:
+    def _effects(self, called: Called) -> None:
         """Notes what a call writes to: its arguments' memory, attributes of the module."""
-        reached = list(self._reached(file, function, owner))
+        value = called.value
+        reached = list(self._reached(called.file, called.function, called.owner))
         for method, path in reached:
             for name in stored(method) if path is not None else ():
                 # Not what the call gives, whose name it would pass for.
@@ -105,9 +103,9 @@ class Through(Listed):
                 self.hold(f"self.{path}.{name}" if path else f"self.{name}", left)
         if not any(writes(inner) for inner, _ in reached):
             return
-        inner = self._followed(value, file, function, given, owner)
+        inner = self._followed(called)
         if inner is None:
-            for _, argument in given:
+            for _, argument in called.given:
                 self.overwrite(argument, value.node)
         else:
             for mutation in inner.graph.mutations:

@@ -10,6 +10,7 @@ from slapo_rewrite.changes.imports import WRITTEN
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.examples import setting
 from slapo_rewrite.fusion.backends import Always, Backends
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
@@ -25,7 +26,6 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
 from slapo_rewrite.primitives.matched import carried_out, engine_of, nothing_found
 from slapo_rewrite.primitives.replace import Rebuilding
-from slapo_rewrite.primitives.shard import MODEL as PLAIN
 
 GATED = """\
 import torch
@@ -44,7 +44,7 @@ class GatedMLP(nn.Module):
         gated = F.silu(self.gate(x))
         return self.down(gated * self.up(x))  # back to the width
 """
-MODEL = PLAIN.replace("m.MLP(8)", "m.GatedMLP(8)")
+MODEL = setting("GatedMLP(8)")
 
 
 class Apply(Rebuilding, Rewriting):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import CASTS, HalfPrecision
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.operations import precision_of
@@ -44,23 +45,9 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 """
 
-MODEL = """\
-import torch
-
-
-def model(m):
-    return m.Stack(8)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 5, 8), "labels": torch.randint(3, (2, 5))}
-
-
-def loss(outputs):
-    return outputs
-
-
-"""
+MODEL = setting(
+    "Stack(8)", '{"x": torch.randn(2, 5, 8), "labels": torch.randint(3, (2, 5))}', "outputs"
+)
 
 
 class Autocast(Primitive):

@@ -11,6 +11,7 @@ from slapo_rewrite.changes.around_forward import Recompute
 from slapo_rewrite.changes.regions import RecomputeRegion
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.operation_names import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
@@ -49,23 +50,7 @@ class Stack(nn.Module):
         return x
 """
 
-MODEL = """\
-import torch
-
-
-def model(m):
-    return m.Stack(8, depth=4)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-"""
+MODEL = setting("Stack(8, depth=4)")
 
 
 # What says which step has to fit a budget.

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import TARGETS, ModuleRequests, StageCut
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -36,19 +37,7 @@ class Stack(nn.Module):
         return F.mse_loss(self.last(x), y)
 """
 
-MODEL = """\
-import torch
-
-
-def model(m):
-    return m.Stack(8, depth=4)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8), "y": torch.randn(2, 1)}
-
-
-"""
+MODEL = setting("Stack(8, depth=4)", '{"x": torch.randn(2, 8), "y": torch.randn(2, 1)}', loss=None)
 
 
 class CutPipelineStage(Primitive):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.examples import setting
 from slapo_rewrite.fusion import known_branches
 from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
@@ -38,26 +39,10 @@ class MLP(nn.Module):
         return x + self.down(self.act(y))
 """
 
-MODEL = """\
-import torch
-from torch.nn import functional as F
-
-from slapo_rewrite import call_module
-
-
-def model(m):
-    return m.MLP(8)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-"""
+MODEL = setting(
+    "MLP(8)",
+    imports="from torch.nn import functional as F\n\nfrom slapo_rewrite import call_module\n",
+)
 
 
 BLOCK = """\

@@ -8,6 +8,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -45,23 +46,7 @@ class Block(nn.Module):
         return x + self.dropout(self.attention(x))
 """
 
-MODEL = """\
-import torch
-
-
-def model(m):
-    return m.Block(8, p=0.1)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 5, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-"""
+MODEL = setting("Block(8, p=0.1)", '{"x": torch.randn(2, 5, 8)}')
 
 
 class ForkRng(Primitive):

@@ -8,6 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
+from slapo_rewrite.examples import setting
 from slapo_rewrite.fusion.claims import Calling, Claim
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.extract_function import moved
@@ -16,7 +17,7 @@ from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
-from slapo_rewrite.primitives.find import MLP, MODEL, found
+from slapo_rewrite.primitives.find import MLP, found
 from slapo_rewrite.primitives.matched import carried_out, engine_of, nothing_found, opening
 
 COMPILERS = (None, "inductor", "triton")
@@ -60,7 +61,7 @@ def add_and_gelu(x, y):
 
 
 """
-PLAIN = MODEL.replace("\nfrom slapo_rewrite import call_module\n", "")
+PLAIN = setting("MLP(8)", imports="from torch.nn import functional as F\n")
 BIAS_GELU = (
     PLAIN
     + """\

@@ -14,10 +14,10 @@ from slapo_rewrite.code.inlining import inline_edits
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
-from slapo_rewrite.primitives.shard import MODEL as PLAIN
 
 BLOCK = """\
 import torch
@@ -48,7 +48,7 @@ class Block(nn.Module):
         y = self.mlp(self.norm(x))
         return x + y
 """
-MODEL = PLAIN.replace("m.MLP(8)", "m.Block(8)")
+MODEL = setting("Block(8)")
 
 
 class Inline(Rewriting):

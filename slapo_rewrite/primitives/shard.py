@@ -10,6 +10,7 @@ from dataclasses import replace
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests, ShardedAttribute
 from slapo_rewrite.changes.state import Shard as ShardState
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
@@ -81,23 +82,7 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(x)))
 """
 
-MODEL = """\
-import torch
-
-
-def model(m):
-    return m.MLP(8)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-"""
+MODEL = setting("MLP(8)")
 
 
 SPLIT = """\
@@ -107,8 +92,8 @@ def schedule(s):
     s["down"].shard("weight", axis=1)
     s["down"].sync("fwd_post", "all_reduce")
 """
-OF_NORM = MODEL.replace("m.MLP(8)", "m.Normed(12)") + SPLIT
-OF_MEAN = MODEL.replace("m.MLP(8)", "m.Mean(48, 12)")
+OF_NORM = setting("Normed(12)") + SPLIT
+OF_MEAN = setting("Mean(48, 12)")
 MEAN_SPLIT = OF_MEAN + SPLIT
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.changes.state import Sync as SyncState
+from slapo_rewrite.examples import setting
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
@@ -49,9 +50,7 @@ class Cross(nn.Module):
         return self.down(inner)
 """
 
-CROSS_MODEL = MODEL.replace("m.MLP", "m.Cross").replace(
-    '"x": torch.randn(2, 8)', '"x": torch.randn(2, 8), "encoded": torch.randn(2, 8)'
-)
+CROSS_MODEL = setting("Cross(8)", '{"x": torch.randn(2, 8), "encoded": torch.randn(2, 8)}')
 
 SHARED = """\
 from torch import nn
@@ -72,7 +71,7 @@ class Attention(nn.Module):
         return self.out(mixed)
 """
 
-SHARED_MODEL = MODEL.replace("m.MLP(8)", "m.Attention(8, 4)")
+SHARED_MODEL = setting("Attention(8, 4)")
 
 HEAD = """\
 import torch.nn.functional as F
@@ -91,23 +90,9 @@ class Model(nn.Module):
         return loss, logits
 """
 
-HEAD_MODEL = """\
-import torch
-
-
-def model(m):
-    return m.Model(8, 30)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8), "labels": torch.tensor([3, 7])}
-
-
-def loss(outputs):
-    return outputs[0]
-
-
-"""
+HEAD_MODEL = setting(
+    "Model(8, 30)", '{"x": torch.randn(2, 8), "labels": torch.tensor([3, 7])}', "outputs[0]"
+)
 
 
 class Sync(Primitive):

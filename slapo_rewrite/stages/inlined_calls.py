@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.arguments import Signature, first_parameter
+from slapo_rewrite.code.arguments import Signature, first_parameter, values_given
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.liveness import live_after, local_names
@@ -161,7 +161,7 @@ class Calls(Expressions):
 
     def own_method(self, node: ast.Call, name: str, scope: Scope) -> tuple[Method, str] | None:
         """A method of the same module, where writing it out leaves out some of it."""
-        given = [*node.args, *(k.value for k in node.keywords)]
+        given = values_given(node)
         if not any(isinstance(scope.names.value(v), Constant) for v in given):
             return None
         try:

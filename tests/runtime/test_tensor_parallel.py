@@ -703,7 +703,8 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
         ),
         (
             lambda: tp.ColumnParallelLinear(6, 7),
-            "7 cannot be shared by 8 ranks; the largest tensor-parallel size that fits is 7",
+            "7 cannot be shared by 8 ranks; "
+            "the largest tensor-parallel size below 8 that fits is 7",
         ),
         (
             lambda: tp.RowParallelLinear(64, 4, parts=Packed(5)),

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.small_config import VOCABULARY, small_config
 
 HEADS = [
     "BertForMaskedLM",
@@ -48,7 +49,7 @@ def test_twins_of_hugging_face_models_run(name):
     assert all(p.grad is not None for p in model.parameters())
     assert 10_000 < sum(p.numel() for p in model.parameters()) < 2_000_000
     config = model.config
-    assert config.vocab_size == small_model.VOCABULARY
+    assert config.vocab_size == VOCABULARY
     assert config.num_hidden_layers == 2
     assert config.num_attention_heads % 4 == 0
     assert config.hidden_size % config.num_attention_heads == 0
@@ -62,54 +63,54 @@ def test_twins_of_hugging_face_models_run(name):
 
 
 def test_grouped_heads_stay_grouped():
-    config = small_model.small_config(transformers.MistralConfig())
+    config = small_config(transformers.MistralConfig())
     assert (config.num_attention_heads, config.num_key_value_heads) == (16, 4)
     few = transformers.LlamaConfig(num_attention_heads=16, num_key_value_heads=2)
-    small = small_model.small_config(few)
+    small = small_config(few)
     assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
     one = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=1)
-    small = small_model.small_config(one)
+    small = small_config(one)
     assert (small.num_attention_heads, small.num_key_value_heads) == (4, 1)
 
 
 def test_heads_that_are_not_as_wide_as_the_model_stay_so():
-    small = small_model.small_config(transformers.Gemma2Config())
+    small = small_config(transformers.Gemma2Config())
     assert small.head_dim * small.num_attention_heads != small.hidden_size
 
 
 def test_parts_of_rotary_frequencies_add_up_to_a_small_head():
-    small = small_model.small_config(transformers.Qwen2VLConfig().text_config)
+    small = small_config(transformers.Qwen2VLConfig().text_config)
     assert small.rope_parameters["mrope_section"] == [4, 2, 2]
 
 
 def test_widths_that_are_given_for_every_layer_are_small():
-    small = small_model.small_config(transformers.Gemma3nTextConfig())
+    small = small_config(transformers.Gemma3nTextConfig())
     assert set(small.intermediate_size) == {4 * small.hidden_size}
     assert len(small.intermediate_size) == small.num_hidden_layers
 
 
 def test_layers_that_are_numbered_are_kept_with_others():
     config = transformers.Qwen2MoeConfig(mlp_only_layers=[0, 1])
-    small = small_model.small_config(config)
+    small = small_config(config)
     assert (small.mlp_only_layers, small.num_hidden_layers) == ([0], 2)
-    deep = small_model.small_config(config, kept={config.num_hidden_layers: [1, 5, 6]})
+    deep = small_config(config, kept={config.num_hidden_layers: [1, 5, 6]})
     assert (deep.mlp_only_layers, deep.num_hidden_layers) == ([0], 3)
 
 
 def test_every_kind_of_layer_is_kept():
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = transformers.Gemma2Config(num_hidden_layers=12, layer_types=kinds * 2)
-    small = small_model.small_config(config)
+    small = small_config(config)
     assert small.layer_types == ["sliding_attention", "full_attention"]
     assert config.num_hidden_layers == 12  # a copy was made smaller
-    neo = small_model.small_config(transformers.GPTNeoConfig())
+    neo = small_config(transformers.GPTNeoConfig())
     assert neo.attention_layers == ["global", "local"]
     assert neo.attention_types == [[["global", "local"], 1]]
 
 
 def test_special_tokens_stay_in_the_vocabulary_and_apart():
     config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=[31998, 2], pad_token_id=31999)
-    small = small_model.small_config(config)
+    small = small_config(config)
     assert small.bos_token_id == 1
     assert small.eos_token_id == [202 - (small.pad_token_id == 202), 2]
     assert small.pad_token_id in (201, 202)
@@ -187,5 +188,5 @@ def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_mo
 
 
 def test_twins_with_state_spaces_scan_in_short_chunks():
-    config = small_model.small_config(transformers.FalconH1Config())
+    config = small_config(transformers.FalconH1Config())
     assert config.mamba_chunk_size < small_model.TOKENS

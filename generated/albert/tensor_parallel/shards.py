@@ -76,27 +76,6 @@ def rank() -> int:
     return dist.get_rank(_group) if dist.is_initialized() else 0
 
 
-def part_size(size: int, multiple_of: int = 1) -> int:
-    """This rank's share of `size`, which must divide evenly in units of `multiple_of`.
-
-    Raises:
-        ValueError: `size` does not divide over this many ranks.
-    """
-
-    def fits(ranks: int) -> bool:
-        return ranks == 1 or size % (ranks * multiple_of) == 0
-
-    world = world_size()
-    if not fits(world):
-        largest = max(filter(fits, range(1, world)))
-        heads = f" = {size / multiple_of:g} heads of {multiple_of}"
-        raise ValueError(
-            f"{size}{heads if multiple_of > 1 else ''} does not divide over {world} ranks; "
-            f"the largest tensor-parallel size below {world} that fits is {largest}"
-        )
-    return size // world
-
-
 def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
     """Every rank's share of `size`: as even as possible, the larger shares first.
 
@@ -105,13 +84,22 @@ def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
     Raises:
         ValueError: `size` cannot be shared by this many ranks.
     """
+
+    def fits(ranks: int) -> bool:
+        return size % (ranks * multiple_of) == 0 if multiple_of else size >= ranks
+
     world = world_size()
-    if multiple_of:
-        return [part_size(size, multiple_of)] * world
-    if size < world:
+    if world > 1 and not fits(world):
+        largest = max(filter(fits, range(1, world)), default=1)
+        heads = (
+            f" = {size / multiple_of:g} heads of {multiple_of}"
+            if multiple_of > 1
+            else ""
+        )
         raise ValueError(
-            f"{size} cannot be shared by {world} ranks; "
-            f"the largest tensor-parallel size that fits is {size}"
+            f"{size}{heads} "
+            f"{'does not divide over' if multiple_of else 'cannot be shared by'} {world} "
+            f"ranks; the largest tensor-parallel size below {world} that fits is {largest}"
         )
     share, rest = divmod(size, world)
     return [share + (r < rest) for r in range(world)]
@@ -211,18 +199,6 @@ def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Ten
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op, group=_group)
     return x
-
-
-def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
-    """This rank's part of the sum of the ranks' tensors."""
-    if shard.size % world_size():
-        return shard.cut(sum_parts(x))
-    x = x.movedim(shard.axis, 0).contiguous()
-    part = x.new_empty(shard.local_size(), *x.shape[1:])
-    # The name in torch 2.13, which warns of the old one.
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(part, x, group=_group)
-    return part.movedim(0, shard.axis).contiguous()
 
 
 def parts_in(model: nn.Module) -> dict[int, Shard]:

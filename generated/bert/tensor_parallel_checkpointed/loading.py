@@ -12,10 +12,7 @@ from .shards import Shard, gather_parts, parts_in, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
-    """How each sharded parameter and buffer is divided, by name and in model order.
-
-    A tied parameter stands under all of its names.
-    """
+    """How sharded parameters and buffers are divided, by name; tied ones by all names."""
     by_tensor = parts_in(model)
     named = chain(
         model.named_parameters(remove_duplicate=False),
@@ -26,34 +23,11 @@ def shards(model: nn.Module) -> dict[str, Shard]:
     }
 
 
-def weight_maps(model: nn.Module) -> dict[str, Any]:
-    """How modules that stand in others' places are made of those, by their prefix."""
-    return {
-        f"{path}.": module.weight_map
-        for path, module in model.named_modules()
-        if hasattr(module, "weight_map")
-    }
-
-
-def under_original_names(
-    model: nn.Module, named: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The original's full tensors, made of the model's full ones."""
-    for prefix, weight_map in reversed(weight_maps(model).items()):
-        named = weight_map.to_original(named, prefix)
-    return dict(named)
-
-
 def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes this rank's parts of the original's full tensors.
+    """Makes this rank's parts of the original's full tensors, by parameter name.
 
-    Args:
-        model: The model, which says how its parameters are divided.
-        named: Tensors shaped like the original's parameters, by parameter name:
-            parameters, gradients, optimiser moments. Parts are left as they are.
+    They may be parameters, gradients or optimiser moments. Parts are left as they are.
     """
-    for prefix, weight_map in weight_maps(model).items():
-        named = weight_map.to_new(named, prefix)
     divided = shards(model)
     return {
         name: (
@@ -66,19 +40,15 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gathers the ranks' parts to the original's full tensors, on every rank.
+    """Gathers the ranks' parts, by parameter name, to the original's full tensors.
 
-    Every rank calls it, with the same names.
-
-    Args:
-        model: The model, which says how its parameters are divided.
-        named: Tensors shaped like this rank's parameters, by parameter name, those of
-            FSDP2 (`fully_shard`) included.
+    Every rank calls it, with the same names. The parts may be those of FSDP2.
     """
     divided = shards(model)
-    # All ranks must gather in the same order.
-    full = {name: gathered(named[name], divided.get(name)) for name in sorted(named)}
-    return under_original_names(model, {name: full[name] for name in named})
+    full = dict(named)
+    for name in sorted(named):  # all ranks must gather in the same order
+        full[name] = gathered(named[name], divided.get(name))
+    return full
 
 
 def gathered(part: Tensor, shard: Shard | None) -> Tensor:
@@ -120,11 +90,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def check_seeds() -> None:
-    """Refuses ranks that would draw other weights than one process does.
-
-    Raises:
-        ValueError: They are seeded otherwise, or draw nothing on the meta device.
-    """
+    """Refuses ranks that would draw other weights than one process does."""
     device = torch.get_default_device()
     if device.type == "meta":
         raise ValueError("weights cannot be made on the meta device: leave it")
@@ -143,11 +109,5 @@ def check_seeds() -> None:
 
 @torch.no_grad()
 def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
-    if shard is None:
-        tensor.copy_(full)
-        return
-    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges()]
-    sizes = [piece.shape[shard.axis] for piece in pieces]
-    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
-        part.copy_(piece)
+    """Fills a weight with this rank's part of the full one."""
+    tensor.copy_(full if shard is None else shard.cut(full))

@@ -7,7 +7,6 @@ marks the part that this rank holds.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from .shards import (
     named_group,
     part_sizes,
     rank,
-    sum_and_cut,
     sum_parts,
     world_size,
 )
@@ -35,16 +33,14 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
+Map = Callable[[Tensor], Tensor]
+
+
 class _Collective(torch.autograd.Function):
     """Runs one function on a tensor and another on its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        run: Callable[[Tensor], Tensor],
-        run_gradient: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, run: Map, run_gradient: Map) -> Tensor:
         ctx.run, ctx.run_gradient = run, run_gradient
         ctx.group = named_group()
         return run(x)
@@ -55,11 +51,7 @@ class _Collective(torch.autograd.Function):
             return collective(gradient, ctx.run_gradient, ctx.run), None, None
 
 
-def collective(
-    x: Tensor,
-    run: Callable[[Tensor], Tensor],
-    run_gradient: Callable[[Tensor], Tensor],
-) -> Tensor:
+def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
     """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one.
 
     Raises:
@@ -84,28 +76,6 @@ def all_reduce(x: Tensor) -> Tensor:
 def all_reduce_gradient(x: Tensor) -> Tensor:
     """Passes `x` unchanged; sums the gradients that the ranks have for it."""
     return collective(x, unchanged, sum_parts)
-
-
-def all_gather(
-    x: Tensor,
-    axis: int = -1,
-    full_size: int | None = None,
-    tensor_parallel_output_grad: bool = False,
-) -> Tensor:
-    """Concatenates the ranks' parts; the gradient is this rank's slice.
-
-    Args:
-        x: This rank's part.
-        axis: The axis to concatenate along.
-        full_size: The axis's size in the result. Without it all parts have one size.
-        tensor_parallel_output_grad: The ranks go on to compute different things, so
-            their gradients are summed before they are sliced.
-    """
-    shard = Shard(axis, full_size or x.shape[axis] * world_size())
-    cut = (
-        partial(sum_and_cut, shard=shard) if tensor_parallel_output_grad else shard.cut
-    )
-    return collective(x, shard.gather, cut)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
@@ -145,11 +115,11 @@ def _cut_full_tensors(
                 f"this is rank {here[0]} of {here[1]}: save `loading.full_state_dict(model)`, "
                 "or let each rank load what it saved"
             )
+        # FSDP2 or DeepSpeed kept what is known to be a part.
+        known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
         if shard.is_full(tensor):
             state_dict[prefix + name] = shard.cut(tensor.detach())
-        elif tensor.shape == getattr(module, name).shape and not keeps_parts(
-            module, tensor
-        ):
+        elif not known and tensor.shape == getattr(module, name).shape:
             raise ValueError(
                 f"`{prefix}{name}` is {list(tensor.shape)}: axis {shard.axis} of the full "
                 f"tensor has {shard.size} elements. Parts are taken from what "
@@ -157,21 +127,15 @@ def _cut_full_tensors(
             )
 
 
-def keeps_parts(module: Any, tensor: Tensor) -> bool:
-    """Whether a tensor of a part's size is known to be one: FSDP2 or DeepSpeed kept it."""
-    return hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
-
-
 def _mark_parameters(module: Any, *_: object) -> None:
     """Marks sharded parameters, also those that loading has replaced."""
     module.parts_differ = False  # as far as is known
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
-        if parameter is None:  # another pipeline stage holds it
-            continue
         # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
         # marked, else on the first rank only.
-        parameter.model_parallel = shard.is_first()
+        if parameter is not None:  # another pipeline stage holds it
+            parameter.model_parallel = shard.is_first()
 
 
 def clip_grad_norm_(
@@ -181,20 +145,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scales the gradients so that the whole model's norm is `max_norm` at most.
+    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
 
-    `torch.nn.utils.clip_grad_norm_` would scale by the norm of a rank's own parts, and
-    what all ranks have a copy of would drift apart. Every rank calls this one.
-
-    Args:
-        model: The model, or its parameters where they are the tensors it was built with.
-        max_norm: The largest norm.
-        norm_type: Its exponent; may be infinite.
-        error_if_nonfinite: Raise where the norm is not finite.
-        foreach: As in torch.
-
-    Returns:
-        The norm before, the same on every rank.
+    That would scale by the norm of a rank's own parts, and what all ranks have a copy of
+    would drift apart. Every rank calls this one, with the model, or with its parameters
+    where they are the tensors that it was built with.
 
     Raises:
         RuntimeError: The norm is not finite, and `error_if_nonfinite`.
@@ -236,11 +191,10 @@ def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
 class ColumnParallelLinear(nn.Linear):
     """A linear layer split over its output features: (..., D) -> (..., F').
 
+    Its `out_features` is F', its `full_out_features` F. Other arguments are as in
+    `nn.Linear`.
+
     Args:
-        in_features: D.
-        out_features: F, of the whole layer; the attribute of that name is F', and
-            `full_out_features` is F.
-        bias, device, dtype: As in `nn.Linear`.
         parts: How the output is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
@@ -290,13 +244,9 @@ def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    Args:
-        num_embeddings: V, of the whole table; the attribute of that name is V'.
-        embedding_dim: D.
-        padding_idx: The id whose row gets no gradient. The attribute is that row in
-            this rank's part, None where another rank holds it.
-        device, dtype: As in `nn.Embedding`.
-        reduce: Adds up what the ranks find.
+    It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
+    that id's row in this rank's part, None where another rank holds it. `reduce` adds up
+    what the ranks find.
     """
 
     num_embeddings = OwnSize()

@@ -38,17 +38,13 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     if module is None or world_size() == 1:
         return
     # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
-    if name == "parametrizations":
-        refused = hasattr(parent, "sharded_parameters")
-    else:
-        layer = dict(parent.named_children()).get(name)
-        refused = is_adapter(module, layer) and not hasattr(layer, "takes_adapters")
-    if refused:
+    parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
+    if parametrized or is_adapter(module, dict(parent.named_children()).get(name)):
         raise RuntimeError(
             f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
-            "would train other parameters beside it. LoRA adapters are put in by "
-            "`lora.add_adapters`, which is there if the model was rewritten `--with "
-            "add_adapters`; leave the layer out of others, and of parametrizations"
+            "would train other parameters beside it. Put LoRA adapters in by "
+            "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
+            "layer out of others, and of parametrizations"
         )
     if hasattr(type(parent), "save_pretrained") and parts_in(module):
         vars(parent)["save_pretrained"] = partial(save_whole, parent)
@@ -58,17 +54,18 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         if len({*ranks(replicas)} & {*ranks(named_group()[0])}) > 1:
             raise RuntimeError(
                 f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
-                "replicas and copy one rank's parts over those of the others: give it the "
-                "data-parallel group. Without replicas train the model itself; Trainer and "
-                "accelerate know no other group, but for slapo-rewrite's examples/trainer"
+                "replicas and copy one rank's parts over the others': give it the data-"
+                "parallel group, or without replicas train the model itself (for Trainer "
+                "and accelerate see slapo-rewrite's examples/trainer)"
             )
 
 
 def is_adapter(module: nn.Module, layer: Any) -> bool:
     """Whether a module adds parameters to a layer that works on parts, which it holds."""
-    if not hasattr(layer, "sharded_parameters") or layer not in module.modules():
+    if not hasattr(layer, "sharded_parameters") or hasattr(layer, "takes_adapters"):
         return False
-    return not {*module.parameters()} <= {*layer.parameters()}
+    held = layer in module.modules()
+    return held and not {*module.parameters()} <= {*layer.parameters()}
 
 
 def check_parts(layer: Any) -> None:
@@ -85,15 +82,14 @@ def check_parts(layer: Any) -> None:
     if world_size() > 1 and weight.shape[shard.axis] != shard.local_size():
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
-            f"part, {shard.local_size()} long: embeddings are replaced, and tied, before "
-            "the model is split, in one process, and what that saves is loaded"
+            f"part, {shard.local_size()} long: replace and tie embeddings in the original, "
+            "in one process, and load what it saves"
         )
-    if layer.parts_differ or world_size() == 1 or is_supposed():
+    if layer.parts_differ or world_size() == 1 or is_supposed() or weight.is_meta:
         return
-    known = weight.is_meta or hasattr(weight, "full_tensor")
-    if known or torch.compiler.is_compiling() or shard.local_size() == shard.size:
-        return
-    if dist.get_backend(named_group()[0]) == "fake":
+    known = hasattr(weight, "full_tensor") or shard.local_size() == shard.size
+    is_fake = dist.get_backend(named_group()[0]) == "fake"
+    if known or is_fake or torch.compiler.is_compiling():
         return
     layer.parts_differ = True
     if not weight.numel() or weight.min() == weight.max():
@@ -132,8 +128,8 @@ def note_whose_parts(
             if part.is_meta and not is_supposed():
                 raise RuntimeError(
                     "`from_pretrained` reads whole tensors, and this rank holds parts: "
-                    "build the model and use `loading.load_pretrained(model, path)`, which "
-                    "is there if the model was rewritten `--with load_pretrained`"
+                    "build the model and use `loading.load_pretrained(model, path)`, of a "
+                    "model rewritten `--with load_pretrained`"
                 )
             # The checkpoint asks the one first; the other keeps both out of pickles.
             vars(part).update(
@@ -142,16 +138,11 @@ def note_whose_parts(
 
 
 def _refuse_checkpoint(name: str, part: Tensor) -> None:
-    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole.
-
-    Raises:
-        RuntimeError: Always.
-    """
+    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole."""
     raise RuntimeError(
         f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's part only: save `loading.full_state_dict(model)`, on every rank, or what "
-        "`sharded_state(model, optimizer)` gives, which is there if the model was "
-        "rewritten `--with sharded_state`"
+        "rank's part only: save `loading.full_state_dict(model)`, on every rank, or the "
+        "`sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
     )
 
 
@@ -166,8 +157,8 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
         raise RuntimeError(
             "`model.save_pretrained` would write this rank's parts only: use "
-            "`loading.save_pretrained(model, path)` on every rank, which is there if the "
-            "model was rewritten `--with save_pretrained`; or let one rank write with "
+            "`loading.save_pretrained(model, path)` on every rank, of a model rewritten "
+            "`--with save_pretrained`; or let one rank write with "
             "`state_dict=loading.full_state_dict(model)`, which every rank calls"
         )
     return type(model).save_pretrained(model, *args, **kwargs)

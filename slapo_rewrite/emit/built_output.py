@@ -1,0 +1,311 @@
+"""Whether the output, as a rank builds it, is what was scheduled and else the original.
+
+Classes and parts are those that were asked for. A subclass's constructor runs the original's, and
+makes some of its modules again: what the original did to these in between has to hold for the new
+ones as well. And what a constructor reads off a split weight has to be what it is in the whole
+model.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.changes.output_files import OutputFiles, is_torch
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard
+from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.join import Sources, find_parameter_site
+from slapo_rewrite.model.layers import splits_of
+from slapo_rewrite.model.short_build import LeftOut
+from slapo_rewrite.model.tree import Node, Tree, build_model
+from slapo_rewrite.model.uncalled import HOOKS
+from slapo_rewrite.project import Project
+
+
+@dataclass(frozen=True)
+class BuiltOutput:
+    """The output's model, beside the original's and what was scheduled.
+
+    Attributes:
+        emitted: The output.
+        built: Its module tree, of one rank of several.
+        project: The source and the original's tree.
+        outputs: Say what was to be made, and which attributes are to be a rank's share.
+        states: What was asked of each module path.
+    """
+
+    emitted: Emitted
+    built: Tree
+    project: Project
+    outputs: OutputFiles
+    states: Mapping[str, ModuleRequests]
+
+    def check(self) -> None:
+        """It is what was scheduled, and else what the original is.
+
+        Raises:
+            Unsupported: It is something else.
+        """
+        self._check_classes()
+        self._check_names()
+        self._check_parts()
+        self._check_kept()
+        self._check_attributes()
+
+    def _others(self) -> tuple[str, ...]:
+        """The paths of modules in whose places the schedule puts others, with a dot behind."""
+        return tuple(f"{path}." for path, state in self.states.items() if state.replacement)
+
+    def _check_classes(self) -> None:
+        """The modules that were to be of another class are, and no others."""
+        built, tree, states = self.built, self.project.tree, self.states
+        made_in = list(self.outputs.made_in(tree))
+        meant = {node.path: (made.class_name, why) for node, made, why in made_in}
+        functions = {node.path for node, made, _ in made_in if not made.is_class}
+        written = dict(meant.values())
+        for path, node in tree.nodes.items():
+            state = states.get(path, EMPTY)
+            if path not in built.nodes or (path in functions and state.replacement is None):
+                continue
+            if built.nodes[path].cls is LeftOut:  # one that is made stands for it
+                continue
+            if node.owner and node.owner.path in meant and is_torch(node.owner.cls.__module__):
+                continue  # a layer of torch's own is made anew, with what it holds
+            kinds = [cls.__name__ for cls in built.nodes[path].cls.__mro__]
+            have, was = kinds[0], node.cls.__name__
+            want, causes = meant.get(path, (was, written.get(have, ())))
+            new = state.replacement
+            if path in functions and new and (was in kinds or was != new.target.name):
+                continue  # another class, which a function may have chosen
+            is_own = path in meant or have in written or state.is_plain() or state.replacement
+            if have != want and is_own:
+                raise errors.Unsupported(
+                    f"of the modules that are a `{was}` some were to be made otherwise, by what "
+                    "makes others too, or puts them elsewhere: "
+                    f"`{path}` is a `{have}`, not a `{want}`",
+                    at=causes[0].at if causes else None,
+                    hint="schedule all of them alike, give some a class of their own, or let the "
+                    "constructor make the elements of a list in their order",
+                )
+
+    def _check_parts(self) -> None:
+        """No parameter that the schedule splits is whole: something would replace the part."""
+        for path, parts in self.emitted.parts.items():
+            shards = {s.name: s for s in self.states[path].shards} if path in self.states else {}
+            for name in {**parts, **shards} if parts else ():
+                have: Any = getattr(self.built.nodes[path].live, name, None)
+                axis, size = parts.get(name, (0, None))
+                if have is not None and have.shape[axis] != size:
+                    node = self.project.tree.nodes.get(path, self.built.nodes[path])
+                    raise _made_whole(node, name, shards, self.project.sources)
+
+    def _check_names(self) -> None:
+        """A state dict has a split parameter by its name, by which parts are cut and put together."""
+        tree, parts = self.project.tree, self.emitted.parts
+        if not any(_names_anew(node.live) for node in tree.nodes.values()):
+            return
+        names = tree.root.live.state_dict().keys()
+        for path in sorted(parts.keys() & tree.nodes.keys()):
+            node = tree.nodes[path]
+            for name in sorted(parts[path].keys() & node.parameters.keys()):
+                if f"{path}.{name}".lstrip(".") not in names:
+                    raise errors.Unsupported(
+                        f"`{path}.{name}` is not in the model's state dict by this name, by which "
+                        "the parts of ranks are cut and put together",
+                        at=construction_calls.place(construction_calls.stack_of(node.live)),
+                        hint="keep the parameter's own name in `state_dict()`, and rename what is "
+                        "saved where it is saved",
+                    )
+
+    def _check_settings(self, node: Node) -> None:
+        """A subclass replaces no module that the class's own constructor sets attributes of.
+
+        They are set on the original, before another module comes in its place.
+        """
+        owner = node.owner
+        if owner is None or owner.path not in self.built.nodes:
+            return
+        if self.built.nodes[owner.path].cls.__name__ == owner.cls.__name__:
+            return
+        for file, own in self.project.sources.classes(owner.cls):
+            if (constructor := file.method(own, "__init__")) is None:
+                continue
+            for each in ast.walk(constructor):
+                match each:
+                    case ast.Attribute(value=value, attr=name, ctx=ast.Store()):
+                        if node.relative in module_paths(value, constructor):
+                            lost = f"its `{name}` is set before another module comes in its place"
+                            raise _not_kept(node, lost, file.at(each))
+
+    def _check_kept(self) -> None:
+        """Parameters are there, frozen, tied and hooked as in the original."""
+        built, tree, others = self.built, self.project.tree, self._others()
+        for path in others:
+            self._check_settings(tree.nodes[path[:-1]])
+        for path, node in tree.nodes.items():
+            live = built.nodes[path].live if path in built.nodes else None
+            if live is None or isinstance(live, LeftOut):
+                continue
+            lost = _uncalled(node.live, live)
+            if not f"{path}.".startswith(others):
+                parts = self.emitted.parts.get(path, {})
+                lost = lost or _lost(node.live, live) or _resized(node.live, live, parts)
+            if lost:
+                raise _not_kept(node, lost)
+        for name, names in tree.ties.items():
+            path = name.rpartition(".")[0]
+            if not f"{path}.".startswith(others) and _is_untied(names, built):
+                shown = "` and `".join(names[:2])
+                raise _not_kept(tree.nodes[path], f"`{shown}` are no longer one parameter there")
+
+    def _check_attributes(self) -> None:
+        """Numbers and words that modules hold are those of the original, or asked for."""
+        built, tree, others = self.built, self.project.tree, self._others()
+        shares = self.outputs.shares_of(tree)
+
+        def differing(other: Tree) -> Iterator[tuple[Node, str]]:
+            for node, name in _other_values(tree, other):
+                if name not in shares[node.path] and not f"{node.path}.".startswith(others):
+                    yield node, name
+
+        wrong = list(differing(built))
+        if not wrong:
+            return
+        make = self.project.schedule.module.model
+        again = Tree(build_model(make, self.project.module))
+        drawn = {(n.path, name) for n, name in differing(again)}
+        for node, name in wrong:
+            if (node.path, name) not in drawn:
+                lost = {(n.path, name) for n, name in differing(self.emitted.tree(make))}
+                have, want = (getattr(t.nodes[node.path].live, name) for t in (built, tree))
+                if (node.path, name) in lost:
+                    raise _not_kept(node, f"its `{name}` is {have!r} there, and was {want!r}")
+                raise _read_off(node, name, have, want, self.project.sources)
+
+
+def _names_anew(live: Any) -> bool:
+    """Whether a module may put something else into a state dict than its own names."""
+    methods = (type(live).state_dict, type(live)._save_to_state_dict)
+    own = any(method.__module__ != "torch.nn.modules.module" for method in methods)
+    return own or bool(live._state_dict_hooks)
+
+
+def _made_whole(
+    node: Node, name: str, shards: Mapping[str, Shard], sources: Sources
+) -> errors.RewriteError:
+    at = None
+    with contextlib.suppress(errors.RewriteError):
+        site = find_parameter_site(sources, node, name)
+        at = None if is_torch(site.file.name) else site.file.at(site.value)
+    causes = [s.cause for s in (shards.get(name), *shards.values()) if s is not None]
+    also = [c.at for c in causes[:1] if c.at]
+    return errors.Unsupported(
+        f"`{node.path}.{name}` is replaced by a whole tensor after `{node.name}` was made, "
+        "so no rank would have its part",
+        at=at or (also.pop() if also else None),
+        also=also,
+        hint=f"let the constructor of `{node.name}` make `{name}`, and change its values in "
+        "place afterwards",
+    )
+
+
+def _uncalled(own: Any, other: Any) -> str | None:
+    """What happens no more where another module is called, in words."""
+    if "forward" in vars(own) and "forward" not in vars(other):
+        return "it has not the `forward` there that was put on it"
+    if any(len(getattr(own, table)) > len(getattr(other, table)) for table in HOOKS):
+        return "it has not the hooks there that were put on it"
+    return None
+
+
+def _lost(own: Any, other: Any) -> str | None:
+    """Which parameter of another module is not as it was, in words."""
+    for name, parameter in own._parameters.items():
+        if name not in other._parameters:
+            continue
+        have = other._parameters[name]
+        if have is None or parameter is None:
+            if have is not parameter:
+                return f"its `{name}` is {'left out' if have is None else 'back'} there"
+        elif have.requires_grad != parameter.requires_grad:
+            return f"its `{name}` is {'not ' if have.requires_grad else ''}frozen there"
+    return None
+
+
+def _resized(own: Any, other: Any, parts: Mapping[str, tuple[int, int]]) -> str | None:
+    """Which tensor is a part on a rank that nothing says is one, in words."""
+    have: dict[str, Any] = {**other._parameters, **other._buffers}
+    for name, tensor in {**own._parameters, **own._buffers}.items():
+        there = have.get(name)
+        if name in parts or tensor is None or there is None or there.shape == tensor.shape:
+            continue
+        shapes = f"{tuple(there.shape)} on a rank of two, and {tuple(tensor.shape)} whole"
+        return f"its `{name}` is made of what is split: its shape is {shapes}"
+    return None
+
+
+def _is_untied(names: tuple[str, ...], built: Tree) -> bool:
+    known = {name for name in names if name.rpartition(".")[0] in built.nodes}
+    return len(known) > 1 and any(not known <= {*built.ties.get(n, ())} for n in known)
+
+
+def _not_kept(node: Node, lost: str, at: errors.Span | None = None) -> errors.RewriteError:
+    return errors.Unsupported(
+        f"`{node.path or 's'}` (`{node.cls.__name__}`) is not the original's in the output: {lost}",
+        at=at or construction_calls.place(construction_calls.stack_of(node.live)),
+        hint="have it so from its own constructor, by an argument say, or schedule all instances "
+        "of the class that holds it alike",
+    )
+
+
+def _other_values(tree: Tree, other: Tree) -> Iterator[tuple[Node, str]]:
+    for path, node in tree.nodes.items():
+        if path not in other.nodes:
+            continue
+        # A layer that is split has a rank's sizes, and what reads them is looked at.
+        is_layer = is_torch(node.cls.__module__) or splits_of(node.live) is not None
+        own, others = vars(node.live), vars(other.nodes[path].live)
+        for name in own.keys() & others.keys() - {"training"}:
+            whole, here = own[name], others[name]
+            if is_layer and not _is_no_size(whole):
+                continue
+            if _is_plain(whole) and _is_plain(here) and whole != here:
+                yield node, name
+
+
+def _read_off(
+    node: Node, name: str, have: object, want: object, sources: Sources
+) -> errors.RewriteError:
+    shown = f"{node.path}.{name}".lstrip(".")
+    return errors.Unsupported(
+        f"`{shown}` is {have!r} on a rank of two, and {want!r} in the whole model: its "
+        "constructor reads it off something that is split",
+        at=_assigned_at(sources, node.cls, name),
+        hint="work it out of the constructor's arguments",
+    )
+
+
+def _assigned_at(sources: Sources, cls: type, name: str) -> errors.Span | None:
+    for file, own in sources.classes(cls):
+        constructor = file.method(own, "__init__")
+        for node in ast.walk(constructor) if constructor is not None else ():
+            match node:
+                case ast.Attribute(attr=attribute, ctx=ast.Store()) if attribute == name:
+                    return file.at(node)
+    return None
+
+
+def _is_no_size(value: object) -> bool:
+    return isinstance(value, bool | float | str) and value == value
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str) and value == value

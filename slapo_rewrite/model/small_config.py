@@ -1,0 +1,329 @@
+"""Small configurations of Hugging Face models: what hangs together in them stays consistent.
+
+Also executed by its path, as `small_model`, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VOCABULARY = 203  # odd: no world size above 1 that people use divides it
+HEAD_SIZE = 16  # rotary parts of a half, a quarter and 0.4 of it are even
+
+_WIDTHS = (
+    "hidden_size",
+    "d_model",
+    "dim",
+    "embed_dim",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "rnn_hidden_size",
+    "attention_hidden_size",
+    "lru_width",
+)
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "num_self_attends_per_block",
+)
+# Lists of the layers that are of some kind, by their numbers.
+_NUMBERS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
+_HEADS = (
+    "num_attention_heads",
+    "n_heads",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "num_encoder_attention_heads",
+    "num_decoder_attention_heads",
+)
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+_HEAD_SIZES = (
+    "head_dim",
+    "d_kv",
+    "kv_channels",
+    "attention_head_dim",
+    "global_head_dim",
+    "dim_head",
+    "d_head",
+)
+_INNER = (
+    "intermediate_size",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "d_ff",
+    "n_inner",
+    "ffn_hidden_size",
+    "inner_dim",
+    "dense_ffn_hidden_size",
+    "dim_ff",
+    "d_inner",
+    "intermediate_size_mlp",
+    "dense_intermediate_size",
+    "shared_intermediate_size",
+)
+POSITIONS = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_source_positions",
+    "max_target_positions",
+    "seq_length",
+)
+_AT_MOST = {  # sizes that stand alone
+    "sliding_window": 8,
+    "window_size": 8,
+    "attention_window": 8,
+    "attention_chunk_size": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "num_hidden_groups": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 0,
+    "num_queries": 16,
+    "mamba_num_heads": 8,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def small_config(
+    config: Any, depth: int | None = 2, kept: Mapping[int, Sequence[int]] | None = None
+) -> Any:
+    """A copy of a Hugging Face config, small but consistent, without dropout.
+
+    Args:
+        config: The config.
+        depth: How many layers it has, at least; None for as many.
+        kept: Of lists with so many layers, which of them it has; then `depth` says nothing.
+    """
+    small = copy.deepcopy(config)
+    _shrink(small, depth, kept or {})
+    return small
+
+
+def deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
+    """A copy of a config with as many layers as another one, of the same kinds.
+
+    Args:
+        small: The config.
+        full: The other one.
+        kept: Of lists with so many layers, which of them it is to have.
+    """
+    found = copy.deepcopy(small)
+    mapped = getattr(full, "attribute_map", {}).get("num_hidden_layers")
+    counts = {n: v for n, v in vars(full).items() if (n in _LAYERS or n == mapped) and v}
+    for name, value in vars(full).items():
+        own = getattr(found, name, None)
+        if hasattr(value, "to_dict") and hasattr(own, "to_dict"):
+            setattr(found, name, deepened(own, value, kept))
+        elif name in counts:
+            setattr(found, name, len(kept.get(value, range(value))))
+        elif name in _NUMBERS_OF_LAYERS and value:
+            count = next(iter(counts.values()), 0)
+            setattr(found, name, _renumbered(value, kept.get(count, range(count))))
+        elif isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values():
+            picked = (value[i] for i in kept.get(len(value), range(len(value))))
+            setattr(found, name, type(value)(picked))
+    return found
+
+
+def _renumbered(numbers: Any, kept: Sequence[int]) -> Any:
+    """The numbers that layers of some kind have where only some layers are there."""
+    return type(numbers)(new for new, old in enumerate(kept) if old in numbers)
+
+
+def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
+    # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
+    standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
+    numbers = {
+        standard.get(name, name): value
+        for name, value in vars(config).items()
+        if not name.startswith("_") and isinstance(value, int) and not isinstance(value, bool)
+    }
+    per_layer = {name: v for name, v in vars(config).items() if name in _INNER and _is_uniform(v)}
+    sizes = _head_sizes(numbers | {name: values[0] for name, values in per_layer.items()})
+    for own, value in list(vars(config).items()):
+        name = standard.get(own, own)
+        if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
+            _shrink(value, depth, layers)
+        elif name in per_layer and name in sizes:
+            setattr(config, own, type(value)([sizes[name]] * len(value)))
+        elif name in sizes:
+            setattr(config, own, sizes[name])
+        elif name in POSITIONS and name in numbers:
+            setattr(config, own, min(value, 64))
+        elif name in _AT_MOST and name in numbers:
+            setattr(config, own, min(value, _AT_MOST[name]))
+        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(config, own, type(value)(0))
+    if layers or depth is not None:
+        _shrink_layers(config, depth, layers)
+    _shrink_rotary(config)
+    _shrink_vocabulary(config)
+
+
+def _is_uniform(value: Any) -> bool:
+    """Whether a value is a list of one number for every layer."""
+    return isinstance(value, (list, tuple)) and len({*map(repr, value)}) == 1 == len(
+        {type(v) for v in value} & {int}
+    )
+
+
+def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
+    """New values for everything that hangs together with heads and hidden size."""
+
+    def first(names: tuple[str, ...]) -> int:
+        return next((numbers[n] for n in names if numbers.get(n)), 0)
+
+    hidden, heads = first(_WIDTHS), first(_HEADS)
+    if not hidden or not heads:
+        return {}
+    kv_heads = first(_KV_HEADS) or heads
+    size = first(_HEAD_SIZES) or hidden // heads
+    small_kv = min(kv_heads, 4)
+    ratio = min(max(1, heads // kv_heads), 4)
+    if heads >= 4 and small_kv * ratio % 4:  # four ranks divide the queries
+        ratio *= 4 // math.gcd(4, small_kv * ratio)
+    small_heads = small_kv * ratio
+    # Where the heads together are not as wide as the model, they stay so.
+    small_hidden = small_heads * (HEAD_SIZE if size * heads == hidden else HEAD_SIZE + 8)
+    new = {}
+    for name, value in numbers.items():
+        if name in _HEADS and value:
+            new[name] = small_heads if value >= 4 else value
+        elif name in _KV_HEADS and value:
+            new[name] = small_kv if value == kv_heads else min(value, small_kv)
+        elif name in _HEAD_SIZES and value:
+            latent = {numbers.get(n): _AT_MOST[n] for n in ("qk_head_dim", "qk_rope_head_dim")}
+            new[name] = latent.get(value, HEAD_SIZE)
+        elif name == "rotary_dim" and value:
+            new[name] = max(2, HEAD_SIZE * value // size // 2 * 2)
+        elif name in _WIDTHS and value:
+            new[name] = small_hidden if value == hidden else small_hidden // 2
+        elif name in _INNER and value:
+            new[name] = max(8, round(min(value / hidden, 4.0) * small_hidden / 8) * 8)
+    return new
+
+
+def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
+    """So many layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
+    mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
+    counts = {
+        name: value
+        for name, value in vars(config).items()
+        if (name in _LAYERS or name == mapped) and isinstance(value, int) and value
+    }
+    if not counts:
+        return
+    per_layer = {
+        name: list(value)
+        for name, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
+    }
+    count = next(iter(counts.values()))
+    numbered = {n: getattr(config, n) for n in _NUMBERS_OF_LAYERS if getattr(config, n, None)}
+    if depth is None or layers:
+        for name, numbers in numbered.items():
+            setattr(config, name, _renumbered(numbers, layers.get(count, range(count))))
+        for name, values in per_layer.items():
+            picked = (values[i] for i in layers.get(len(values), range(len(values))))
+            setattr(config, name, type(getattr(config, name))(picked))
+        for name, value in counts.items():
+            setattr(config, name, len(layers.get(value, range(value))))
+        return
+    kept = list(range(depth))
+    of_kind = [[number in numbers for number in range(count)] for numbers in numbered.values()]
+    if per_layer or of_kind:
+        kinds = list(zip(*per_layer.values(), *of_kind, strict=False))
+        first_of_kind = {repr(kind): index for index, kind in reversed(list(enumerate(kinds)))}
+        kept = sorted(first_of_kind.values())[:4]
+        depth = min(depth, len(kinds))
+        kept = sorted([*kept, *(i for i in range(depth) if i not in kept)][: max(depth, len(kept))])
+    for name, values in per_layer.items():
+        setattr(config, name, type(getattr(config, name))(values[i] for i in kept))
+    for name, numbers in numbered.items():
+        setattr(config, name, _renumbered(numbers, kept))
+    for name, value in counts.items():
+        setattr(config, name, min(value, len(kept)))
+    pattern = getattr(config, "attention_types", None)  # GPT-Neo: [[["global", "local"], 12]]
+    if isinstance(pattern, list) and all(isinstance(p, list) and len(p) == 2 for p in pattern):
+        config.attention_types = [[list(config.attention_layers), 1]]
+
+
+def _shrink_rotary(config: Any) -> None:
+    """Lists with an entry for each rotary frequency follow the head size."""
+    rotary = getattr(config, "rope_parameters", None)
+    if not isinstance(rotary, dict):
+        return
+    takes_sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
+    for parameters in (rotary, *(v for v in rotary.values() if isinstance(v, dict))):
+        frequencies = int(HEAD_SIZE * float(parameters.get("partial_rotary_factor") or 1.0)) // 2
+        if takes_sections and "rope_type" in parameters:  # without them it takes a large head's
+            parameters.setdefault("mrope_section", [1, 1, 1])
+        for name, value in parameters.items():
+            if name in ("short_factor", "long_factor") and isinstance(value, list):
+                parameters[name] = value[:frequencies]
+            elif name == "mrope_section" and isinstance(value, list):
+                part = frequencies // len(value)
+                parameters[name] = [frequencies - part * (len(value) - 1)] + [part] * (
+                    len(value) - 1
+                )
+            elif name == "original_max_position_embeddings" and isinstance(value, int):
+                parameters[name] = min(value, 64)
+
+
+def _shrink_vocabulary(config: Any) -> None:
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        return
+    small = min(size, VOCABULARY)
+    config.vocab_size = small
+    moved: dict[int, int] = {}
+
+    def clamp(token: Any) -> Any:
+        if isinstance(token, list):
+            return [clamp(t) for t in token]
+        if not isinstance(token, int) or token < small:
+            return token
+        return moved.setdefault(token, max(0, small - 1 - len(moved)))
+
+    for name, value in list(vars(config).items()):
+        if name.endswith("_vocab_size") and value == size:
+            setattr(config, name, small)
+        elif name.endswith(("_token_id", "_token_ids", "_token_index")):
+            setattr(config, name, clamp(value))
