@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .figures import tensors_in
 
@@ -80,6 +81,25 @@ class _Float64(TorchFunctionMode):
             args = tuple(map(wider, args))
             kwargs = {name: wider(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+class DrawnAlike(TorchDispatchMode):
+    """Whatever draws from torch's generator draws what it would draw first.
+
+    Stages draw in processes of their own, so that none knows how much those before it have drawn.
+
+    Args:
+        seed: What all draw from.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(self.seed)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
