@@ -83,23 +83,28 @@ class _Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class DrawnAlike(TorchDispatchMode):
-    """Whatever draws from torch's generator draws what it would draw first.
-
-    Stages draw in processes of their own, so that none knows how much those before it have drawn.
-
-    Args:
-        seed: What all draw from.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
+class _Reseeding(TorchDispatchMode):
+    seed: int
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(self.seed)
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def drawn_alike(seed: int) -> Iterator[None]:
+    """Whatever draws from torch's generator inside, draws what it would draw first.
+
+    Stages draw in processes of their own: none knows how much those before it have drawn.
+
+    Args:
+        seed: What all draw from.
+    """
+    mode = _Reseeding()
+    mode.seed = seed
+    with mode:
+        yield
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .engines import ENGINES, RATES, Batch, micro_batches, optimizer_of
 from .figures import LARGEST_ROUNDING, Named, difference, gradients_of
 from .original import Original
-from .probes import DrawnAlike, dropouts, nudge
+from .probes import drawn_alike, dropouts, nudge
 from .rank_layout import Layout, Training
 
 STEPS = 5
@@ -177,7 +177,7 @@ class Staged(Original):
 
     def agree(self) -> None:
         """Has all ranks train at the rate, and on the random numbers, that the first one found."""
-        found = [self.engine.rate, self.draws]
+        found: list[Any] = [self.engine.rate, self.draws]
         dist.broadcast_object_list(found)
         rate, self.draws = found
         self.engine.rate = rate
@@ -230,7 +230,7 @@ class Staged(Original):
 
     def drawn_alike(self) -> contextlib.AbstractContextManager[Any]:
         """Has each operation draw the same whatever was drawn before, backwards too."""
-        return DrawnAlike(SEED) if self.draws else contextlib.nullcontext()
+        return drawn_alike(SEED) if self.draws else contextlib.nullcontext()
 
     def draw_alike(self, stage: nn.Module) -> None:
         """Lets a stage draw for each micro-batch what the original draws first."""
