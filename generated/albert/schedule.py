@@ -29,8 +29,14 @@ def verify_model(m):
     )
 
 
-def schedule(s, tensor_parallel: bool = True, parallel_loss: bool = True, fuse: bool = False):
-    """Splits the layers.
+def schedule(
+    s,
+    tensor_parallel: bool = True,
+    parallel_loss: bool = True,
+    ckpt_ratio: float = 0.0,
+    fuse: bool = False,
+):
+    """Splits the layers and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
@@ -38,19 +44,14 @@ def schedule(s, tensor_parallel: bool = True, parallel_loss: bool = True, fuse: 
     """
     if fuse:
         s.apply_all()
+    layers = s["albert.encoder.albert_layer_groups"]
     if tensor_parallel:
         # 134 million parameters: outputs are split, then inputs, and what comes out is summed.
-        s["albert.encoder.albert_layer_groups.*.albert_layers.*.ffn"].shard(
-            ["weight", "bias"], axis=0
-        )
-        s["albert.encoder.albert_layer_groups.*.albert_layers.*.ffn_output"].shard("weight", axis=1)
+        layers["*.albert_layers.*.ffn"].shard(["weight", "bias"], axis=0)
+        layers["*.albert_layers.*.ffn_output"].shard("weight", axis=1)
         # 67.1 million parameters: outputs are split, then inputs, and what comes out is summed.
-        s["albert.encoder.albert_layer_groups.*.albert_layers.*.attention.{query,key,value}"].shard(
-            ["weight", "bias"], axis=0
-        )
-        s["albert.encoder.albert_layer_groups.*.albert_layers.*.attention.dense"].shard(
-            "weight", axis=1
-        )
+        layers["*.albert_layers.*.attention.{query,key,value}"].shard(["weight", "bias"], axis=0)
+        layers["*.albert_layers.*.attention.dense"].shard("weight", axis=1)
         # 3.87 million parameters: each rank has as many words of the vocabulary.
         s["albert.embeddings.word_embeddings"].shard("weight", axis=0)
         s["predictions.decoder"].shard(["weight", "bias"], axis=0)
@@ -59,6 +60,6 @@ def schedule(s, tensor_parallel: bool = True, parallel_loss: bool = True, fuse: 
         # Left whole: `albert.encoder.embedding_hidden_mapping_in`, `predictions.dense`: splitting
         # it would cost more than it saves.
         s.infer_sync()
-    # Nothing is checkpointed: there is no list of layers.
+    layers[:ckpt_ratio].checkpoint()
 
-# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 2d581856f169be5d
+# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 55f3182dfbfc327b

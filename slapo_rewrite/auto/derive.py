@@ -148,29 +148,40 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
     By their paths, with what selects the modules in an element that is a list itself; and those of
     them of which all elements are alike, or none is, since what makes them does not count them.
     """
-    found = {
+    nodes = oracle.project.tree.nodes
+    lists = {
         path: parts
-        for path, node in oracle.project.tree.nodes.items()
+        for path, node in nodes.items()
         if isinstance(node.live, (nn.ModuleList, nn.Sequential))
-        and len(node.children) > 1
         and (
             path in flow.apart
             or any(p.startswith(f"{path}.*.") for p in (*flow.layers, *flow.between))
         )
         and (parts := _checkpointed(node)) is not None
     }
+    # One that is called again and again may be all that there is.
+    several = {path: lists[path] for path in lists if len(nodes[path].children) > 1}
+    found = several or lists
+
+    def refusal(paths: Sequence[str], part: float, *lines: str) -> errors.RewriteError | None:
+        own = (f's["{path}"][:{part}]{found[path]}.checkpoint()' for path in paths)
+        return oracle.refusal([*lines, *own])
+
+    refused = {path: no for path in shared(found) if (no := refusal([path], 1.0)) is not None}
+    ways = [[path] for path in shared(found) if path not in refused]
+    # What one class makes in a loop is the same in all of its instances.
+    makers = {path: nodes[path].owner for path in refused}
+    for cls in dict.fromkeys(owner.cls for owner in makers.values() if owner is not None):
+        alike = [path for path, owner in makers.items() if owner is not None and owner.cls is cls]
+        if len(alike) > 1 and refusal(alike, 1.0) is None:
+            ways.append(alike)
+    kept = {path for way in ways for path in way}
+    counted = (way for way in ways if refusal(way, 0.5, *split.lines()) is None)
+    uncounted = kept.difference(*counted)
     why = "" if found else "Nothing is checkpointed: there is no list of layers."
-    kept, uncounted = {}, set()
-    for path in shared(found):
-        whole, half = (f's["{path}"][:{part}]{found[path]}.checkpoint()' for part in (1.0, 0.5))
-        refused = oracle.refusal([whole])
-        if refused is None:
-            kept[path] = found[path]
-            if oracle.refusal([*split.lines(), half]) is not None:
-                uncounted.add(path)
-        else:
-            why = f"`{path}` is not checkpointed: {refused.message}."
-    return kept, uncounted, why
+    for path in (path for path in refused if path not in kept):
+        why = f"`{path}` is not checkpointed: {refused[path].message}."
+    return {path: parts for path, parts in found.items() if path in kept}, uncounted, why
 
 
 def _checkpointed(node: Node) -> str | None:

@@ -64,8 +64,7 @@ class Oracle:
                 lower(
                     project.tree,
                     plan.states,
-                    len(plan.directives),
-                    (),
+                    plan.directives,
                     project.sources,
                     self._inputs,
                     self.small,

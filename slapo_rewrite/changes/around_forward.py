@@ -11,7 +11,12 @@ from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
-from slapo_rewrite.changes.recomputation import check_recomputed, check_repeats, updates_buffers
+from slapo_rewrite.changes.recomputation import (
+    caches_inside,
+    check_recomputed,
+    check_repeats,
+    updates_buffers,
+)
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
@@ -58,17 +63,19 @@ class Recompute(WrapForward):
     Attributes:
         kept: What is kept all the same.
         updates_buffers: Whether it updates buffers as it runs.
+        caches: Those that modules inside of it take.
     """
 
     kept: SavePolicy = None
     updates_buffers: bool = False
+    caches: tuple[str, ...] = ()
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Around `forward`, if that can run twice."""
         check_recomputed(to.files, node, cause)
         check_repeats(to.files, [node], cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        change = replace(self, updates_buffers=updates)
+        change = replace(self, updates_buffers=updates, caches=caches_inside(node))
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:

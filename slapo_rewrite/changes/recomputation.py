@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +131,32 @@ def _check_kept(node: Node, cause: Directive) -> None:
                 at=cause.at,
                 hint="take `save` out, or checkpoint modules beside it",
             )
+
+
+def caches_inside(node: Node) -> tuple[str, ...]:
+    """The caches that modules inside of one take, by the names of their arguments."""
+    inner = {type(each) for each in node.live.modules() if each is not node.live}
+    taken = {name for cls in inner for name in inspect.signature(cls.forward).parameters}
+    return tuple(name for name in CACHES if name in taken)
+
+
+def without_caches(
+    function: ast.FunctionDef, used: Collection[str], inside: Iterable[str]
+) -> list[str]:
+    """Lines that leave a function without the caches it was given, none where there are none.
+
+    Args:
+        function: The function.
+        used: Its names that count.
+        inside: The caches that what it calls takes, which may be among its `**kwargs`.
+    """
+    lines = [f"{name} = None" for name in CACHES if name in used]
+    rest = function.args.kwarg.arg if function.args.kwarg else None
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    given = [{k.arg or ast.unparse(k) for k in call.keywords} for call in calls]
+    hidden = {n for names in given if f"**{rest}" in names for n in inside if n not in names}
+    more = sorted(hidden - {*parameters(function)}) if rest in used else ()
+    return [*lines, *(f'{rest}.pop("{name}", None)' for name in more)]
 
 
 def _updates_own(files: OutputFiles, module: Any) -> bool:

@@ -15,7 +15,12 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.changes.recomputation import check_repeats, updates_buffers
+from slapo_rewrite.changes.recomputation import (
+    caches_inside,
+    check_repeats,
+    updates_buffers,
+    without_caches,
+)
 from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, context
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
@@ -27,7 +32,6 @@ from slapo_rewrite.code.runs import Run, behind, compound
 from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle, varying
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.hugging_face import CACHES
 from slapo_rewrite.model.tree import Node
 
 MAX_NAME = 40
@@ -74,10 +78,12 @@ class RecomputeRegion(Region):
     Attributes:
         kept: What is kept all the same.
         updates_buffers: Whether they update buffers.
+        caches: Those that modules inside of the method's take.
     """
 
     kept: SavePolicy = None
     updates_buffers: bool = False
+    caches: tuple[str, ...] = ()
 
     prefix = "Checkpointed"
     says = "that recomputes part of its activations in the backward pass"
@@ -86,7 +92,8 @@ class RecomputeRegion(Region):
         """Likewise, once it is known what updates buffers."""
         check_repeats(to.files, node.children.values(), cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        to.add_to_region(node, self.part, replace(self, updates_buffers=updates), cause)
+        change = replace(self, updates_buffers=updates, caches=caches_inside(node))
+        to.add_to_region(node, self.part, change, cause)
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ class _Regions:
 
         why = f"`{self.file.segment(call.func)}`, checkpointed"
         self.text.asked_by(wanted.causes).replace(call, statement, make, why)
-        self._empty_caches(wanted, statement, set(names_in(call)))
+        self._empty_caches(wanted, change, statement, set(names_in(call)))
 
     def _options(self, change: RecomputeRegion, causes: Causes) -> Iterator[tuple[str, str]]:
         yield "use_reentrant", "False"
@@ -173,12 +180,15 @@ class _Regions:
         elif change.updates_buffers:
             yield "context_fn", buffers_context(self.imports, causes)
 
-    def _empty_caches(self, wanted: _Wanted, statement: ast.stmt, used: set[str]) -> None:
+    def _empty_caches(
+        self, wanted: _Wanted, change: RecomputeRegion, statement: ast.stmt, used: set[str]
+    ) -> None:
         """A cache of keys and values is not passed on in training: it would be filled twice."""
-        caches = [n for n in CACHES if n in used & local_names(wanted.calls.method)]
-        if caches:
+        method = wanted.calls.method
+        lines = without_caches(method, used & local_names(method), change.caches)
+        if lines:
             text = "if self.training:\n    # Computing this a second time would fill the cache a "
-            text += "second time.\n" + "".join(f"    {name} = None\n" for name in caches)
+            text += "second time.\n" + "".join(f"    {line}\n" for line in lines)
             if all(line.text != text for line in self.text.at(statement).before):
                 asking = self.text.asked_by(wanted.causes)
                 asking.insert_before(statement, text, "no cache in training")
@@ -236,7 +246,7 @@ class _Regions:
         placed = statements.replaced(call)
         asking = self.text.asked_by(wanted.causes)
         asking.place(run[0], placed, why)
-        self._empty_caches(wanted, run[0], set(inputs))
+        self._empty_caches(wanted, change, run[0], set(inputs))
 
         column, margin = method.col_offset, method.body[0].col_offset
         if statements.column != margin:  # the author's own lines stay as long as they are

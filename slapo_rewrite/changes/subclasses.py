@@ -15,6 +15,7 @@ from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.collective import through
 from slapo_rewrite.changes.imports import CHECKPOINT, Imports
+from slapo_rewrite.changes.recomputation import without_caches
 from slapo_rewrite.changes.save_policy import buffers_context, context
 from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
 from slapo_rewrite.code.build import code, reindented
@@ -23,7 +24,6 @@ from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.lines import Causes, Lines, changed, written
 from slapo_rewrite.code.runs import definition_text, header_text
 from slapo_rewrite.code.text import accessor, docstring, with_article, within
-from slapo_rewrite.hugging_face import CACHES
 
 
 @dataclass(frozen=True)
@@ -291,9 +291,8 @@ class SubclassWriter:
             options.append(f"context_fn={context(self.imports, what.kept, causes)}")
             doc = f"{of_it} that recomputes most of its activations in the backward pass."
         text = [f"class {new_name}({mixed}{shown}):", *docstring(doc, 4, self.line_length), ""]
-        names = parameters(forward) if forward else []
-        caches = [name for name in names if name in CACHES]
-        if forward is None or not caches:
+        lines = without_caches(forward, parameters(forward), what.caches) if forward else []
+        if forward is None or not lines:
             arguments = ", ".join(["super().forward", "*args", *options, "**kwargs"])
             text += [
                 "    def forward(self, *args, **kwargs):",
@@ -309,7 +308,7 @@ class SubclassWriter:
             header_text(self.file, forward),
             "        if self.training:",
             "            # Computing the layer a second time would fill the cache a second time.",
-            *(f"            {name} = None" for name in caches),
+            *(f"            {line}" for line in lines),
             "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
         ]
         return "\n".join(text) + "\n"

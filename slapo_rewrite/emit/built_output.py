@@ -106,7 +106,7 @@ class BuiltOutput:
                     raise _made_whole(node, name, shards, self.project.sources)
 
     def _check_names(self) -> None:
-        """A state dict has a split parameter by its name, by which parts are cut and put together."""
+        """A state dict has split parameters by their names, by which parts are cut."""
         tree, parts = self.project.tree, self.emitted.parts
         if not any(_names_anew(node.live) for node in tree.nodes.values()):
             return

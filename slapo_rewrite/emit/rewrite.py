@@ -181,8 +181,7 @@ class _Emission:
         self.lowered = lower(
             project.tree,
             plan.states,
-            len(plan.directives),
-            merged_causes(*(change.causes for change in project.changes)),
+            plan.directives,
             project.sources,
             self._step_inputs,
             self._small,

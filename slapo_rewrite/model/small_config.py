@@ -210,7 +210,9 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
     def first(names: tuple[str, ...]) -> int:
         return next((numbers[n] for n in names if numbers.get(n)), 0)
 
-    hidden, heads = first(_WIDTHS), first(_HEADS)
+    hidden = first(_WIDTHS)
+    # Layers without heads, of a state space say, are as wide as some would be.
+    heads = first(_HEADS) or (first(_INNER) and hidden // HEAD_SIZE)
     if not hidden or not heads:
         return {}
     kv_heads = first(_KV_HEADS) or heads

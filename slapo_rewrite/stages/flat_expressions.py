@@ -201,6 +201,19 @@ class Expressions(ABC):
             raise self.refused("what this was made of has another value by now", scope, node)
         return text
 
+    def first_fields(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
+        """The expressions that the first elements of a known object are: of `outputs[:2]`, two."""
+        match node:
+            case ast.Subscript(
+                value=base,
+                slice=ast.Slice(lower=None, upper=ast.Constant(value=int(count)), step=None),
+                ctx=ast.Load(),
+            ) if isinstance(scope.names.value(base), KnownObject):
+                each = (ast.Subscript(base, ast.Constant(n), ast.Load()) for n in range(count))
+                found = [self.field(ast.copy_location(one, node), scope) for one in each]
+                return tuple(text for text in found if text) if all(found) else ()
+        return ()
+
     def current(self, extra: KnownKwargs, scope: Scope, node: ast.AST) -> Mapping[str, str]:
         """The elements of a dictionary, where they are what they were."""
         for name, text in extra.texts.items():

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
-from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
+from slapo_rewrite.code.evaluate import (
+    NONE,
+    UNKNOWN,
+    Constant,
+    KnownKwargs,
+    KnownObject,
+    Unknown,
+    Worth,
+)
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.defining_files import DefiningFiles
@@ -400,6 +408,11 @@ class Flattening(Calls):
             scope.names.values[target.id] = handed
             self.comments.clear()
             return
+        if isinstance(target, ast.Tuple) and (parts := self.first_fields(value, scope)):
+            before = ((target.elts[:number], part) for number, part in enumerate(parts))
+            if not any(self.reads_bound(names, part, scope) for names, part in before):
+                self.unpacked(node, target, Result("", UNKNOWN, parts), scope)
+                return
         result = self.result(value, scope)
         match target:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
@@ -413,6 +426,12 @@ class Flattening(Calls):
             self.emit(self.text(node, scope), node, scope)
             return
         self.bind(node, target, result, scope)
+
+    @staticmethod
+    def reads_bound(targets: Iterable[ast.expr], text: str, scope: Scope) -> bool:
+        """Whether an expression reads any of the names that are bound before it."""
+        bound = {scope.spelled(name) for target in targets for name in names_in(target)}
+        return not bound.isdisjoint(names_in(ast.parse(text)))
 
     def filled(
         self, known: KnownKwargs, name: str, key: str, result: Result, scope: Scope

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .figures import tensors_in
 
@@ -80,6 +81,30 @@ class _Float64(TorchFunctionMode):
             args = tuple(map(wider, args))
             kwargs = {name: wider(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+class _Reseeding(TorchDispatchMode):
+    seed: int
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(self.seed)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def drawn_alike(seed: int) -> Iterator[None]:
+    """Whatever draws from torch's generator inside, draws what it would draw first.
+
+    Stages draw in processes of their own: none knows how much those before it have drawn.
+
+    Args:
+        seed: What all draw from.
+    """
+    mode = _Reseeding()
+    mode.seed = seed
+    with mode:
+        yield
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .engines import ENGINES, RATES, Batch, micro_batches, optimizer_of
 from .figures import LARGEST_ROUNDING, Named, difference, gradients_of
 from .original import Original
-from .probes import dropouts, nudge
+from .probes import drawn_alike, dropouts, nudge
 from .rank_layout import Layout, Training
 
 STEPS = 5
@@ -73,7 +73,10 @@ class Staged(Original):
         engine: The engine.
         drawn: The weights that the whole rewritten model starts from.
         steps: What each step gives the model: the micro-batches of all replicas.
+        draws: Whether the original draws random numbers.
     """
+
+    draws = False
 
     def load(self) -> None:
         """Imports everything, builds the original, joins the process group, builds the stages."""
@@ -138,6 +141,7 @@ class Staged(Original):
             ]
             for step in range(STEPS)
         ]
+        self.draws = self.rank == 0 and self._draws()
 
     def mine(self, step: list[Batch]) -> list[Batch]:
         """This replica's part of a step."""
@@ -148,7 +152,7 @@ class Staged(Original):
         """The original's loss on the first step's micro-batches in eval mode."""
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.drawn_alike():
                 losses = [self._loss(model, inputs) for inputs in self.steps[0]]
             return torch.stack(losses).mean()
         finally:
@@ -172,13 +176,14 @@ class Staged(Original):
         return want, exact
 
     def agree(self) -> None:
-        """Has all ranks train at the rate that the first one found."""
-        rate = [self.engine.rate]
-        dist.broadcast_object_list(rate)
-        self.engine.rate = rate[0]
-        if rate[0] != RATES[0]:
+        """Has all ranks train at the rate, and on the random numbers, that the first one found."""
+        found: list[Any] = [self.engine.rate, self.draws]
+        dist.broadcast_object_list(found)
+        rate, self.draws = found
+        self.engine.rate = rate
+        if rate != RATES[0]:
             self.note(
-                f"both were trained at a rate of {rate[0]:g}: at {RATES[0]:g} the original's "
+                f"both were trained at a rate of {rate:g}: at {RATES[0]:g} the original's "
                 "losses overflow, or rounding grows to be as large as they are"
             )
 
@@ -190,8 +195,9 @@ class Staged(Original):
         for step in self.steps:
             parts = []
             for inputs in step:
-                loss = self._loss(runs, inputs) / len(step)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with self.drawn_alike():
+                    loss = self._loss(runs, inputs) / len(step)
+                    loss.backward()  # type: ignore[no-untyped-call]
                 parts.append(loss.detach())
                 if runs is not model:
                     _add_gradients(runs, model)
@@ -213,6 +219,18 @@ class Staged(Original):
             outputs, given = self.outputs(model, inputs)
             loss: Tensor = self.twin.loss_of(self.schedule, outputs, given)
         return loss
+
+    def _draws(self) -> bool:
+        """Whether the original draws random numbers in training."""
+        model = copy.deepcopy(self.original)  # a step may change buffers
+        with self.twin.drawing(SEED):
+            before = self.twin.random_states()
+            self.outputs(model, self.steps[0][0])
+            return bool(self.twin.random_states() != before)
+
+    def drawn_alike(self) -> contextlib.AbstractContextManager[Any]:
+        """Has each operation draw the same whatever was drawn before, backwards too."""
+        return drawn_alike(SEED) if self.draws else contextlib.nullcontext()
 
     def draw_alike(self, stage: nn.Module) -> None:
         """Lets a stage draw for each micro-batch what the original draws first."""
@@ -237,11 +255,13 @@ class Staged(Original):
 
         self.engine.start(note)
         self.stage("the stages in eval mode")
-        self.eval_loss = torch.tensor(self.engine.evaluate(self.mine(self.steps[0])))
+        with self.drawn_alike():
+            self.eval_loss = torch.tensor(self.engine.evaluate(self.mine(self.steps[0])))
         losses = []
         for number, step in enumerate(self.steps, 1):
             self.stage(f"step {number} of the stages")
-            losses.append(torch.tensor(self.engine.step(self.mine(step))))
+            with self.drawn_alike():
+                losses.append(torch.tensor(self.engine.step(self.mine(step))))
         self.stage("gathering gradients and weights")
         found = self.gathered(gradients[0]) if gradients else Named()
         return Trained(losses, found, self.engine.full())

@@ -419,3 +419,41 @@ def test_what_is_not_counted_is_checkpointed_as_a_whole(tmp_path):
     assert '        s["blocks"][:].checkpoint()\n' in found.text
     (tmp_path / "s.py").write_text(found.text)
     rewrite(str(tmp_path / "source.py"), str(tmp_path / "s.py"), ["ckpt_ratio=0.5"])
+
+
+STACKED = (
+    MLP
+    + """
+
+class Stack(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.block = nn.ModuleList()
+        for i in range(2):
+            self.block.append(MLP(width + 0 * i))
+
+    def forward(self, x):
+        for block in self.block:
+            x = x + block(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.encoder, self.decoder = Stack(width), Stack(width)
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+"""
+)
+
+
+def test_what_one_class_makes_in_a_loop_is_checkpointed_in_all_its_instances(tmp_path):
+    step = STEP.replace("m.Model(WIDTH, 8)", "m.Model(32)").replace("m.Model(32, 4)", "m.Model(16)")
+    step = step.replace(
+        "model.attention.query.in_features", "model.encoder.block[0].up.in_features"
+    )
+    found = derived(tmp_path, STACKED, step)
+    for path in ("encoder", "decoder"):
+        assert f's["{path}.block"][:ckpt_ratio].checkpoint()\n' in found.text

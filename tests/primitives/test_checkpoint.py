@@ -357,3 +357,53 @@ def test_what_a_function_makes_for_layers_of_several_kinds_is_wrapped_once(tmp_p
     changed = changed_lines(rewritten(tmp_path, FROM_A_FUNCTION, schedule))
     made = "    return CheckpointedSequential(nn.LayerNorm(width), nn.Linear(width, width))"
     assert f"+{made}\n" in changed and changed.count("+class ") == 1
+
+
+CACHED = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.own = nn.Linear(width, width)
+
+    def forward(self, x, past_key_values=None):
+        if past_key_values is not None:
+            past_key_values.append(x)
+            x = torch.stack(past_key_values).mean(0)
+        return torch.tanh(self.own(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention = Attention(width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x, **kwargs):
+        return x + self.out(self.attention(x, **kwargs))
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, past_key_values=[])
+        return x
+"""
+
+
+def test_a_cache_among_other_arguments_is_filled_once(tmp_path, monkeypatch):
+    """A layer's `**kwargs` may hold what a module inside of it takes by its name."""
+    monkeypatch.setitem(compare.__globals__, "SOURCE", CACHED)
+    ways = ('s["blocks.*"].checkpoint()', 's["blocks.*"].checkpoint(["attention"])')
+    for way in ways:
+        text = changed_lines(rewritten(tmp_path, CACHED, SCHEDULE + f"    {way}\n"))
+        assert text.count('kwargs.pop("past_key_values", None)') == 1
+    _, found = compare(tmp_path, *ways)
+    assert all(counts["tanh"] == 3 for _, _, counts in found)

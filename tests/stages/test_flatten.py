@@ -261,3 +261,20 @@ def test_a_tensor_that_is_no_buffer_is_held_where_it_is_read(tmp_path):
     held = [method(text, number, "held") for number in (0, 1)]
     assert ["self.positions" in each for each in held] == [True, False]
     assert ["self.scales" in each for each in held] == [False, True]
+
+
+def of_a_record(taken: str) -> str:
+    made = "found = BaseModelOutput(last_hidden_state=x, hidden_states=z)"
+    source = written("x = self.first(x)", "z = x * 2", made, taken, "x = self.inner(x + w)")
+    imported = "from transformers.modeling_outputs import BaseModelOutput\n"
+    return source.replace("import torch\n", f"import torch\n{imported}", 1)
+
+
+def test_the_first_fields_of_a_record_are_its_values(tmp_path):
+    text = rewritten(tmp_path, of_a_record("x, w = found[:2]"), CUT).files["pipeline.py"]
+    assert "        w = z\n" in text and "found" not in text
+
+
+def test_fields_that_change_places_are_refused(tmp_path):
+    text = refused(tmp_path, of_a_record("z, x = found[:2]; w = z"), CUT, "SR310")
+    assert "has another value by now" in text

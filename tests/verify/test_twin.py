@@ -83,6 +83,11 @@ def test_parts_of_rotary_frequencies_add_up_to_a_small_head():
     assert small.rope_parameters["mrope_section"] == [4, 2, 2]
 
 
+def test_layers_without_heads_are_small():
+    small = small_model.small_config(transformers.MambaConfig())
+    assert (small.hidden_size, small.intermediate_size) == (64, 128)
+
+
 def test_widths_that_are_given_for_every_layer_are_small():
     small = small_config(transformers.Gemma3nTextConfig())
     assert set(small.intermediate_size) == {4 * small.hidden_size}
