@@ -2,7 +2,7 @@
 
     python -m benchmark.auto_exhaustive
 
-Nine models whose layers are few enough matrices that everything can be tried: each one whole, split
+Ten models whose layers are few enough matrices that everything can be tried: each one whole, split
 over its outputs (in as many parts as a packed one may have) or over its inputs, in every
 combination, alike in all layers; with one sum for the gradients of what goes into a block, or with
 one for each matrix. What is legal is what the tool carries out. What is split outside of the layers
@@ -42,7 +42,7 @@ from slapo_rewrite.project import Project
 NAME = "auto_exhaustive"
 MODELS = (
     *("gpt2", "gpt_neox", "gpt_neox_japanese", "openai", "codegen"),
-    *("mpt", "phi3", "bloom", "bert"),
+    *("mpt", "phi3", "bloom", "bert", "opt"),
 )
 RANKS = 4  # which divides twelve heads
 SEQUENCE = 512
