@@ -89,4 +89,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.collectives
 	$(BIN)/python -m benchmark.loading
 	$(BIN)/python -m benchmark.tensor_parallel
+	$(BIN)/python -m benchmark.auto_exhaustive
+	$(BIN)/python -m benchmark.auto_against_tp_plan
 	$(BIN)/python benchmark/construction_sites.py

@@ -158,8 +158,16 @@ def _verified(
     return f"{kind}: {words[-400:]}"
 
 
-def _in_process(name: str, server: ForkServer, limit_s: float) -> dict[str, Any]:
-    """The outcome of a family in a fork of this process, which has imported what all need."""
+def in_process(
+    name: str, outcomes: Callable[[], Iterator[dict[str, Any]]], limit_s: float
+) -> dict[str, Any]:
+    """The last outcome of a family in a fork of this process, which has imported what all need.
+
+    Args:
+        name: The modeling module.
+        outcomes: Gives more of the outcome each time.
+        limit_s: Seconds that it is given.
+    """
     read, write = multiprocessing.get_context("fork").Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
@@ -171,7 +179,7 @@ def _in_process(name: str, server: ForkServer, limit_s: float) -> dict[str, Any]
 
             logging.disable(logging.CRITICAL)
             warnings.simplefilter("ignore")
-            for found in outcomes(name, server, limit_s):
+            for found in outcomes():
                 write.send(found)
             code = 0
         except BaseException as error:
@@ -279,7 +287,8 @@ def main() -> None:
 
     def run(name: str) -> None:
         if time.monotonic() < end:
-            found = _in_process(name, server, options.limit)
+            limit_s = options.limit
+            found = in_process(name, lambda: outcomes(name, server, limit_s), limit_s)
             done[name] = found
             RECORDS.write_text(json.dumps(results(done), indent=1) + "\n", encoding="utf-8")
             progress.console.print(name.rpartition("_")[2], {c: found.get(c) for c in COLUMNS})

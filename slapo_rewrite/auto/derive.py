@@ -17,7 +17,7 @@ from slapo_rewrite.auto.flow import Flow, are_layers, flow_of
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
-from slapo_rewrite.auto.shard_groups import Found
+from slapo_rewrite.auto.shard_groups import Found, Group
 from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.locate import locate
@@ -40,6 +40,7 @@ class Derived:
         text: The file's text.
         head: What stands before `schedule` in it.
         title: What the model is.
+        groups: What is split.
         share: The share of its parameters that is split.
         why: Why nothing is checkpointed, where that is so.
     """
@@ -47,6 +48,7 @@ class Derived:
     text: str
     head: str
     title: str
+    groups: tuple[Group, ...]
     share: float
     why: str
 
@@ -77,7 +79,7 @@ def derive(source: str, wanted: str = "") -> Derived:
         text = schedule_text(title, head, found, lists, uncounted, cuts, why)
         refused = _refused(source, text)
         if refused is None:
-            return Derived(text, head, title, found.share, why)
+            return Derived(text, head, title, found.groups, found.share, why)
         if not found.groups:
             raise refused
         found = _without_one(found, refused)

@@ -33,14 +33,15 @@ class Oracle:
 
     Attributes:
         project: The source and the model.
+        head: The functions that stand before `schedule` in its file.
         asked: How often it was asked.
     """
 
     def __init__(self, source: str, step: Step) -> None:
-        self._head = step.text()
+        self.head = step.text()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "schedule.py"
-            file.write_text(f"{self._head}\n\n{EMPTY}", encoding="utf-8")
+            file.write_text(f"{self.head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
         self._records = Records()
@@ -51,7 +52,7 @@ class Oracle:
         self.asked += 1
         self._ran_small = False
         body = "".join(f"    {line}\n" for line in lines)
-        text = f"{self._head}\n\ndef schedule(s):\n{body}"
+        text = f"{self.head}\n\ndef schedule(s):\n{body}"
         module = types.ModuleType("schedule_file")
         exec(compile(text, str(self._file), "exec", dont_inherit=True), module.__dict__)
         schedule = ScheduleFile("auto", self._file, text, module)

@@ -55,10 +55,12 @@ def schedule_text(
         knobs.append("parallel_loss: bool = True")
     if lists:
         knobs.append("ckpt_ratio: float = 0.0")
-    knobs.append("fuse: bool = False")
+    step = _budget_step(head, lists, uncounted)
+    knobs += [f"{name}: {default}" for name, default in step.items()]
+    knobs += ["fuse: bool = False", 'autocast: str = ""']
     if cuts:
         knobs += ["pipeline_stages: int = 1", 'pipeline_engine: str = "deepspeed"']
-    body = _docstring(found, bool(lists), cuts, has_loss)
+    body = _docstring(found, bool(lists), step, cuts, has_loss)
     main = next(iter(lists)) if len(lists) == 1 else None
     body += ["if fuse:", "    s.apply_all()"]
     if main is not None:
@@ -74,11 +76,18 @@ def schedule_text(
         body.append("    s.infer_sync()")
     else:
         body += [*_left(found)]
-    body += [
+    shares = [
         f"{_selected(path, main)}[:ckpt_ratio]{parts}.checkpoint()"
         for path, parts in lists.items()
         if path not in uncounted
     ]
+    if step:
+        given = ", ".join(["budget=memory", *(f"{name}={name}" for name in list(step)[1:])])
+        shares = [
+            *("if memory:", f'    layers["*"].checkpoint({given})'),
+            *("else:", f"    {shares[0]}"),
+        ]
+    body += shares
     if uncounted:
         body.append("if ckpt_ratio >= 0.5:  # what makes these does not count them: all, or none")
         body += [
@@ -88,6 +97,7 @@ def schedule_text(
         ]
     if not lists:
         body += _comment(why)
+    body += ["if autocast:", "    s.autocast(autocast)"]
     if cuts:
         body += [
             "if pipeline_stages != 1:",
@@ -97,13 +107,27 @@ def schedule_text(
     return _formatted(f"{header}{head.rstrip()}\n\n\n{function}\n")
 
 
+def _budget_step(head: str, lists: Mapping[str, str], uncounted: Collection[str]) -> dict[str, str]:
+    """The knobs of a budget of memory, and of the step that has to fit, with their defaults.
+
+    None where a budget has no list of single layers to choose from.
+    """
+    if len(lists) != 1 or uncounted or any(lists.values()):
+        return {}
+    # What inputs there are says how long they are.
+    length = {} if "\ndef inputs(" in head else {"sequence": "int = 512"}
+    return {"memory": 'str = ""', "batch": "int = 8", **length}
+
+
 def _formatted(text: str) -> str:
     import black
 
     return black.format_str(text, mode=black.Mode(line_length=LINE_LENGTH))
 
 
-def _docstring(found: Found, has_lists: bool, cuts: bool, has_loss: bool) -> list[str]:
+def _docstring(
+    found: Found, has_lists: bool, step: Collection[str], cuts: bool, has_loss: bool
+) -> list[str]:
     does = []
     if found.groups:
         does.append("splits the layers")
@@ -117,7 +141,16 @@ def _docstring(found: Found, has_lists: bool, cuts: bool, has_loss: bool) -> lis
             "and only the loss is summed; without it they are gathered on every rank.",
             LINE_LENGTH - 4,
         )
+    if step:
+        rows = "`batch` rows" + " of `sequence` tokens" * ("sequence" in step)
+        lines += textwrap.wrap(
+            'With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of '
+            f"{rows} fits on a GPU that holds whole layers, at the least time; `ckpt_ratio` means "
+            "nothing then.",
+            LINE_LENGTH - 4,
+        )
     lines.append("With `fuse` every rule that pays is applied first, before anything is split.")
+    lines.append('With `autocast` of "bfloat16" or "float16" products are in half precision.')
     if cuts:
         lines += textwrap.wrap(
             "With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many "

@@ -131,11 +131,17 @@ def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
-def test_a_model_of_images_gets_inputs_of_its_own():
+def test_a_model_of_images_gets_inputs_of_its_own(tmp_path):
     derived = derive("transformers.models.vit.modeling_vit")
     assert "pixel_values" in derived.text and "def inputs(model)" in derived.text
     assert "from transformers import ViTConfig\n" in derived.text
     assert derived.share > 0.9
+    assert "checkpoint(budget=memory, batch=batch)" in derived.text  # as long as the inputs are
+    (tmp_path / "s.py").write_text(derived.text)
+    settings = ["memory=1TiB", "autocast=bfloat16"]
+    output = rewrite("transformers.models.vit.modeling_vit", str(tmp_path / "s.py"), settings)
+    assert "BFloat16" in output.files["modeling_vit.py"]
+    assert "are predicted for 8 rows of `inputs`" in output.files["rewrite.json"]
 
 
 def test_a_twin_has_what_its_backbone_gives_out():
