@@ -171,4 +171,5 @@ class _Gradients:
 
 def _leaves_the_work(cls: type, home: OutputFile) -> bool:
     """Whether a class leaves the work to what it is derived from in another file."""
-    return all(map(home.classes.extends_forward, home.classes.lineage(cls.__name__)))
+    names = home.classes.lineage(cls.__name__)
+    return all(home.classes.extends_forward(c) for c in cls.__mro__ if c.__name__ in names)

@@ -107,10 +107,14 @@ def _split(node: Node, state: ModuleRequests) -> Split:
     sharded = {s.name for s in state.shards}
     for name in node.parameters:
         if name not in sharded and name not in split.whole:
+            of_layer = any(name == own for own, _ in possible)
             raise errors.IncompleteShard(
                 f"`{node.path}.{name}` is not sharded, but `{shard.name}` is",
                 at=shard.cause.at,
-                hint=f'shard both: .shard(["{shard.name}", "{name}"], axis=...)',
+                hint=f'shard both: .shard(["{shard.name}", "{name}"], axis=...)'
+                if of_layer
+                else f"the layer itself has no `{name}`: leave this one whole, or write "
+                f"`{node.cls.__name__}` as a module that holds the layer and what is added to it",
             )
     if "weight" in node.parameters and "weight" not in sharded:
         raise errors.IncompleteShard(

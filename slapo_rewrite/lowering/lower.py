@@ -321,8 +321,8 @@ class _Lowering:
         if base is None or base is cls:
             return base is cls
         between = cls.__mro__[: cls.__mro__.index(base)]
-        files = [(self.files.of(c), c.__name__) for c in between]
-        return all(d is not None and d.classes.extends_forward(name) for d, name in files)
+        files = [(self.files.of(c), c) for c in between]
+        return all(d is not None and d.classes.extends_forward(c) for d, c in files)
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[ModuleBoundary]]:
         """The collectives that no layer carries out by itself, in the order of the data."""

@@ -69,3 +69,24 @@ def _call(
         return module(*args, **kwargs)
     called.remove(module)
     return forward(*args, **kwargs)
+
+
+def around_layer(cls: type, layer: type, enter: Enter, leave: Leave) -> type:
+    """A class with the `forward` that `cls` puts around a layer's, and the layer's own watched.
+
+    `super().forward(...)` in `cls` leads to the watched one.
+
+    Args:
+        cls: The class of a module that computes with a layer of torch by `super()`.
+        layer: That layer, or one derived from it that is to take its place.
+        enter: Told before the layer's own `forward`, as by `calls_watched`.
+        leave: Told after it.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        enter(self, args, kwargs)
+        output = layer.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        leave(self, args, output)
+        return output
+
+    return type(cls.__name__, (cls, type(layer.__name__, (layer,), {"forward": forward})), {})

@@ -344,6 +344,14 @@ def base_of(cls: type) -> type | None:
     return next((c for c in cls.__mro__ if qualified(c) in SPLITS), None)
 
 
+def layer_below(cls: type) -> type | None:
+    """The layer of torch around whose `forward` a class has one of its own; None without one."""
+    base = base_of(cls)
+    if base is None or getattr(cls, "forward") is getattr(base, "forward"):  # noqa: B009
+        return None
+    return base
+
+
 def qualified(cls: type) -> str:
     """The full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_rewrite.model.calls import forward_as_call
-from slapo_rewrite.model.layers import Layer, Unit, replicated
+from slapo_rewrite.model.calls import around_layer, forward_as_call
+from slapo_rewrite.model.layers import Layer, Unit, layer_below, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import HOOKS
@@ -140,8 +140,7 @@ def _install_layer(
     except ValueError as error:
         raise Indivisible(f"`{node.path}`: {error}") from error
     new.train()
-    new.register_forward_pre_hook(functools.partial(enter_layer, run), with_kwargs=True)
-    new.register_forward_hook(functools.partial(leave_layer, run))
+    _watch_layer(run, node, new)
     object.__setattr__(new, "_followed_path", node.path)
     run.layers.append(new)
     if is_linear(node.live):
@@ -150,6 +149,20 @@ def _install_layer(
         modules[name] = new
         undo.append(functools.partial(modules.__setitem__, name, node.live))
     _know_tensors(run, node, layer, new)
+
+
+def _watch_layer(run: Run, node: Node, new: nn.Module) -> None:
+    """Has the layer's own `forward` seen, and run what the original's class does around it."""
+    enter, leave = functools.partial(enter_layer, run), functools.partial(leave_layer, run)
+    if layer_below(node.cls) is None:
+        new.register_forward_pre_hook(enter, with_kwargs=True)
+        new.register_forward_hook(leave)
+        return
+    new.__class__ = around_layer(node.cls, type(new), enter, leave)
+    held = vars(node.live)
+    tables = [(vars(new)[name], held[name]) for name in ("_parameters", "_buffers", "_modules")]
+    for mine, own in (*tables, (vars(new), held)):
+        mine.update({name: value for name, value in own.items() if name not in mine})
 
 
 def _check_plain(node: Node) -> None:

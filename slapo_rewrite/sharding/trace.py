@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.calls import calls_watched
-from slapo_rewrite.model.layers import Layer
+from slapo_rewrite.model.calls import around_layer, calls_watched
+from slapo_rewrite.model.layers import Layer, layer_below
 from slapo_rewrite.model.meta_device import KnownResults, answer_to, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
@@ -101,8 +101,16 @@ class Trace(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Skips what happens inside the layers."""
         layers = [self.tree.nodes[path].live for path in self.layers]
-        with calls_watched((layer, self._enter, self._leave) for layer in layers):
-            yield
+        around = {m: (type(m), base) for m in layers if (base := layer_below(type(m))) is not None}
+        plain = (layer for layer in layers if layer not in around)
+        try:
+            for module, (cls, base) in around.items():
+                module.__class__ = around_layer(cls, base, self._enter, self._leave)
+            with calls_watched((layer, self._enter, self._leave) for layer in plain):
+                yield
+        finally:
+            for module, (cls, _) in around.items():
+                module.__class__ = cls
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.depth += 1

@@ -102,9 +102,40 @@ def test_half_of_its_instances_are_refused(tmp_path):
     assert "a class has one base" in text
 
 
-@pytest.mark.parametrize("forward", ["self.weight[ids] * self.scale"])
-def test_a_class_that_computes_by_itself_is_refused(forward, tmp_path):
-    source = SOURCE.replace("FORWARD", forward)
+PUT_THERE = EXTENDED.replace("super().forward(ids)", "ids").replace(
+    "\n    def forward(self, ids):\n        return ids * self.scale\n", ""
+)
+BY_ITSELF = "\n\nScaled.forward = lambda self, ids: self.weight[ids] * self.scale\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [SOURCE.replace("FORWARD", "self.weight[ids] * self.scale"), PUT_THERE + BY_ITSELF],
+    ids=["in its text", "below it"],
+)
+def test_a_class_that_computes_by_itself_is_refused(source, tmp_path):
     schedule = SCHEDULE + '    split(s["{table,other}"])\n'
     text = refused(tmp_path, source, schedule, "SR305")
     assert "with a `forward` of its own" in text and 's.replace_all("Scaled"' in text
+
+
+@pytest.mark.parametrize(
+    ("computed", "words"),
+    [
+        ("super().forward(ids).softmax(-1)", "`softmax` runs over an axis"),
+        ("super().forward(ids) + self.bias", "`add` joins a part of shape"),
+        ("super().forward(ids).relu()", None),
+    ],
+)
+def test_what_it_computes_around_the_layer_is_followed(computed, words, tmp_path, monkeypatch):
+    monkeypatch.setattr("slapo_rewrite.emit.construct.rehearse", lambda *_: None)
+    source = SOURCE.replace("FORWARD", computed).replace(
+        "self.scale = scale", 'self.register_buffer("bias", torch.ones(width))'
+    )
+    lines = '    s["{table,other}"].shard("weight", axis=1)\n'
+    lines += '    s["head"].shard("weight", axis=1)\n'
+    lines += '    s["head"].sync("fwd_post", "all_reduce")\n'
+    if words is None:
+        assert not rewritten(tmp_path, source, SCHEDULE + lines).warnings
+    else:
+        assert words in refused(tmp_path, source, SCHEDULE + lines, "SR104")
