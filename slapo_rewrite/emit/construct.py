@@ -9,6 +9,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.draft import Draft, Trial
+from slapo_rewrite.emit.idle_methods import check_run
 from slapo_rewrite.emit.kept_state import check_attributes, check_kept
 from slapo_rewrite.emit.shard_check import check_classes, check_parts
 from slapo_rewrite.emit.sibling_files import SiblingFiles
@@ -52,6 +53,7 @@ def construct(
             tries(emitted, short)
         else:
             built = _built(project, plan, copies, emitted)
+            check_run(emitted, draft, built)
             tries(emitted, Shortening.of(built) if is_short else ALL)
 
 
