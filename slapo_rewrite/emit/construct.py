@@ -10,6 +10,7 @@ from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
+from slapo_rewrite.emit.idle_methods import check_run
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.rehearsal import rehearse
@@ -51,6 +52,7 @@ def construct(
             tries(emitted, short)
         else:
             built = _built(project, plan, copies, emitted)
+            check_run(emitted, draft, built)
             tries(emitted, Shortening.of(built) if is_short else ALL)
 
 

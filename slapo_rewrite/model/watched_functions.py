@@ -17,6 +17,8 @@ from slapo_rewrite.code.dead_values import Death, dropping
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.tree import Tree
 
+# How many functions are looked at, one inside the other, for the one that a definition made.
+DEPTH = 6
 # What watched functions call the watcher.
 _WATCHER, _CALL = "_slapo_rewrite_watcher", "_slapo_rewrite_call"
 
@@ -114,14 +116,23 @@ def live_functions(
         else:
             given = [space.get(function.name) for space in spaces[:1]]
         for value in given:
-            live = _undecorated(value, function)
+            live = made_by(function, value)
             if live is not None:
                 found.append(Live(function, owner, live))
     return found
 
 
-def _undecorated(value: Any, function: ast.FunctionDef, depth: int = 6) -> FunctionType | None:
-    """The function that a definition made, below what its decorators put around it."""
+def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> FunctionType | None:
+    """The function that a definition made, at or below what stands under its name.
+
+    Args:
+        function: The definition.
+        value: What a class or a module has under its name; decorators may have put it there.
+        depth: How many functions are looked at, one inside the other.
+
+    Returns:
+        None where it is not found: something else took its place.
+    """
     value = getattr(value, "__func__", value)
     if not isinstance(value, FunctionType) or not depth:
         return None
@@ -132,7 +143,7 @@ def _undecorated(value: Any, function: ast.FunctionDef, depth: int = 6) -> Funct
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty one
             inner.append(cell.cell_contents)
-    return next((f for each in inner if (f := _undecorated(each, function, depth - 1))), None)
+    return next((f for each in inner if (f := made_by(function, each, depth - 1))), None)
 
 
 @contextlib.contextmanager

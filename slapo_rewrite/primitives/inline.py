@@ -17,6 +17,7 @@ from slapo_rewrite.code.text import listed
 from slapo_rewrite.examples import setting
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
+from slapo_rewrite.model.watched_functions import made_by
 from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
 
 BLOCK = """\
@@ -156,17 +157,22 @@ class Inline(Rewriting):
         return main, methods
 
     def _forward(self, call: Call, child: Node, file: SourceFile) -> ast.FunctionDef:
+        at = None
         for cls in child.cls.__mro__:
             if "forward" in vars(cls) or "__call__" in vars(cls):
                 method = file.method(cls.__name__, "forward")
-                calls_alone = "__call__" not in vars(cls)
-                if calls_alone and method and call.sources.file_of(cls) is file:
+                if "__call__" in vars(cls) or not method or call.sources.file_of(cls) is not file:
+                    break
+                if method.decorator_list or made_by(method, vars(cls)["forward"], depth=1):
                     return method
+                at = file.at(method)
                 break
         raise errors.Unsupported(
             f"`{child.path}` is a {child.cls.__name__}: its `forward` does not stand in "
             f"{file.path.name}, or is not all that calling it does",
-            hint=f"copy class `{child.cls.__name__}` into {file.path.name}",
+            at=at,
+            hint=f"have class `{child.cls.__name__}` in {file.path.name}, with what it does in "
+            "its own `forward`",
         )
 
     def _check_all(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -18,6 +19,7 @@ import torch
 
 from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
+from slapo_rewrite.model.small_model import drawing
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
 from slapo_rewrite.sharding.install import installed
@@ -129,7 +131,7 @@ class _Following:
         self.sources: dict[tuple[str, str], str | None] = {}
         self.wrapped = wrapped_forwards(tree, asked)
         self.records = records
-        self.way = Way()
+        self.way, self.has_coins, self._drew = Way(), False, False
         self.whole = self._whole(self.way)
         self.guess = Hypothesis()
 
@@ -247,6 +249,9 @@ class _Following:
         for test in sorted(sizes):
             words = f"`{test}` decides which way `forward` goes, by sizes, and only those of"
             followed.unfollowed.append((f"{words} inputs(model) were followed", None))
+        if self.has_coins:
+            words = "`random` is drawn from, and where it decides which way `forward` goes, one was"
+            followed.unfollowed.append((f"{words} followed", None))
 
     def _names_in(self, cls: type, names: Callable[[str], set[str]]) -> set[str]:
         """Names in the text of a class's `forward`; none where it may not be changed."""
@@ -278,8 +283,11 @@ class _Following:
     def _call(self, way: Way) -> Any:
         """What the model returns on a way through it."""
         self.model.train(way.training)
-        with state_kept(self.model):
-            return self.model(**self.inputs, **dict([way.flag] if way.flag else []))
+        with state_kept(self.model), drawing(0):
+            before = random.getstate()
+            result = self.model(**self.inputs, **dict([way.flag] if way.flag else []))
+            self._drew = random.getstate() != before
+            return result
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
         whole = Trace(self.tree, self.asked.layers, self.records.results, self.editable, way.says)
@@ -295,6 +303,7 @@ class _Following:
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
         whole.result = result
+        self.has_coins |= self._drew  # a rank's run draws some for its group
         return whole
 
     def _with_replicas(self, followed: ShardingResult) -> ShardingResult:

@@ -66,6 +66,59 @@ def test_what_the_source_does_fails(tmp_path):
     assert "RuntimeError: moved" in words and "rewritten/source_0.py:2" in words
 
 
+TANH = "lambda self, x: self.down(torch.tanh(self.up(x)))"
+SOME = 's["blocks"][:1].checkpoint()'
+DERIVED = """
+
+class Base(nn.Module):
+    def __init_subclass__(cls):
+        before = cls.forward
+        cls.forward = lambda self, x: 2 * before(self, x)
+
+
+class MLP(Base):"""
+STACK = """
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([MLP(8) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "words"),
+    [
+        (MLP + f"\n\nMLP.forward = {TANH}\n", 's["up"].decompose()', "`MLP.forward` would"),
+        (MLP + f"\n\nMLP.forward = {TANH}\n", 's.checkpoint(["up"])', "`MLP.forward` would"),
+        (
+            (MLP + STACK).replace("\n\nclass MLP(nn.Module):", DERIVED),
+            SOME,
+            "`CheckpointedMLP.forward` would not run",
+        ),
+        (
+            MLP.replace("class MLP", "class Other").replace(
+                "4 * width, width)\n", "4 * width, width)\n        self.forward = self.compute\n"
+            ).replace("def forward", "def compute")
+            + STACK.replace("MLP(8)", "Other(8)"),
+            SOME,
+            "`blocks.0.forward` would not run",
+        ),
+    ],
+    ids=["put there, decomposed", "put there, in part", "subclass", "constructor"],
+)  # fmt: skip
+def test_a_method_that_does_not_run_is_refused(source, line, words, tmp_path):
+    model = MODEL.replace("m.MLP(8)", "m.Stack()" if "Stack" in source else "m.MLP(8)")
+    schedule = model + f"def schedule(s):\n    {line}\n"
+    text = refused(tmp_path, source, schedule, "SR305")
+    assert words in text and line in text
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

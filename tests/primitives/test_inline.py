@@ -173,6 +173,8 @@ def test_numbers_with_what_else_is_asked(tmp_path):
         (("x = self.mlp(x, x)", "x = x if y is None else self.mlp(x, x)"), "whether it is called"),
         (("x = self.mlp(x, x)", "x = torch.tanh(y) + self.mlp(x, x)"), "something else is called"),
         (("x = self.mlp(x, x)", "x = self.mlp(*[x, x])"), "it is called with `*`"),
+        (("class Block", "MLP.forward = lambda self, x, res: x\n\n\nclass Block"),
+         "or is not all that calling it does"),
         (("x = self.mlp(x, x)", "for _ in (1, 2):\n            x = [self.mlp(x, x)][0]"), None),
     ],
 )  # fmt: skip

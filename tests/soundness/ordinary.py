@@ -325,6 +325,14 @@ ORDINARY = {
         "return torch.relu(x @ self.a) @ self.b",
         ". a 1; . b 0",
     ),
+    "a teacher that starts as the student": block(
+        "self.student, self.teacher = Part(), Part()\n"
+        "self.teacher.load_state_dict(self.student.state_dict())",
+        "return self.student(x) - self.teacher(x).detach()",
+        "{student,teacher}.up weight,bias 0; {student,teacher}.down weight 1",
+        top=f"class Part(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        {UP_DOWN}\n\n    def forward(self, x):\n        return self.down(F.silu(self.up(x)))\n\n",
+    ),
     "an embedding by columns": block(
         "self.e, self.down = nn.Embedding(24, 24), nn.Linear(24, 8)",
         "ids = (x[..., 0] * 100).long().abs() % 24\nreturn self.down(self.e(ids).tanh())",

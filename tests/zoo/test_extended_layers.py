@@ -73,6 +73,15 @@ def test_the_base_of_a_class_that_extends_a_layer_is_split(tmp_path):
     assert "-class Scaled(nn.Embedding):\n+class Scaled(VocabParallelEmbedding):\n" in text
 
 
+@pytest.mark.parametrize(
+    ("coin", "warned"), [("random.random()", True), ("np.random.uniform()", False)]
+)
+def test_runs_that_are_compared_draw_the_same_numbers(coin, warned, tmp_path):
+    source = "import random\n\nimport numpy as np\n" + EXTENDED.replace("torch.rand([])", coin)
+    output = rewritten(tmp_path, source, SCHEDULE + '    split(s["{table,other}"])\n')
+    assert any("`random` is drawn from" in words for words in output.warnings) == warned
+
+
 def test_whoever_reads_its_size_means_the_whole(tmp_path):
     lines = '    split(s["{table,other}"])\n    split_head(s["head"])\n'
     text = changed_lines(rewritten(tmp_path, EXTENDED, SCHEDULE + lines))

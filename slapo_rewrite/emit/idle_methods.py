@@ -1,0 +1,126 @@
+"""Whether the methods that were written into classes are those that run.
+
+A later statement may put another function into a class, a constructor one into a module, and
+`__init_subclass__` or a metaclass may change a subclass as it is made. What was written there would
+do nothing, or something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.splice import Change
+from slapo_rewrite.emit.draft import Draft
+from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.watched_functions import DEPTH, made_by
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A method of a class, and what it was written or changed for.
+
+    Attributes:
+        cls: The class.
+        name: The method's name.
+        node: Its definition; None where the class was given it past its text.
+        change: The lines that the tool wrote.
+        is_bare: Whether the tool wrote the class, and no decorator.
+    """
+
+    cls: type
+    name: str
+    node: ast.FunctionDef | None
+    change: Change
+    is_bare: bool
+
+    def runs(self) -> bool:
+        """Whether the class has it, below what is put around it."""
+        value = vars(self.cls).get(self.name)
+        if self.node is None:
+            return _is_of_library(value, self.cls)
+        if not isinstance(value, FunctionType):
+            return True
+        depth = DEPTH if not self.is_bare or _is_of_library(value, self.cls) else 1
+        return made_by(self.node, value, depth) is not None
+
+
+def _is_of_library(value: Any, cls: type) -> bool:
+    """Whether another file wraps the methods of all classes that are derived from its own.
+
+    What it does is done for a new class and for its base, as it is wherever one derives a class.
+    """
+    own = sys.modules[cls.__module__].__file__
+    return hasattr(value, "__wrapped__") and value.__code__.co_filename != own
+
+
+def check_run(emitted: Emitted, draft: Draft, built: Tree) -> None:
+    """Every method that changed, and those of every new class, are the ones that run.
+
+    Args:
+        emitted: The output, imported.
+        draft: The output.
+        built: Its module tree.
+
+    Raises:
+        Unsupported: One is not.
+    """
+    written = list(_written(emitted, draft))
+    for each in written:
+        if not each.runs():
+            raise _refusal(f"{each.cls.__name__}.{each.name}", each.change)
+    forwards = {vars(w.cls).get(w.name): w for w in written if w.name == "forward"}
+    for path, node in built.nodes.items():
+        own = vars(node.live).get("forward")
+        here = forwards.get(inspect.getattr_static(node.cls, "forward", None))
+        if own is not None and here and here.node and made_by(here.node, own) is None:
+            raise _refusal(f"{path}.forward", here.change)
+
+
+def _written(emitted: Emitted, draft: Draft) -> Iterator[_Written]:
+    modules = {str(module.__file__): module for module in emitted.modules()}
+    for file_name, changes in draft.changes.items():
+        path = emitted.folder / file_name
+        module = modules.get(str(path)) if changes else None
+        if module is not None:
+            file = SourceFile.read(path, module.__name__)
+            for name in file.classes:
+                cls = vars(module).get(name)
+                if isinstance(cls, type) and cls.__module__ == module.__name__:
+                    yield from _methods(file, cls, changes)
+
+
+def _methods(file: SourceFile, cls: type, changes: Sequence[Change]) -> Iterator[_Written]:
+    methods = {method.name: method for method in file.methods(cls.__name__)}
+    first, last = _lines(file.classes[cls.__name__])
+    new = next((c for c in changes if c.first <= first and last <= c.last), None)
+    for name, method in methods.items():
+        first, last = _lines(method)
+        change = new or next((c for c in changes if c.first <= last and first <= c.last), None)
+        if change is not None:
+            yield _Written(cls, name, method, change, bool(new and not method.decorator_list))
+    if new is not None and not file.classes[cls.__name__].decorator_list:  # as of a dataclass
+        for name, value in vars(cls).items():
+            if isinstance(value, FunctionType) and name not in methods:
+                yield _Written(cls, name, None, new, is_bare=True)
+
+
+def _lines(node: ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.end_lineno or node.lineno
+
+
+def _refusal(name: str, change: Change) -> errors.Unsupported:
+    return errors.Unsupported(
+        f"`{name}` would not run as it is written: another function takes its place",
+        at=next((c.at for c in change.causes if c.at is not None), None),
+        hint="a statement outside of the class, a constructor, `__init_subclass__` or a metaclass "
+        "puts it there: write what it does into the class's own methods",
+    )
