@@ -279,6 +279,8 @@ def test_user_code_that_fails(run: Run):
     assert "Modle" in text and "s.py:2" in text
     text = run("", schedule="def model(m):\n    return m.Model()\n")
     assert "defines no function `schedule`" in text
+    text = run('yield s["head"]')
+    assert "`schedule` is a generator" in text and "def schedule(s" in text
 
 
 def test_a_source_that_cannot_be_imported(run: Run):

@@ -34,13 +34,21 @@ def schedule(
     tensor_parallel: bool = True,
     parallel_loss: bool = True,
     ckpt_ratio: float = 0.0,
+    memory: str = "",
+    batch: int = 8,
+    sequence: int = 512,
     fuse: bool = False,
+    autocast: str = "",
 ):
     """Splits the layers and checkpoints the first `ckpt_ratio` of them.
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
+    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
+    rows of `sequence` tokens fits on a GPU that holds whole layers, at the least time; `ckpt_ratio`
+    means nothing then.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `autocast` of "bfloat16" or "float16" products are in half precision.
     """
     if fuse:
         s.apply_all()
@@ -60,6 +68,11 @@ def schedule(
         # Left whole: `albert.encoder.embedding_hidden_mapping_in`, `predictions.dense`: splitting
         # it would cost more than it saves.
         s.infer_sync()
-    layers[:ckpt_ratio].checkpoint()
+    if memory:
+        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+    else:
+        layers[:ckpt_ratio].checkpoint()
+    if autocast:
+        s.autocast(autocast)
 
-# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 55f3182dfbfc327b
+# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 8631e54852fe5ec8

@@ -37,7 +37,11 @@ def schedule(
     tensor_parallel: bool = True,
     parallel_loss: bool = True,
     ckpt_ratio: float = 0.0,
+    memory: str = "",
+    batch: int = 8,
+    sequence: int = 512,
     fuse: bool = False,
+    autocast: str = "",
     pipeline_stages: int = 1,
     pipeline_engine: str = "deepspeed",
 ):
@@ -45,7 +49,11 @@ def schedule(
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
+    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
+    rows of `sequence` tokens fits on a GPU that holds whole layers, at the least time; `ckpt_ratio`
+    means nothing then.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `autocast` of "bfloat16" or "float16" products are in half precision.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
@@ -67,8 +75,13 @@ def schedule(
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
-    layers[:ckpt_ratio].checkpoint()
+    if memory:
+        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+    else:
+        layers[:ckpt_ratio].checkpoint()
+    if autocast:
+        s.autocast(autocast)
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 3a40749f7ccba8f9
+# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 9d9dc23fe2f238e0

@@ -34,7 +34,11 @@ def schedule(
     tensor_parallel: bool = True,
     parallel_loss: bool = True,
     ckpt_ratio: float = 0.0,
+    memory: str = "",
+    batch: int = 8,
+    sequence: int = 512,
     fuse: bool = False,
+    autocast: str = "",
     pipeline_stages: int = 1,
     pipeline_engine: str = "deepspeed",
 ):
@@ -42,7 +46,11 @@ def schedule(
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
+    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
+    rows of `sequence` tokens fits on a GPU that holds whole layers, at the least time; `ckpt_ratio`
+    means nothing then.
     With `fuse` every rule that pays is applied first, before anything is split.
+    With `autocast` of "bfloat16" or "float16" products are in half precision.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
@@ -58,16 +66,19 @@ def schedule(
         layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
         layers["*.self_attn.out_proj"].shard("weight", axis=1)
         layers["*.self_attn"].sync("bwd_post", "all_reduce")
-        # 38.6 million parameters: each rank has as many words of the vocabulary.
-        s["model.decoder.embed_tokens"].shard("weight", axis=0)
+        # 40.2 million parameters: each rank has as many words of the vocabulary.
+        s["model.decoder.{embed_tokens,embed_positions}"].shard("weight", axis=0)
         s["lm_head"].shard("weight", axis=0)
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
-        # Left whole: `model.decoder.embed_positions`: `forward` does not fit the sharded sizes:
-        # VocabParallelEmbedding.forward() got an unexpected keyword argument 'position_ids'.
         s.infer_sync()
-    layers[:ckpt_ratio].checkpoint()
+    if memory:
+        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+    else:
+        layers[:ckpt_ratio].checkpoint()
+    if autocast:
+        s.autocast(autocast)
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, bdbb3999e2b122d0
+# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, afaf19f2b80e0c3f

@@ -130,6 +130,14 @@ class ScheduleFile:
                     f"`{path}` defines no function `{wanted}`",
                     hint=f"write `def {wanted}({'m' if wanted == 'model' else 's'}): ...` in it",
                 )
+            function = getattr(module, wanted)
+            if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+                line = function.__code__.co_firstlineno
+                raise errors.ScheduleError(
+                    f"`{wanted}` is a generator or a coroutine: calling it runs nothing",
+                    at=errors.Span.of_line(str(path), line, text.splitlines()[line - 1]),
+                    hint="write a plain function, without `yield` and `async`",
+                )
         return schedule
 
     def guarded(self, action: Callable[[], Any], what: str) -> Any:
