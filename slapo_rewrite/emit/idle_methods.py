@@ -107,7 +107,9 @@ def _methods(file: SourceFile, cls: type, changes: Sequence[Change]) -> Iterator
         change = new or next((c for c in changes if c.first <= last and first <= c.last), None)
         if change is not None:
             yield _Written(cls, name, method, change, bool(new and not method.decorator_list))
-    if new is not None and not file.classes[cls.__name__].decorator_list:  # as of a dataclass
+    # A dataclass is given methods by its decorator, and a tuple with names by its base.
+    is_module = hasattr(cls, "forward")
+    if new is not None and is_module and not file.classes[cls.__name__].decorator_list:
         for name, value in vars(cls).items():
             if isinstance(value, FunctionType) and name not in methods:
                 yield _Written(cls, name, None, new, is_bare=True)

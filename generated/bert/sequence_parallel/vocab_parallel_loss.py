@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .shards import Shard, part_sizes, rank, sum_parts
-from .tensor_parallel import gather_if_sharded
+from .shards import part_sizes, rank, sum_parts
+from .tensor_parallel import all_gather
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -71,39 +71,42 @@ def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
         axis: The axis of the classes.
     """
     size = vocabulary_of(head)
-    is_whole = logits.shape[axis] == size
-    return gather_if_sharded(logits, None if is_whole else Shard(axis, size))
+    return logits if logits.shape[axis] == size else all_gather(logits, axis, size)
 
 
 def vocabulary_of(head: Any) -> int:
     """V, of a layer that is divided over the ranks, or of a whole one in its place."""
-    layer = getattr(head, "base_layer", head)  # that an adapter of PEFT's stands around
-    size: int = getattr(layer, "full_out_features", layer.out_features)
+    layer = getattr(
+        head, "base_layer", head
+    )  # which an adapter of PEFT's stands around
+    split = hasattr(layer, "full_out_features")
+    size: int = layer.full_out_features if split else layer.out_features
     return size
 
 
-def vocab_parallel_criterion(
-    criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, *, head: nn.Module
-) -> Tensor:
-    """`criterion(input, target)` of logits of which `head` gives each rank a part."""
-    return cross_entropy_of_parts(criterion, input, target, vocabulary_of(head))
-
-
 def cross_entropy_of_parts(
-    criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, vocab_size: int
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    vocab_size: int,
+    *,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
 ) -> Tensor:
-    """`criterion(input, target)` of this rank's part of V classes, or of all of them.
-
-    Raises:
-        RuntimeError: `input` has neither this rank's classes nor all.
-        TypeError: The targets are probabilities.
-    """
+    """`vocab_parallel_cross_entropy` of `vocab_size` classes."""
     axis = min(1, input.dim() - 1)
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
     if input.shape[axis] == vocab_size:
-        whole: Tensor = criterion(input, target)
-        return whole
+        return nn.functional.cross_entropy(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
     held = part_sizes(vocab_size)[rank()]
     if input.shape[axis] != held:
         raise RuntimeError(
@@ -113,21 +116,37 @@ def cross_entropy_of_parts(
     logits = input.movedim(axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    ignored = (target == criterion.ignore_index).reshape(-1)
+    ignored = (target == ignore_index).reshape(-1)
     classes = target.reshape(-1).masked_fill(ignored, 0)
-    weight = logits.new_ones(vocab_size)
-    if criterion.weight is not None:
-        weight = criterion.weight.to(logits.dtype)
+    weight = logits.new_ones(vocab_size) if weight is None else weight.to(logits.dtype)
     counts = weight[classes].masked_fill(ignored, 0)
-    smoothing = criterion.label_smoothing
     apply: Any = _CrossEntropy.apply
-    found = apply(logits, classes, vocab_size, weight if smoothing else None)
-    losses: Tensor = found[0].masked_fill(ignored, 0) * counts
-    if smoothing:
+    smooth = weight if label_smoothing else None
+    found: tuple[Tensor, ...] = apply(logits, classes, vocab_size, smooth)
+    losses = found[0].masked_fill(ignored, 0) * counts
+    if label_smoothing:
         even = found[1].masked_fill(ignored, 0) / vocab_size
-        losses = (1 - smoothing) * losses + smoothing * even
-    if criterion.reduction == "none":
+        losses = (1 - label_smoothing) * losses + label_smoothing * even
+    if reduction == "none":
         return losses.view_as(target).to(input.dtype)
-    is_sum = criterion.reduction == "sum"
-    loss = losses.sum() if is_sum else losses.sum() / counts.sum()
+    loss = losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
     return loss.to(input.dtype)
+
+
+def vocab_parallel_criterion(
+    criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, *, head: nn.Module
+) -> Tensor:
+    """`criterion(input, target)` of logits of which `head` gives each rank a part.
+
+    Raises:
+        RuntimeError: `input` has neither this rank's classes nor all.
+    """
+    return cross_entropy_of_parts(
+        input,
+        target,
+        criterion.weight,
+        vocabulary_of(head),
+        ignore_index=criterion.ignore_index,
+        reduction=criterion.reduction,
+        label_smoothing=criterion.label_smoothing,
+    )

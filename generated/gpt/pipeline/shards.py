@@ -206,6 +206,18 @@ def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Ten
     return x
 
 
+def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
+    """This rank's part of the sum of the ranks' tensors."""
+    if shard.size % world_size():
+        return shard.cut(sum_parts(x))
+    x = x.movedim(shard.axis, 0).contiguous()
+    part = x.new_empty(shard.local_size(), *x.shape[1:])
+    # The name in torch 2.13, which warns of the old one.
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(part, x, group=_group)
+    return part.movedim(0, shard.axis).contiguous()
+
+
 def parts_in(model: nn.Module) -> dict[int, Shard]:
     """How the model's parameters and buffers are divided, by the tensors' ids."""
     return {

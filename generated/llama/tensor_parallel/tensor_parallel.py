@@ -7,6 +7,7 @@ marks the part that this rank holds.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .shards import (
     named_group,
     part_sizes,
     rank,
+    sum_and_cut,
     sum_parts,
     world_size,
 )
@@ -75,6 +77,28 @@ def all_reduce(x: Tensor) -> Tensor:
 def all_reduce_gradient(x: Tensor) -> Tensor:
     """Passes `x` unchanged; sums the gradients that the ranks have for it."""
     return collective(x, unchanged, sum_parts)
+
+
+def all_gather(
+    x: Tensor,
+    axis: int = -1,
+    full_size: int | None = None,
+    tensor_parallel_output_grad: bool = False,
+) -> Tensor:
+    """Concatenates the ranks' parts; the gradient is this rank's slice.
+
+    Args:
+        x: This rank's part.
+        axis: The axis to concatenate along.
+        full_size: The axis's size in the result. Without it all parts have one size.
+        tensor_parallel_output_grad: The ranks go on to compute different things, so
+            their gradients are summed before they are sliced.
+    """
+    shard = Shard(axis, full_size or x.shape[axis] * world_size())
+    cut = (
+        partial(sum_and_cut, shard=shard) if tensor_parallel_output_grad else shard.cut
+    )
+    return collective(x, shard.gather, cut)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
