@@ -65,7 +65,8 @@ class Oracle:
                 lower(
                     project.tree,
                     plan.states,
-                    plan.directives,
+                    len(plan.directives),
+                    (),
                     project.sources,
                     self._inputs,
                     self.small,

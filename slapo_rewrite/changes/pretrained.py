@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.changes.bases import MixIn
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import BeforeBases
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
@@ -43,17 +43,18 @@ def keep_treatment(files: OutputFiles, node: Node, causes: tuple[Directive, ...]
     _mix_in(files, node, LIBRARY, causes)
 
 
-def keep_all_treatments(tree: Tree, files: OutputFiles, asked: Sequence[Directive]) -> None:
-    """Likewise for every model that is treated specially, once anything is called for.
+def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directive]) -> None:
+    """Likewise for every model that is treated specially, once anything of its file changes.
 
     Args:
         tree: The module tree.
         files: What changes in them takes the model's classes out of transformers.
-        asked: All that is called for, were it for a share of layers that is none: a knob that
-            decides no more than that does not change the weights a model starts with.
+        before: Who else does.
     """
-    for node in specially_treated(tree) if asked else ():
-        keep_treatment(files, node, (asked[0],))
+    changes = (known for output in files for known in output.changes.causes.values())
+    causes = merged_causes(before, *(why for known in changes for why in known.values()))
+    for node in specially_treated(tree) if causes else ():
+        keep_treatment(files, node, causes[:1])
 
 
 def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:

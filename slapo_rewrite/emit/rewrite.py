@@ -181,7 +181,8 @@ class _Emission:
         self.lowered = lower(
             project.tree,
             plan.states,
-            plan.directives,
+            len(plan.directives),
+            merged_causes(*(change.causes for change in project.changes)),
             project.sources,
             self._step_inputs,
             self._small,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +82,8 @@ class Lowered:
 def lower(
     tree: Tree,
     states: Mapping[str, ModuleRequests],
-    directives: Sequence[Directive],
+    number: int,
+    before: tuple[Directive, ...],
     sources: Sources,
     step_inputs: Callable[[], dict[str, Any]],
     small: Callable[[], tuple[Any, dict[str, Any]]],
@@ -94,7 +95,8 @@ def lower(
     Args:
         tree: The module tree.
         states: What was asked of each module path.
-        directives: All that was called for, of which nothing may have come.
+        number: How many directives asked for it.
+        before: Those that have changed the source already.
         sources: The source files.
         step_inputs: Makes the keyword arguments of one training step.
         small: Makes a small model with weights, and the keyword arguments of a step of it.
@@ -105,7 +107,7 @@ def lower(
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    lowering = _Lowering(tree, dict(states), directives, sources, thorough)
+    lowering = _Lowering(tree, dict(states), number, before, sources, thorough)
     return lowering.run(step_inputs, small, records or Records())
 
 
@@ -114,13 +116,14 @@ class _Lowering:
         self,
         tree: Tree,
         states: dict[str, ModuleRequests],
-        directives: Sequence[Directive],
+        number: int,
+        before: tuple[Directive, ...],
         sources: Sources,
         thorough: bool,
     ) -> None:
         self.tree, self.states, self.sources = tree, states, sources
         self.thorough = thorough
-        self.directives = directives
+        self.number, self.before = number, before
         self.file: SourceFile = sources.main
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
@@ -166,7 +169,7 @@ class _Lowering:
                 self.states = few
                 with alike.reduced():
                     followed = self._follow_small(small, error)
-        self.states, inferred = named(self.states, len(self.directives))
+        self.states, inferred = named(self.states, self.number)
         with reduced():
             asked = self._asked()
             shortened = alike.shortened if reduced == alike.reduced else nullcontext
@@ -217,7 +220,8 @@ class _Lowering:
             place_tied_head(to, head)
         for path, layer in layers.items():
             place_full_sizes(to, self.tree.nodes[path], layer)
-        keep_all_treatments(self.tree, self.files, self.directives)
+        cuts = (state.cut.cause for state in self.states.values() if state.cut)
+        keep_all_treatments(self.tree, self.files, (*self.before, *cuts))
 
     def _owners(self, asked: ShardingRequest) -> dict[str, list[Directive]]:
         """The modules that hold what is sharded, with who asked for that."""
