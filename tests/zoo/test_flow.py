@@ -239,8 +239,8 @@ class MLP""",
 ).replace("= nn.Linear", "= Linear")
 
 
-@pytest.mark.parametrize("infers", [True, False])
-def test_a_layer_of_its_own_kind_names_what_can_be_split(infers, tmp_path):
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_layer_of_its_own_kind_is_split_as_it_is_or_replaced(replaced, tmp_path):
     schedule = """import torch
 
 
@@ -260,14 +260,11 @@ def schedule(s):
     s["block.mlp.up"].shard(["weight", "bias"], axis=0)
     s["block.mlp.down"].shard("weight", axis=1)
 """
-    up = '    s["block.mlp.up"].sync("bwd_post", "all_reduce")\n'
-    schedule += "    s.infer_sync()\n" if infers else up
-    words = refused(tmp_path, CASTING, schedule, "SR305")
-    line = 's.replace_all("Linear", torch.nn.Linear)'
-    assert "`block.mlp.up` is a `Linear` with a `forward` of its own" in words and line in words
-    schedule = schedule.replace("def schedule(s):\n", f"def schedule(s):\n    {line}\n")
-    if infers:
-        assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, CASTING, schedule))
+    if replaced:
+        line = 's.replace_all("Linear", torch.nn.Linear)'
+        schedule = schedule.replace("def schedule(s):\n", f"def schedule(s):\n    {line}\n")
+    text = changed_lines(rewritten(tmp_path, CASTING, f"{schedule}    s.infer_sync()\n"))
+    assert ("RowParallelLinear" if replaced else 'shard_parameter(self.down, "weight"') in text
 
 
 TOGETHER = """import torch
