@@ -370,7 +370,7 @@ def test_the_meta_device_is_blamed_for_what_it_does_alone(run: Run):
     text = run("", schedule="def model(m):\n    return m.Modle()\ndef schedule(s): pass\n")
     assert "meta device" not in text
     assert "its classes: Attention, Model" in text
-    source = SOURCE.replace("self.embed = ", "float(torch.zeros(1))\n        self.embed = ")
+    source = SOURCE.replace("self.embed = ", "float(torch.rand(1))\n        self.embed = ")
     (run.folder / "net.py").write_text(source)
     assert "must not read the values of tensors" in run("pass")
 

@@ -100,13 +100,20 @@ def place_shard(to: Placement, node: Node, shard: Shard) -> None:
     """Cuts a parameter of a module where it is made.
 
     Raises:
-        UnfollowableConstruction: It is made in another file than that of the module's class.
+        UnfollowableConstruction: It is made in another file than that of the module's class, and
+            not by a layer of torch that the class is derived from.
     """
     site = find_parameter_site(to.files.sources, node, shard.name)
     size = length_of(site, shard.axis)
     if is_torch(site.file.name):  # a layer, whose class computes by itself
         changes = to.files.making(node).changes
         site, size = changes.sites[changes.site(node, (shard.cause,))[0].start], None
+    elif site.file is not to.files.of_file(site.file).file:
+        raise errors.UnfollowableConstruction(
+            f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
+            at=site.file.at(site.value),
+            cause=shard.cause,
+        )
     multiple_of = to.followed.multiples.get((layer_key(node), shard.name), 0)
     parts = place_blocks(to, node, shard, site, size)
     change = ShardParameter(shard.name, shard.axis, parts, multiple_of)

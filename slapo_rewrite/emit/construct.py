@@ -52,7 +52,7 @@ def construct(
             tries(emitted, short)
         else:
             built = _built(project, plan, copies, emitted)
-            check_run(emitted, draft, built)
+            check_run(emitted, draft, built, project.module)
             tries(emitted, Shortening.of(built) if is_short else ALL)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
@@ -62,18 +62,20 @@ def _is_of_library(value: Any, cls: type) -> bool:
     return hasattr(value, "__wrapped__") and value.__code__.co_filename != own
 
 
-def check_run(emitted: Emitted, draft: Draft, built: Tree) -> None:
+def check_run(emitted: Emitted, draft: Draft, built: Tree, original: ModuleType) -> None:
     """Every method that changed, and those of every new class, are the ones that run.
 
     Args:
         emitted: The output, imported.
         draft: The output.
         built: Its module tree.
+        original: The module that was rewritten: what is in it is no new class.
 
     Raises:
         Unsupported: One is not.
     """
-    written = list(_written(emitted, draft))
+    has_own = any("forward" in vars(node.live) for node in built.nodes.values())
+    written = list(_written(emitted, draft, None if has_own else vars(original)))
     for each in written:
         if not each.runs():
             raise _refusal(f"{each.cls.__name__}.{each.name}", each.change)
@@ -85,17 +87,45 @@ def check_run(emitted: Emitted, draft: Draft, built: Tree) -> None:
             raise _refusal(f"{path}.forward", here.change)
 
 
-def _written(emitted: Emitted, draft: Draft) -> Iterator[_Written]:
+def _written(
+    emitted: Emitted, draft: Draft, known: Mapping[str, object] | None
+) -> Iterator[_Written]:
+    """What was written; where `known` are no new classes, of files in which any may be idle."""
     modules = {str(module.__file__): module for module in emitted.modules()}
     for file_name, changes in draft.changes.items():
         path = emitted.folder / file_name
         module = modules.get(str(path)) if changes else None
-        if module is not None:
+        if module is not None and not (known and _are_plain(module, known)):
             file = SourceFile.read(path, module.__name__)
             for name in file.classes:
                 cls = vars(module).get(name)
                 if isinstance(cls, type) and cls.__module__ == module.__name__:
                     yield from _methods(file, cls, changes)
+
+
+def _are_plain(module: ModuleType, known: Mapping[str, object]) -> bool:
+    own = (c for c in vars(module).values() if isinstance(c, type) and hasattr(c, "forward"))
+    return all(_is_plain(cls, known) for cls in own if cls.__module__ == module.__name__)
+
+
+def _is_plain(cls: type, known: Mapping[str, object]) -> bool:
+    """Whether all functions of a class stand in its text, those of a new one with nothing around.
+
+    Then there is nothing to be looked for in the text, which takes milliseconds.
+    """
+    own = sys.modules[cls.__module__].__file__
+    for name, value in vars(cls).items():
+        if isinstance(value, FunctionType):
+            inner = inspect.unwrap(value)
+            code = inner.__code__ if isinstance(inner, FunctionType) else None
+            if code is None or (code.co_filename, code.co_qualname) != (
+                own,
+                f"{cls.__qualname__}.{name}",
+            ):
+                return False
+            if inner is not value and cls.__name__ not in known:
+                return False
+    return True
 
 
 def _methods(file: SourceFile, cls: type, changes: Sequence[Change]) -> Iterator[_Written]:

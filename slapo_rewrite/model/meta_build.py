@@ -68,7 +68,7 @@ class _OnMeta(TorchFunctionMode):
             if isinstance(filled, Tensor) and filled.is_meta:
                 self._forget(filled)
                 return filled
-        if not self._known and func not in _CONSTANTS:
+        if func not in _CONSTANTS and not self._takes_constants(args, kwargs):
             return func(*args, **kwargs)
         values = self._values_of(func, args, kwargs)
         if getattr(func, "__name__", "") in _READS and values is not None:
@@ -77,14 +77,20 @@ class _OnMeta(TorchFunctionMode):
         self._note(result, values)
         return result
 
+    def _takes_constants(self, args: Any, kwargs: Any) -> bool:
+        """Whether any of a call's tensors, or of those in a list, is a constant."""
+        return bool(self._known) and any(
+            id(given) in self._known
+            or (isinstance(given, (list, tuple)) and any(id(each) in self._known for each in given))
+            for given in (*args, *kwargs.values())
+        )
+
     def _values_of(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What an operation gives for the values of its arguments; None where some have none."""
         try:
             given, named = self._as_values(args), self._as_values(kwargs)
             if func in _CONSTANTS:
                 return func(*given, **{**named, "device": "cpu"})
-            if given is args and named is kwargs:
-                return None  # no constant takes part
             before = torch.get_rng_state()
             values = func(*given, **named)
         except Exception:  # what is wrong with it is told where it is carried out
@@ -97,10 +103,10 @@ class _OnMeta(TorchFunctionMode):
         return None
 
     def _as_values(self, value: Any) -> Any:
-        """Arguments with values in the place of constants: themselves where there are none.
+        """Arguments with values in the place of constants.
 
         Raises:
-            KeyError: A tensor has no values.
+            KeyError: A tensor has none.
         """
         if isinstance(value, Tensor):
             tensor, values, ahead = self._known[id(value)]
@@ -108,12 +114,9 @@ class _OnMeta(TorchFunctionMode):
                 raise KeyError
             return values
         if isinstance(value, (list, tuple)):
-            items = [self._as_values(item) for item in value]
-            is_same = all(a is b for a, b in zip(items, value, strict=True))
-            return value if is_same else type(value)(items)
+            return type(value)(map(self._as_values, value))
         if isinstance(value, dict):
-            given = {name: self._as_values(item) for name, item in value.items()}
-            return value if all(given[n] is item for n, item in value.items()) else given
+            return {name: self._as_values(item) for name, item in value.items()}
         return value
 
     def _note(self, result: Any, values: Any) -> None:

@@ -248,7 +248,7 @@ class _Rank:
 
     def _tell(self, error: BaseException) -> None:
         """Raises UnfitError where a helper says that the size does not fit."""
-        if self.output.is_of_helper(error):
+        if isinstance(error, ValueError) and self.output.is_of_helper(error):
             raise UnfitError from error
 
 
