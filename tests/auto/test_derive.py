@@ -370,9 +370,7 @@ class Model(nn.Module):
 """
 
 
-def test_attention_of_torch_is_split_with_what_it_holds(tmp_path):
-    """Also where the model's width is a vocabulary's, and a layer is no head for all that."""
-    step = """\
+STEP_OF_TORCH = """\
 import torch
 
 
@@ -387,11 +385,23 @@ def inputs(model):
 def loss(outputs):
     return outputs.square().mean()
 """
-    found = derived(tmp_path, OF_TORCH, step)
+
+
+def test_attention_of_torch_is_split_with_what_it_holds(tmp_path):
+    found = derived(tmp_path, OF_TORCH, STEP_OF_TORCH)
     assert found.share > 0.8
     text = shards(found.text)
     assert 'layer.linear1 ["weight", "bias"], axis=0' in text
     assert '*.attention ["in_proj_weight", "in_proj_bias"], axis=0, parts=3' in text
+
+
+def test_a_repeated_layer_is_no_head(tmp_path):
+    """Also where it gives as many features as there are words."""
+    source = OF_TORCH.replace("self.attention = nn.M", "nn.M").replace("self.layer = nn.T", "nn.T")
+    source = source.replace("x = x + self.attention(x, x, x, need_weights=False)[0]\n", "")
+    source = source.replace("self.layer(self.query(ids))", "self.query(ids)")
+    step = STEP_OF_TORCH.replace("Model(64, 4)", "Model(512, 4)").replace("64,", "512,")
+    assert '*.up ["weight", "bias"], axis=0' in shards(derived(tmp_path, source, step).text)
 
 
 NESTED = (

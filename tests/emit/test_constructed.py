@@ -102,6 +102,15 @@ class Stack(nn.Module):
             "`CheckpointedMLP.forward` would not run",
         ),
         (
+            (MLP + STACK)
+            .replace("\n\nclass MLP(nn.Module):", DERIVED)
+            .replace("cls.forward = lambda", "cls.forward = functools.wraps(before)(lambda")
+            .replace("2 * before(self, x)", "2 * before(self, x))")
+            .replace("import torch\n", "import functools\n\nimport torch\n", 1),
+            SOME,
+            "`CheckpointedMLP.forward` would not run",
+        ),
+        (
             MLP.replace("class MLP", "class Other").replace(
                 "4 * width, width)\n", "4 * width, width)\n        self.forward = self.compute\n"
             ).replace("def forward", "def compute")
@@ -110,7 +119,7 @@ class Stack(nn.Module):
             "`blocks.0.forward` would not run",
         ),
     ],
-    ids=["put there, decomposed", "put there, in part", "subclass", "constructor"],
+    ids=["decomposed", "in part", "subclass", "subclass, wrapped", "constructor"],
 )  # fmt: skip
 def test_a_method_that_does_not_run_is_refused(source, line, words, tmp_path):
     model = MODEL.replace("m.MLP(8)", "m.Stack()" if "Stack" in source else "m.MLP(8)")
