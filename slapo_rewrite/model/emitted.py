@@ -74,7 +74,7 @@ class Emitted:
             ModelError: The function itself does, or does not return a module.
         """
         try:
-            with _unheard(), self._one_of(world):
+            with _unheard(), pretend_world(world) if world > 1 else contextlib.nullcontext():
                 build = functools.partial(build_model, make, self.module)
                 tree = Tree(short.built(build))
                 self.parts = {path: _parts(node.live) for path, node in tree.nodes.items()}
@@ -86,17 +86,6 @@ class Emitted:
                 assert error.__cause__ is not None
                 raise FailedOutput(error.__cause__, frames) from error
             raise
-
-    @contextlib.contextmanager
-    def _one_of(self, world: int) -> Iterator[None]:
-        """Inside, this is the first of so many ranks, and its helpers know that none is there."""
-        suppose = getattr(self.helper("shards") or self.module, "world_of", None)
-        with contextlib.ExitStack() as stack:
-            if world > 1:
-                stack.enter_context(pretend_world(world))
-                if suppose is not None:
-                    stack.enter_context(suppose(world))
-            yield
 
     def helper(self, name: str) -> types.ModuleType | None:
         """A helper module of the output, wherever it lies, if there is one of that name."""

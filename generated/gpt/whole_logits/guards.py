@@ -113,8 +113,9 @@ def note_whose_parts(
     """In a state dict: notes which of how many ranks the parts belong to.
 
     Raises:
-        RuntimeError: They are on the meta device, as when transformers' `from_pretrained`,
-            which cuts nothing, asks for the names of what it is to read.
+        RuntimeError: They are on the meta device, and no model is being made there, as
+            when transformers' `from_pretrained`, which cuts nothing, asks for the names of
+            what it is to read.
     """
     if world_size() == 1:
         return
@@ -125,7 +126,8 @@ def note_whose_parts(
             with torch.no_grad():
                 part = part.to_local()
         if type(part) is Tensor and part is not getattr(module, name):
-            if part.is_meta and not is_supposed():
+            is_made = torch.get_default_device().type == "meta"
+            if part.is_meta and not is_made and not is_supposed():
                 raise RuntimeError(
                     "`from_pretrained` reads whole tensors, and this rank holds parts: "
                     "build the model and use `loading.load_pretrained(model, path)`, of a "
