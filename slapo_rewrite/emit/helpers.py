@@ -235,11 +235,10 @@ def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
     found: dict[str, Picked] = {}
     called = [module for module in wanted if kernels.is_of_kernels(module)]
     _close(wanted)
-    if {"weights", "loading"} & wanted.keys() or _shards_something(
-        wanted.get("tensor_parallel", set())
-    ):
+    split = _shards_something(wanted)
+    if split or {"weights", "loading"} & wanted.keys():
         wanted.setdefault("loading", set()).update(SURFACE["loading"])
-        if _shards_something(wanted.get("tensor_parallel", set())):
+        if split:
             wanted["tensor_parallel"].add("clip_grad_norm_")
         _close(wanted)
     if "shards" in wanted:  # users name the group by `tensor_parallel.set_group`
@@ -279,9 +278,10 @@ def _close(wanted: dict[str, set[str]]) -> None:
                 wanted.setdefault(other, set(SURFACE.get(other, ()))).update(names)
 
 
-def _shards_something(names: set[str]) -> bool:
+def _shards_something(wanted: Mapping[str, set[str]]) -> bool:
     """Whether a parameter is cut anywhere, so that there is something to gather."""
-    return "record_shard" in runtime_library("tensor_parallel").closure(names)
+    library = runtime_library("tensor_parallel", "weights" in wanted)
+    return "record_shard" in library.closure(wanted.get("tensor_parallel", ()))
 
 
 def _copied(schedule: ScheduleFile, names: set[str]) -> Picked:
