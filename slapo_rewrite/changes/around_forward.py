@@ -12,7 +12,7 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
 from slapo_rewrite.changes.recomputation import (
-    caches_inside,
+    caches_taken,
     check_recomputed,
     check_repeats,
     updates_buffers,
@@ -63,7 +63,7 @@ class Recompute(WrapForward):
     Attributes:
         kept: What is kept all the same.
         updates_buffers: Whether it updates buffers as it runs.
-        caches: Those that modules inside of it take.
+        caches: Those that it and modules inside of it take.
     """
 
     kept: SavePolicy = None
@@ -75,7 +75,7 @@ class Recompute(WrapForward):
         check_recomputed(to.files, node, cause)
         check_repeats(to.files, [node], cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        change = replace(self, updates_buffers=updates, caches=caches_inside(node))
+        change = replace(self, updates_buffers=updates, caches=caches_taken(node))
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:

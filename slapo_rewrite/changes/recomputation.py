@@ -16,7 +16,7 @@ from slapo_rewrite.code.effects import plain_calls
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.hugging_face import CACHES
+from slapo_rewrite.hugging_face import CACHES, names_of_caches
 from slapo_rewrite.model.tree import Node
 
 # Methods that a run of the model does not call.
@@ -36,7 +36,7 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
         return
-    given = {*parameters(forward)} - {"self", *CACHES}
+    given = {*parameters(forward)} - {"self", *names_of_caches(node.cls.forward.__module__)}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
     _refuse(home.file, forward, _change(forward, given, node), cause)
@@ -133,28 +133,31 @@ def _check_kept(node: Node, cause: Directive) -> None:
             )
 
 
-def caches_inside(node: Node) -> tuple[str, ...]:
-    """The caches that modules inside of one take, by the names of their arguments."""
-    inner = {type(each) for each in node.live.modules() if each is not node.live}
-    taken = {name for cls in inner for name in inspect.signature(cls.forward).parameters}
-    return tuple(name for name in CACHES if name in taken)
+def caches_taken(node: Node) -> tuple[str, ...]:
+    """The caches that a module and those inside of it take, by the names of their arguments."""
+    taken: set[str] = set()
+    for cls in {type(each) for each in node.live.modules()}:
+        names = names_of_caches(cls.forward.__module__)
+        taken |= inspect.signature(cls.forward).parameters.keys() & {*names}
+    return tuple(sorted(taken))
 
 
 def without_caches(
-    function: ast.FunctionDef, used: Collection[str], inside: Iterable[str]
+    function: ast.FunctionDef, used: Collection[str], caches: Iterable[str]
 ) -> list[str]:
     """Lines that leave a function without the caches it was given, none where there are none.
 
     Args:
         function: The function.
         used: Its names that count.
-        inside: The caches that what it calls takes, which may be among its `**kwargs`.
+        caches: Those that its module takes, and that what it calls takes, which may be among its
+            `**kwargs`.
     """
-    lines = [f"{name} = None" for name in CACHES if name in used]
+    lines = [f"{name} = None" for name in dict.fromkeys((*CACHES, *caches)) if name in used]
     rest = function.args.kwarg.arg if function.args.kwarg else None
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     given = [{k.arg or ast.unparse(k) for k in call.keywords} for call in calls]
-    hidden = {n for names in given if f"**{rest}" in names for n in inside if n not in names}
+    hidden = {n for names in given if f"**{rest}" in names for n in caches if n not in names}
     more = sorted(hidden - {*parameters(function)}) if rest in used else ()
     return [*lines, *(f'{rest}.pop("{name}", None)' for name in more)]
 

@@ -16,7 +16,7 @@ from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
 from slapo_rewrite.changes.recomputation import (
-    caches_inside,
+    caches_taken,
     check_repeats,
     updates_buffers,
     without_caches,
@@ -78,7 +78,7 @@ class RecomputeRegion(Region):
     Attributes:
         kept: What is kept all the same.
         updates_buffers: Whether they update buffers.
-        caches: Those that modules inside of the method's take.
+        caches: Those that the method's module and those inside of it take.
     """
 
     kept: SavePolicy = None
@@ -92,7 +92,7 @@ class RecomputeRegion(Region):
         """Likewise, once it is known what updates buffers."""
         check_repeats(to.files, node.children.values(), cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        change = replace(self, updates_buffers=updates, caches=caches_inside(node))
+        change = replace(self, updates_buffers=updates, caches=caches_taken(node))
         to.add_to_region(node, self.part, change, cause)
 
 

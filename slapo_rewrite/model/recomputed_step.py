@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite.errors import first_line
-from slapo_rewrite.hugging_face import CACHES
+from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
 from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
@@ -189,7 +189,7 @@ def _recomputing(layers: Sequence[nn.Module], way: Recomputed) -> Iterator[None]
 def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a `forward` such that it is recomputed, without a cache that it would fill twice."""
     own: dict[str, Any] = {
-        name: None if name in CACHES else value for name, value in kwargs.items()
+        name: None if is_cache(name, value) else value for name, value in kwargs.items()
     }
     return checkpoint(forward, *args, use_reentrant=False, **own)
 

@@ -253,15 +253,15 @@ class _Rank:
 
 
 def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> list[_Reference]:
-    """Steps of the original's small model, with a mask before without; none where it does not run.
+    """Steps of the original's small model; none where it does not run.
 
-    One with a mask in double precision is enough: what a mask needs single precision for is
-    compared without one as well, as no other comparison is as sharp.
+    One with a mask and a cache in double precision is enough: what these need single precision for
+    is compared without them as well, as no other comparison is as sharp.
     """
-    masks = (False,) if hasattr(schedule, "inputs") else (True, False)
+    ways = (False,) if hasattr(schedule, "inputs") else (True, False)
     found: list[_Reference] = []
-    for padded in masks:
-        reference = _reference(schedule, original, depth, padded)
+    for whole in ways:
+        reference = _reference(schedule, original, depth, whole)
         found += [reference] if reference is not None else []
         if reference is not None and reference.dtype == torch.float64:
             break
@@ -269,14 +269,14 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 
 
 def _reference(
-    schedule: Any, original: types.ModuleType, depth: int, padded: bool
+    schedule: Any, original: types.ModuleType, depth: int, whole: bool
 ) -> _Reference | None:
     """A step of the original's small model; None where it cannot be run."""
     for dtype in LIMIT:
         try:
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
-            inputs = small_model.training_inputs(schedule, model, padded)
+            inputs = small_model.training_inputs(schedule, model, whole)
             inputs = _in_dtype(inputs, dtype)
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
@@ -289,7 +289,7 @@ def _reference(
         except Exception:  # whatever the user's model does
             continue
         # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
-        if not padded or all(bool(g.isfinite().all()) for g in want.gradients.values()):
+        if not whole or all(bool(g.isfinite().all()) for g in want.gradients.values()):
             return _Reference(drawn, weights, inputs, dtype, want, depth)
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_rewrite.hugging_face import CACHES
+from slapo_rewrite.hugging_face import is_cache
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -40,7 +40,7 @@ def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tu
         return
     inside: list[tuple[str, Any, Any]] = []
     if isinstance(want, Mapping) and isinstance(have, Mapping):
-        inside = [(str(k), v, have.get(k)) for k, v in want.items() if k not in CACHES]
+        inside = [(str(k), v, have.get(k)) for k, v in want.items() if not is_cache(k, v)]
     elif isinstance(want, (list, tuple)) and isinstance(have, (list, tuple)):
         inside = [(str(n), *pair) for n, pair in enumerate(zip(want, have, strict=False))]
     elif hasattr(want, "__dict__") and type(want) is type(have):

@@ -270,22 +270,19 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
     return {name: value for name, value in given.items() if name in taken}
 
 
-def training_inputs(schedule: Any, model: nn.Module, padded: bool = False) -> dict[str, Any]:
+def training_inputs(schedule: Any, model: nn.Module, whole: bool = False) -> dict[str, Any]:
     """The keyword arguments of one training step, without those of the loss.
-
-    Where the tool makes the inputs, a cache of keys and values is left out, which costs by the
-    layer.
 
     Args:
         schedule: The schedule's module.
         model: The model that they are for.
-        padded: Whether inputs that the tool makes have a padding mask: what it holds cannot be
-            looked at on the meta device.
+        whole: Whether inputs that the tool makes are those of ordinary training. Otherwise there is
+            no padding mask, as what it holds cannot be looked at on the meta device, and no cache
+            of keys and values, which costs by the layer.
     """
     inputs = model_inputs(schedule, model, step_inputs(schedule, model))
-    if not hasattr(schedule, "inputs"):
-        if not padded:
-            inputs.pop("attention_mask", None)
+    if not hasattr(schedule, "inputs") and not whole:
+        inputs.pop("attention_mask", None)
         if "use_cache" in inspect.signature(model.forward).parameters:
             inputs["use_cache"] = False
     return inputs

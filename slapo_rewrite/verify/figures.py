@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo_rewrite.hugging_face import is_cache
+
 SMALLEST_SCALE = 1e-6
 LIMITS = {
     "outputs": 1e-4,
@@ -24,7 +26,6 @@ LARGEST_ROUNDING = 0.05  # an original whose own error is larger tells nothing
 LIMITS_BF16 = {"loss": 2e-2, "later losses": 2e-2, "weights": 2e-2}
 # So many standard errors are no accident.
 SIGMAS = 6.0
-CACHES = ("past_key_values", "past_key_value", "cache_params", "mems")
 
 Named = dict[str, Tensor]
 Aliases = Mapping[str, list[str]]
@@ -90,7 +91,7 @@ def tensors_in(value: Any, name: str = "") -> Named:
         return {}
     found: Named = {}
     for key, part in items:
-        if key not in CACHES:
+        if not is_cache(key, part):
             found.update(tensors_in(part, f"{name}.{key}" if name else str(key)))
     return found
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_rewrite import errors
+from slapo_rewrite.changes import recomputation
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.rehearsal import _references
 from slapo_rewrite.model.simulated_ranks import on_ranks
@@ -203,6 +205,30 @@ class Model(PreTrainedModel):
         y = (scores.softmax(-1) @ q).transpose(1, 2)
         return self.down(y.flatten(2))
 """
+
+
+LAYERS_OF_LLAMA = """\
+from transformers import LlamaConfig
+
+
+def model(m):
+    return m.LlamaForCausalLM(LlamaConfig())
+
+
+def schedule(s):
+    s["model.layers.*"].checkpoint()
+"""
+
+
+def test_a_cache_is_filled_as_in_ordinary_training(monkeypatch, tmp_path):
+    """One by a name that nobody knows, which a checkpointed layer fills twice, is seen."""
+    monkeypatch.setattr(recomputation, "CACHES", ())
+    monkeypatch.setattr(recomputation, "names_of_caches", lambda module: ())
+    monkeypatch.setattr(recomputation, "_change", lambda *_: None)
+    file = tmp_path / "all.py"
+    file.write_text(LAYERS_OF_LLAMA)
+    with pytest.raises(errors.RewriteError, match="in one process it fails"):
+        rewrite("transformers.models.llama.modeling_llama", str(file))
 
 
 def test_what_a_mask_asks_of_the_ranks_is_tried(tmp_path):

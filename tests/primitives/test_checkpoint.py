@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.processes import run
-from tests.rewriting import changed_lines, imported, rewritten, written
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
 SOURCE = """\
 import torch
@@ -398,12 +398,29 @@ class Model(nn.Module):
 """
 
 
-def test_a_cache_among_other_arguments_is_filled_once(tmp_path, monkeypatch):
+NAMED_CACHE = CACHED.replace("past_key_values", "cache")
+OF_TRANSFORMERS = "from transformers.cache_utils import Cache\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [(CACHED, "past_key_values"), (OF_TRANSFORMERS + NAMED_CACHE, "cache")],
+    ids=["past_key_values", "cache"],
+)
+def test_a_cache_among_other_arguments_is_filled_once(tmp_path, monkeypatch, source, name):
     """A layer's `**kwargs` may hold what a module inside of it takes by its name."""
-    monkeypatch.setitem(compare.__globals__, "SOURCE", CACHED)
+    monkeypatch.setitem(compare.__globals__, "SOURCE", source)
     ways = ('s["blocks.*"].checkpoint()', 's["blocks.*"].checkpoint(["attention"])')
     for way in ways:
-        text = changed_lines(rewritten(tmp_path, CACHED, SCHEDULE + f"    {way}\n"))
-        assert text.count('kwargs.pop("past_key_values", None)') == 1
+        text = changed_lines(rewritten(tmp_path, source, SCHEDULE + f"    {way}\n"))
+        assert text.count(f'kwargs.pop("{name}", None)') == 1
     _, found = compare(tmp_path, *ways)
     assert all(counts["tanh"] == 3 for _, _, counts in found)
+
+
+def test_what_is_called_a_cache_elsewhere_is_passed_on(tmp_path):
+    """So that one that is filled twice is refused."""
+    schedule = SCHEDULE + '    s["blocks.*"].checkpoint()\n'
+    constant = NAMED_CACHE.replace("cache.append(x)", "pass").replace("=[]", "=[x]")
+    assert "kwargs.pop" not in changed_lines(rewritten(tmp_path, constant, schedule))
+    refused(tmp_path, NAMED_CACHE.replace("mean", "sum"), schedule, "SR106")
