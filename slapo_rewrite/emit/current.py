@@ -18,6 +18,8 @@ from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs, record
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
+# As many changed modules of one package are named one by one.
+NAMED = 4
 TOOL_CHANGED = "slapo-rewrite itself has changed"
 
 
@@ -180,12 +182,28 @@ def reasons(content: Mapping[str, Any], asked: Asked) -> list[str]:
     for name, version in content.get("packages", {}).items():
         if record.installed(name) != version:
             found.append(f"{name} is {record.installed(name)} now; it was {version}")
-    found += [f"{n} has changed" for n, d in _modules(content).items() if _digest(n, asked) != d]
+    found += changed_modules([n for n, d in _modules(content).items() if _digest(n, asked) != d])
     if content.get("set", {}) != asked.knobs:
         found.append(f"knobs were {content.get('set', {})}, and are {asked.knobs}")
     if content.get("tool", {}).get("digest") not in (None, record.tool_digest()):
         found.append(TOOL_CHANGED)
     return found
+
+
+def changed_modules(modules: Sequence[str]) -> list[str]:
+    """What is said of changed modules: of many in one package, as of a checkout, their number."""
+    packages: dict[str, list[str]] = {}
+    for name in modules:
+        packages.setdefault(name.split(".")[0], []).append(name)
+    return [
+        line
+        for package, names in packages.items()
+        for line in (
+            [f"{name} has changed" for name in names]
+            if len(names) <= NAMED
+            else [f"{len(names)} modules of {package} have changed, {names[0]} among them"]
+        )
+    ]
 
 
 def up_to_date(out: Path, asked: Asked, shared: Path | None) -> list[str] | None:

@@ -12,6 +12,7 @@ import pytest
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit import diff_cache
 from slapo_rewrite.emit import rewrite as module
+from slapo_rewrite.emit.current import changed_modules
 from slapo_rewrite.emit.inputs import may_change
 from slapo_rewrite.emit.new_record import without_folder
 from slapo_rewrite.primitives.shard import MLP, MODEL
@@ -241,3 +242,13 @@ def test_what_is_written_while_it_is_read_is_not_known(said, tmp_path):
     write(path, path.read_text())
     assert said("-o", "out")[2]
     assert not said("-o", "out")[2]
+
+
+def test_of_many_changed_modules_of_one_package_it_is_said_how_many_there_are():
+    modules = ["mine", "yours.a", "yours.b", *(f"transformers.utils.m{n}" for n in range(9))]
+    assert changed_modules(modules) == [
+        "mine has changed",
+        "yours.a has changed",
+        "yours.b has changed",
+        "9 modules of transformers have changed, transformers.utils.m0 among them",
+    ]
