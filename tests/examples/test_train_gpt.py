@@ -78,7 +78,8 @@ def schedule(s):
     s.autocast()
 """
 # In float32 the loss jumps here from 3.3 to 5.4 and is back at 3.2 in the next step. How far it
-# jumps is a matter of rounding: 4.2 in bfloat16, under torch.autocast as well.
+# jumps is a matter of rounding: in bfloat16 to 4.2 on one CPU, under torch.autocast as well, and
+# to 5.2 on another.
 JUMP = 16
 
 
@@ -113,6 +114,6 @@ def test_a_few_steps_in_half_precision(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_fifty_steps_in_half_precision_stay_near(tmp_path, monkeypatch):
     plain, mixed = in_precisions(tmp_path, monkeypatch, 50)
-    assert plain[JUMP] > 5 and mixed[JUMP] == pytest.approx(4.1667, rel=0.01)
+    assert plain[JUMP] > 5 and 4 < mixed[JUMP] < 6
     steady = [n for n in range(50) if n != JUMP]
     assert [mixed[n] for n in steady] == pytest.approx([plain[n] for n in steady], rel=0.01)
