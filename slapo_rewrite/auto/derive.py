@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tempfile
 import types
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.garbage import collector_paused
+from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.schedule.source_module import import_source
 
@@ -82,7 +84,7 @@ def derive(source: str, wanted: str = "") -> Derived:
             return Derived(text, head, title, found.groups, found.share, why)
         if not found.groups:
             raise refused
-        found = _without_one(found, refused)
+        found = _without_one(found, refused, oracle.project.tree.root)
 
 
 def _given(wanted: str, module: types.ModuleType) -> Step:
@@ -211,12 +213,19 @@ def _refused(source: str, text: str) -> errors.RewriteError | None:
     return None
 
 
-def _without_one(found: Found, refused: errors.RewriteError) -> Found:
-    """What was found, less the group that the refusal names, else the smallest."""
+def _without_one(found: Found, refused: errors.RewriteError, root: Node) -> Found:
+    """What was found, less a group with modules that the refusal names, else the smallest."""
     if any(group.head for group in found.groups):  # with whole logits it may be right
         return replace(found, groups=tuple(replace(group, head=None) for group in found.groups))
     said = refused.render()
-    named = [g for g in found.groups if any(p in said for p in g.patterns)]
+    paths = tuple(f"{path}." for path in re.findall(r"`([\w.]+)`", said))
+    named = [
+        group
+        for group in found.groups
+        for pattern in group.patterns
+        if pattern in said
+        or any(f"{node.path}.".startswith(paths) for node in modules_at(root, pattern))
+    ]
     gone = min(named or found.groups, key=lambda g: g.parameters)
     left = tuple(group for group in found.groups if group is not gone)
     whole = {**found.whole, **dict.fromkeys(gone.patterns, refused.message)}

@@ -99,6 +99,37 @@ def test_the_numbers_are_the_original_ones(name, settings, worlds, tmp_path):
     verified(name, tmp_path, settings, worlds)
 
 
+FOUND_BY_NAME = """
+
+class MLP(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+"""
+
+
+def test_what_the_last_check_names_alone_stays_whole(tmp_path, monkeypatch):
+    """A class that is looked up in the original's module is not the output's."""
+    text = (MODELS / "packed_qkv.py").read_text()
+    made = "nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))"
+    assert made in text
+    text = text.replace(made, 'classes.named("MLP")(dim)') + FOUND_BY_NAME
+    text = text.replace("import torch\n", "import torch\nfrom by_name import classes\n", 1)
+    named = "import sys\n\n\ndef named(name):\n"
+    named += "    return getattr(sys.modules['by_name.net'], name)\n"
+    (tmp_path / "by_name").mkdir()
+    for name, content in {"__init__": "", "classes": named, "net": text}.items():
+        (tmp_path / "by_name" / f"{name}.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = derive("by_name.net", str(MODELS / "steps" / "packed_by_group.py")).text
+    assert '*.attention.qkv ["weight", "bias"], axis=0' in shards(text)
+    said = " ".join(text.replace("#", "").split())
+    assert "Left whole: `blocks.*.mlp.{up,down}`: `blocks.0.mlp` is a `MLP`, which changes" in said
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_copies_of_one_are_split_alike(tmp_path):
