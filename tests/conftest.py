@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from slapo_rewrite.verify import launch, run
 from tests.made import Made
@@ -14,6 +15,9 @@ from tests.warm import Shared
 
 # What a user printed before is not for tests, nor theirs for the user.
 os.environ["SLAPO_REWRITE_CACHE"] = "0"
+# How long an example takes depends on what else the machine does.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 # With a million objects of torch and transformers in memory, looking for garbage is dear.
 gc.set_threshold(20_000, 20, 20)
 
