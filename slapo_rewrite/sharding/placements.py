@@ -34,8 +34,9 @@ class State:
             its own, or it would count several times.
         axis: The axis of that module's output that is split.
         covered: The module whose sync adds up this value's gradient.
-        parameters: The parameters, by module path and name, that it was computed from and from
-            nothing else.
+        parameters: The parameters, by module path and name, that it was computed from, with no
+            other value but constants.
+        is_input: Whether it was computed from what the model is given.
         gathers: The all-gathers, by module path and number, that it was computed from.
     """
 
@@ -45,6 +46,7 @@ class State:
     axis: int = -1
     covered: str | None = None
     parameters: frozenset[tuple[str, str]] | None = None
+    is_input: bool = False
     gathers: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -415,11 +417,12 @@ class Flow:
         for _, state in trained:
             made_of |= state.parameters or set()
             gathers |= state.gathers
-        alone = alone and len(trained) == len(inputs)
+        is_input = any(s.is_input for s in states)
         return State(
             REPLICATE,
             covered=covers[0] if covers else None,
-            parameters=frozenset(made_of) if alone else None,
+            parameters=frozenset(made_of) if alone and not is_input else None,
+            is_input=is_input,
             gathers=frozenset(gathers),
         )
 

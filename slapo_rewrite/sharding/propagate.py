@@ -19,6 +19,7 @@ import torch
 
 from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.small_model import drawing
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
@@ -29,7 +30,7 @@ from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
 from slapo_rewrite.sharding.output_check import compare_outputs
 from slapo_rewrite.sharding.parameter_reads import noted_readings
-from slapo_rewrite.sharding.placements import PlacementError
+from slapo_rewrite.sharding.placements import PlacementError, State
 from slapo_rewrite.sharding.rank_arguments import INFERRED, SHARE
 from slapo_rewrite.sharding.rank_run import RankRun
 from slapo_rewrite.sharding.rank_state import Hypothesis, Run
@@ -415,6 +416,8 @@ class _Following:
                 noting_reads,
                 RankRun(run),
             ):
+                for tensor in tensors(self.inputs):
+                    run.flow.set(tensor, State(is_input=True))
                 got = self._call(self.way)
         except CannotFollow as error:
             error.position, error.repeats = run.position, frozenset(run.repeats)

@@ -325,6 +325,15 @@ ORDINARY = {
         "return torch.relu(x @ self.a) @ self.b",
         ". a 1; . b 0",
     ),
+    "relative positions, picked out of a table that is interpolated": block(
+        QKV + "\nself.table = nn.Parameter(torch.randn(5, 2))",
+        HEADS + SCORES + "y = at(self.table, q, a, t).softmax(-1) @ v\n" + MERGE,
+        ATTENTION,
+        top="def at(table, q, a, t):\n"
+        "    places = torch.arange(t)[:, None] - torch.arange(t)[None] + t - 1\n"
+        "    table = F.interpolate(table.T[None], size=2 * t - 1, mode='linear')[0].T\n"
+        "    return a + torch.einsum('bhqd,qkd->bhqk', q, table[places])\n\n\n",
+    ),
     "a teacher that starts as the student": block(
         "self.student, self.teacher = Part(), Part()\n"
         "self.teacher.load_state_dict(self.student.state_dict())",
