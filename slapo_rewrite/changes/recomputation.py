@@ -39,6 +39,12 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     Raises:
         Unsupported: It does.
     """
+    if getattr(node.live, "inplace", False) is True:
+        raise errors.Unsupported(
+            f"`{node.path}` changes its input in place, and would do so twice",
+            at=cause.at,
+            hint="take `inplace` out, or checkpoint a module around it",
+        )
     home = files.of(node.cls)
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:

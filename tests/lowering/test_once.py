@@ -227,3 +227,10 @@ def test_what_is_over_in_the_backward_pass_is_refused(tmp_path, call, name):
     else:
         words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
         assert f"`torch.func.{name}` may call `blocks.0`" in words
+
+
+def test_an_activation_in_place_is_not_checkpointed(tmp_path):
+    source = NET.format(norm="SiLU", update="pass").replace("nn.SiLU(2 * dim)", "nn.SiLU(True)")
+    schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")
+    words = refused(tmp_path, source, schedule, "SR305")
+    assert "`blocks.0.norm` changes its input in place" in words
