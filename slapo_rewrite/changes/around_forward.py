@@ -15,6 +15,7 @@ from slapo_rewrite.changes.recomputation import (
     caches_taken,
     check_recomputed,
     check_repeats,
+    check_transformed,
     updates_buffers,
 )
 from slapo_rewrite.changes.save_policy import SavePolicy
@@ -74,6 +75,7 @@ class Recompute(WrapForward):
         """Around `forward`, if that can run twice."""
         check_recomputed(to.files, node, cause)
         check_repeats(to.files, [node], cause)
+        check_transformed(to.files, node, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
         change = replace(self, updates_buffers=updates, caches=caches_taken(node))
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))

@@ -23,6 +23,13 @@ from slapo_rewrite.model.tree import Node
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")
 # What torch computes with buffers it does not change, but for these.
 UPDATING = ("batch_norm", "instance_norm")
+# What calls a module with other weights, or differentiates it, which is over in the backward pass.
+TRANSFORMS = (
+    "torch.func.",
+    "torch.vmap",
+    "torch.nn.utils.stateless.",
+    "torch.autograd.functional.",
+)
 TORCH = ("torch", "F", "nn", "math")
 
 
@@ -32,6 +39,12 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     Raises:
         Unsupported: It does.
     """
+    if getattr(node.live, "inplace", False) is True:
+        raise errors.Unsupported(
+            f"`{node.path}` changes its input in place, and would do so twice",
+            at=cause.at,
+            hint="take `inplace` out, or checkpoint a module around it",
+        )
     home = files.of(node.cls)
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
@@ -49,16 +62,54 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
         Unsupported: They draw random numbers that are not set back, say.
     """
     for node in {inner.cls: inner for each in nodes for inner in each.walk()}.values():
-        home = files.of(node.cls)
-        for method in home.classes.methods(node.cls.__name__) if home is not None else ():
-            assert home is not None
-            if method.name in CONSTRUCTING:
-                continue
+        for file, method in _running(files, node):
             if method.name == "forward":
-                _refuse(home.file, method, _change(method, set(), node), cause)
+                _refuse(file, method, _change(method, set(), node), cause)
+            _refuse(file, method, varying(file, [method]), cause)
+
+
+def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
+    """Refuses a module that those around it call with other weights, or differentiate.
+
+    Raises:
+        Unsupported: They may.
+    """
+    inner = node
+    while outer := inner.parent:
+        for file, function in _running(files, outer):
+            for call in (each for each in ast.walk(function) if isinstance(each, ast.Call)):
+                name = file.qualified(call.func) or ""
+                if name.startswith(TRANSFORMS) and _may_take(call, inner):
+                    raise errors.Unsupported(
+                        f"`{name}` may call `{node.path}`: what it changes is no longer so in the "
+                        "backward pass, where that is computed again",
+                        at=file.at(call),
+                        cause=cause,
+                        hint="checkpoint modules that it does not call",
+                    )
+        inner = outer
+
+
+def _may_take(call: ast.Call, inner: Node) -> bool:
+    """Whether a call may be given a module: it is, or what it is given is not plain to see."""
+    if not call.args:
+        return True
+    match call.args[0]:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name == inner.path.rpartition(".")[2]
+        case _:
+            return True
+
+
+def _running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.FunctionDef]]:
+    """The methods of a module that run with it, each with the functions that it calls."""
+    home = files.of(node.cls)
+    for method in home.classes.methods(node.cls.__name__) if home is not None else ():
+        assert home is not None
+        if method.name not in CONSTRUCTING:
             functions = home.file.functions
-            for each in (method, *(functions[n] for n in plain_calls(method) if n in functions)):
-                _refuse(home.file, each, varying(home.file, [each]), cause)
+            yield home.file, method
+            yield from ((home.file, functions[n]) for n in plain_calls(method) if n in functions)
 
 
 def _change(forward: ast.FunctionDef, given: set[str], node: Node) -> Obstacle | None:

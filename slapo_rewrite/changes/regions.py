@@ -18,6 +18,7 @@ from slapo_rewrite.changes.places import Place
 from slapo_rewrite.changes.recomputation import (
     caches_taken,
     check_repeats,
+    check_transformed,
     updates_buffers,
     without_caches,
 )
@@ -91,6 +92,7 @@ class RecomputeRegion(Region):
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Likewise, once it is known what updates buffers."""
         check_repeats(to.files, node.children.values(), cause)
+        check_transformed(to.files, node, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
         change = replace(self, updates_buffers=updates, caches=caches_taken(node))
         to.add_to_region(node, self.part, change, cause)

@@ -202,3 +202,35 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         rewritten(tmp_path, source, schedule)
     else:
         assert words in refused(tmp_path, source, schedule, "SR305")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("torch.func.functional_call(block, self.doubled(block), (x,))", "functional_call"),
+        ("torch.func.grad(lambda z: block(z).sum())(x)", "grad"),
+        ("torch.func.functional_call(self.head, self.doubled(self.head), (x,))", None),
+    ],
+)
+def test_what_is_over_in_the_backward_pass_is_refused(tmp_path, call, name):
+    """Weights that stand in for a module's own, unless they are another module's."""
+    doubled = (
+        "\n    def doubled(self, of):\n        return {n: 2 * p for n, p in of.named_parameters()}"
+    )
+    source = NET.format(norm="LayerNorm", update="pass") + doubled + "\n"
+    source = source.replace("x = block(x)", f"x = block(x) + {call}")
+    source = source.replace(
+        "        self.blocks =", "        self.head = nn.Linear(8, 8)\n        self.blocks ="
+    )
+    if name is None:
+        rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    else:
+        words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+        assert f"`torch.func.{name}` may call `blocks.0`" in words
+
+
+def test_an_activation_in_place_is_not_checkpointed(tmp_path):
+    source = NET.format(norm="SiLU", update="pass").replace("nn.SiLU(2 * dim)", "nn.SiLU(True)")
+    schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")
+    words = refused(tmp_path, source, schedule, "SR305")
+    assert "`blocks.0.norm` changes its input in place" in words
