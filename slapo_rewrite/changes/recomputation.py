@@ -17,7 +17,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import Node, Tree
 
 # Methods that a run of the model does not call.
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")
@@ -133,9 +133,13 @@ def _check_kept(node: Node, cause: Directive) -> None:
             )
 
 
-def caches_inside(node: Node) -> tuple[str, ...]:
-    """The caches that modules inside of one take, by the names of their arguments."""
-    inner = {type(each) for each in node.live.modules() if each is not node.live}
+def caches_inside(tree: Tree, cls: type) -> tuple[str, ...]:
+    """The caches that modules inside of those of a class take, by the names of their arguments.
+
+    What some of these hold the others need not: one text is right for all of them.
+    """
+    around = [node.live for node in tree.nodes.values() if node.cls is cls]
+    inner = {type(each) for live in around for each in live.modules() if each is not live}
     taken = {name for cls in inner for name in inspect.signature(cls.forward).parameters}
     return tuple(name for name in CACHES if name in taken)
 

@@ -92,7 +92,8 @@ class RecomputeRegion(Region):
         """Likewise, once it is known what updates buffers."""
         check_repeats(to.files, node.children.values(), cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        change = replace(self, updates_buffers=updates, caches=caches_inside(node))
+        caches = caches_inside(to.tree, node.cls)
+        change = replace(self, updates_buffers=updates, caches=caches)
         to.add_to_region(node, self.part, change, cause)
 
 
