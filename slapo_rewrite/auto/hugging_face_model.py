@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -22,6 +23,8 @@ HEADS = (
 )
 # How many heads are tried.
 MOST_HEADS = 4
+# How many layers a small model may have.
+DEPTHS = (2, 3, 4)
 # The pixels on a side of an image, where a configuration speaks of no patches.
 SMALL_IMAGE = 64
 
@@ -106,7 +109,7 @@ def steps_of(cls: Any) -> Iterator[Step]:
         model = cls(config_class())
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
-    small = small_config(config)
+    small = _small(cls, config, {*map(type, model.modules())})
     smaller = [*_seeing_less(small), small]
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
@@ -115,6 +118,19 @@ def steps_of(cls: Any) -> Iterator[Step]:
             yield own
         for inputs in _made_up(takes, main, cls.__name__):
             yield replace(own, inputs=_filled(inputs, model.config))
+
+
+def _small(cls: Any, config: Any, wanted: set[type]) -> Any:
+    """A small configuration of a model, of as many layers as it takes to have modules of all kinds.
+
+    Layers may be of one class at both ends, and of another one between.
+    """
+    for depth in DEPTHS:
+        small = small_config(config, depth)
+        with on_meta(), contextlib.suppress(Exception):  # the first one is tried, and says why
+            if wanted <= {*map(type, cls(copy.deepcopy(small)).modules())}:
+                return small
+    return small_config(config, DEPTHS[0])
 
 
 def _made_up(

@@ -182,7 +182,8 @@ def _stand_in(outputs: Any) -> str:
         DoesNotRun: Nothing that it returns has a gradient.
     """
     named = [(n, t) for n, t in _named(outputs, "outputs") if t.requires_grad]
-    for name, tensor in sorted(named, key=lambda pair: pair[1].numel() != 1):
+    # Of logits that are masked nothing could be compared: they are infinite.
+    for name, tensor in sorted(named, key=lambda p: (not p[1].isfinite().all(), p[1].numel() != 1)):
         # A mean of squares would say nothing: it is the same for all that a layer norm returns.
         return name if tensor.numel() == 1 else f"{name}.float().square().add(1).sqrt().mean()"
     raise DoesNotRun("nothing that the model returns has a gradient")

@@ -77,7 +77,8 @@ class Recompute(WrapForward):
         check_repeats(to.files, [node], cause)
         check_transformed(to.files, node, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        change = replace(self, updates_buffers=updates, caches=caches_taken(node))
+        caches = caches_taken(to.tree, node.cls)
+        change = replace(self, updates_buffers=updates, caches=caches)
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:

@@ -17,7 +17,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import Node, Tree
 
 # Methods that a run of the model does not call.
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")
@@ -184,12 +184,16 @@ def _check_kept(node: Node, cause: Directive) -> None:
             )
 
 
-def caches_taken(node: Node) -> tuple[str, ...]:
-    """The caches that a module and those inside of it take, by the names of their arguments."""
+def caches_taken(tree: Tree, cls: type) -> tuple[str, ...]:
+    """The caches that modules of a class and those inside of them take, by their arguments' names.
+
+    What some of these hold the others need not: one text is right for all of them.
+    """
+    around = [node.live for node in tree.nodes.values() if node.cls is cls]
     taken: set[str] = set()
-    for cls in {type(each) for each in node.live.modules()}:
-        names = names_of_caches(cls.forward.__module__)
-        taken |= inspect.signature(cls.forward).parameters.keys() & {*names}
+    for each in {type(inner) for live in around for inner in live.modules()}:
+        names = names_of_caches(each.forward.__module__)
+        taken |= inspect.signature(each.forward).parameters.keys() & {*names}
     return tuple(sorted(taken))
 
 

@@ -94,7 +94,8 @@ class RecomputeRegion(Region):
         check_repeats(to.files, node.children.values(), cause)
         check_transformed(to.files, node, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        change = replace(self, updates_buffers=updates, caches=caches_taken(node))
+        caches = caches_taken(to.tree, node.cls)
+        change = replace(self, updates_buffers=updates, caches=caches)
         to.add_to_region(node, self.part, change, cause)
 
 

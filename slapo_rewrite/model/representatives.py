@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from slapo_rewrite.model.layer_kinds import left_alone
+from slapo_rewrite.model.layer_kinds import kinds_of, left_alone
+from slapo_rewrite.model.layers import base_of
+from slapo_rewrite.model.repeated_calls import repeated
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -57,12 +60,12 @@ class Representatives:
         children = node.children
         if isinstance(node.live, nn.ModuleList):
             groups: dict[Any, list[Node]] = {}
-            for child in children.values():
+            for child, kind in zip(children.values(), kinds_of(node), strict=True):
                 below = tuple(sorted(self._asked.get(child.path, ())))
                 is_shared = any(id(inner.live) in self._shared for inner in child.walk())
-                groups.setdefault((child.kind, below, is_shared and child.path), []).append(child)
-            first = {child.name: group[0] for group in groups.values() for child in group[:2]}
-            self._runs[node.path] = [first[name] for name in children if name in first]
+                groups.setdefault((kind, below, is_shared and child.path), []).append(child)
+            first = {child.name: group[0] for group in groups.values() for child in group}
+            self._runs[node.path] = [first[name] for name in children]
             children = {group[0].name: group[0] for group in groups.values()}
             self._elements[node.path] = children
             for group in groups.values():
@@ -87,15 +90,14 @@ class Representatives:
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
-        """The live model with one of each, in the places of two, for as long as it lasts.
+        """The live model with one of each in the places of all, for as long as it lasts.
 
-        What the first one is given is of another kind than what it gives to the second: it needs no
-        gradient, or comes in another precision.
+        It is run twice, as what the first one is given is of another kind than what it gives to the
+        second: it needs no gradient, or comes in another precision. It is run again where it is
+        given what the others are not.
         """
-        lists = []
-        for path, run in self._runs.items():
-            listed = self._kept[path].live
-            if len(run) < len(listed._modules) or len({id(node.live) for node in run}) < len(run):
-                lists.append((listed, [node.live for node in run]))
-        with left_alone(lists):
+        lists = [(self._kept[path].live, [n.live for n in run]) for path, run in self._runs.items()]
+        nodes = (node for run in self._runs.values() for node in run)
+        places = Counter(n.live for n in nodes if n.children and base_of(n.cls) is None)
+        with left_alone(lists), repeated(self.tree.root.live, places):
             yield

@@ -148,6 +148,9 @@ def test_a_twin_has_what_its_backbone_gives_out():
     step = next(steps_of(transformers.RTDetrV2ForObjectDetection))
     assert "out_features=['stage2', 'stage3', 'stage4']" in step.twin
     assert "num_queries=16" in step.twin
+    # Whose first and last layers are of another class than those between.
+    step = next(steps_of(transformers.Sam3LiteTextTextModel))
+    assert "num_hidden_layers=3" in step.twin
 
 
 @pytest.mark.long

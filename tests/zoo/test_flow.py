@@ -344,6 +344,38 @@ def test_a_function_that_remembers_its_results_is_run_again(function, tmp_path):
     source = source.replace("self.block(self.first(x))", "self.block(self.first(x) + places(8))")
 
 
+STACK = (
+    SOURCE.replace("self, width):", "self, width, number=0):", 1)
+    .replace("4 * width)\n", "4 * width)\n        self.adds = number in OWN\n", 1)
+    .replace("def forward(self, x):", "def forward(self, x, added=None):", 1)
+    .replace("self.down(torch.relu(self.up(x)))", "self.down(torch.relu(ADDED))")
+    .replace(
+        "self.block = Residual(width)",
+        "self.blocks = nn.ModuleList(MLP(width, n) for n in range(9))",
+    )
+    .replace(
+        "return self.block(self.first(x))",
+        "for n, block in enumerate(self.blocks):\n            x = CALL\n        return x",
+    )
+)
+GIVEN = "self.up(x) if added is None else self.up(x) + added"
+
+
+@pytest.mark.parametrize(
+    ("own", "added", "call"),
+    [
+        ("()", GIVEN, "block(x, torch.ones(32) if n == 5 else None)"),
+        ("()", GIVEN, "block(x, added=[None, torch.ones(32)][n // 7])"),
+        ("(5,)", "self.up(x) + torch.ones(32) if self.adds else self.up(x)", "block(x)"),
+    ],
+)
+def test_a_layer_that_does_what_the_others_do_not_is_followed(own, added, call, tmp_path):
+    source = STACK.replace("ADDED", added).replace("CALL", call).replace("OWN", own)
+    schedule = SCHEDULE.replace("block.mlp", "blocks.*") + "    s.infer_sync()\n"
+    text = refused(tmp_path, source, schedule, "SR104")
+    assert "joins a part of shape" in text
+
+
 DEEP = """\
 class MLP(nn.Module):
     def __init__(self, width):
