@@ -51,6 +51,7 @@ def schedule(
     batch: int = 8,
     sequence: int = 512,
     ranks: int = 1,
+    autocast: str = "",
     fork_dropout: bool = False,
     fuse: bool = False,
     fuse_head: bool = False,
@@ -64,6 +65,7 @@ def schedule(
     With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
     rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
     `ckpt_ratio` means nothing then.
+    With `autocast` of "bfloat16" or "float16" products are in half precision.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -93,6 +95,8 @@ def schedule(
         s.infer_sync()
     if fork_dropout:
         layers["*.self_attn"].fork_rng()
+    if autocast:
+        s.autocast(autocast)
     if memory:
         layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence, ranks=ranks)
     else:
