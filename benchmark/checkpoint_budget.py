@@ -22,7 +22,7 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from benchmark import report
 from slapo_rewrite.model.tree import Tree, build_model
-from slapo_rewrite.primitives.recompute_budget import Step, search_for
+from slapo_rewrite.primitives.recompute_budget import Step, counted, search_of
 from slapo_rewrite.simulate.recompute_search import RecomputeSearch
 
 NAME = "checkpoint_budget"
@@ -58,7 +58,7 @@ def searched(family: str, build: Any, depth_seconds: list[float] | None = None) 
     layers = {node.path for path in lists for node in tree.nodes[path].children.values()}
     step = Step(0.0, rows, tokens, "bf16", 1, 0, 1)
     start = time.process_time()
-    _, search = search_for(SimpleNamespace(model=build), tree, layers, step)
+    search = search_of(counted(SimpleNamespace(model=build), layers, step, tree), layers, step)
     if depth_seconds is not None:
         none, least = search.judged(search.same(0)).peak, search.judged(search.shares()[-1]).peak
         search.least((none + least) / 2)

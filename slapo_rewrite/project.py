@@ -19,6 +19,7 @@ from slapo_rewrite.code.splice import Change, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.primitives.base import OnRanks
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
@@ -92,9 +93,14 @@ class Project:
                 return directive.at
         return None
 
-    def plan(self, knobs: dict[str, Any]) -> Plan:
-        """Runs the schedule."""
-        plan = Plan(self.tree, self.schedule, self.sources, self._changed)
+    def plan(self, knobs: dict[str, Any], on_ranks: OnRanks | None = None) -> Plan:
+        """Runs the schedule.
+
+        Args:
+            knobs: By name.
+            on_ranks: Counts what comes of it on one of several ranks.
+        """
+        plan = Plan(self.tree, self.schedule, self.sources, self._changed, on_ranks)
         self.directives = plan.directives
         selection = Selection(plan, [self.tree.root])
         run = functools.partial(self.schedule.module.schedule, selection, **knobs)

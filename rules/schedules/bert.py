@@ -42,6 +42,8 @@ def schedule(
     memory: str = "",
     batch: int = 8,
     sequence: int = 512,
+    ranks: int = 1,
+    autocast: str = "",
     fork_dropout: bool = False,
     fuse: bool = False,
     fuse_head: bool = False,
@@ -53,7 +55,9 @@ def schedule(
     With `parallel_loss` the logits stay split where training computes a loss of them, and only
     the loss is summed; without it they are gathered on every rank.
     With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits, at the least time; `ckpt_ratio` means nothing then.
+    rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
+    `ckpt_ratio` means nothing then.
+    With `autocast` of "bfloat16" or "float16" products are in half precision.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -84,8 +88,10 @@ def schedule(
         s.infer_sync()
     if fork_dropout:
         layers["*" if sequence_parallel else "*.attention.self"].fork_rng()
+    if autocast:
+        s.autocast(autocast)
     if memory:
-        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence, ranks=ranks)
     else:
         layers[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:

@@ -44,6 +44,8 @@ def schedule(
     memory: str = "",
     batch: int = 8,
     sequence: int = 512,
+    ranks: int = 1,
+    autocast: str = "",
     fork_dropout: bool = False,
     fuse: bool = False,
     fuse_head: bool = False,
@@ -55,7 +57,9 @@ def schedule(
     With `parallel_loss` the logits stay split where training computes a loss of them, and only
     the loss is summed; without it they are gathered on every rank.
     With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits, at the least time; `ckpt_ratio` means nothing then.
+    rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
+    `ckpt_ratio` means nothing then.
+    With `autocast` of "bfloat16" or "float16" products are in half precision.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -87,8 +91,10 @@ def schedule(
         blocks["*"].fork_rng()
     elif fork_dropout:  # what comes after `c_proj` is whole on every rank
         blocks["*.attn"].fork_rng(["attention_interface", "_upcast_and_reordered_attn"])
+    if autocast:
+        s.autocast(autocast)
     if memory:
-        blocks["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+        blocks["*"].checkpoint(budget=memory, batch=batch, sequence=sequence, ranks=ranks)
     else:
         blocks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:

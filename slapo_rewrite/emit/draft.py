@@ -28,6 +28,7 @@ class Options:
         support: The name of the folder beside the output that is to hold its helpers.
         tries: What the output is tried with, imported and built; None to run a small model of it
             against the original's.
+        on_ranks: Whether budgets for ranks that share layers choose what is recomputed.
     """
 
     settings: Sequence[str] = ()
@@ -35,6 +36,7 @@ class Options:
     further: Mapping[str, set[str]] = field(default_factory=dict)
     support: str | None = None
     tries: Trial | None = None
+    on_ranks: bool = True
 
 
 @dataclass

@@ -28,6 +28,7 @@ from slapo_rewrite.emit.helpers import (
 from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
+from slapo_rewrite.emit.one_rank import OneRank
 from slapo_rewrite.emit.rewritten_text import (
     carried,
     check_text,
@@ -111,18 +112,21 @@ def rewrite(
 
 
 @collector_paused()
-def try_out(project: Project, settings: Sequence[str], trial: Trial) -> None:
+def try_out(
+    project: Project, settings: Sequence[str], trial: Trial, *, on_ranks: bool = True
+) -> None:
     """Carries out a schedule, and tries the output, of which no more is made than that takes.
 
     Args:
         project: The source and the schedule; nothing else has been carried out on it, or will be.
         settings: Knobs, as `name=value`.
         trial: What the output is tried with, imported and built.
+        on_ranks: Whether budgets for ranks that share layers choose what is recomputed.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
-    with _emitting(project, Options(settings, tries=trial)) as emission:
+    with _emitting(project, Options(settings, tries=trial, on_ranks=on_ranks)) as emission:
         emission.construct()
 
 
@@ -161,7 +165,11 @@ class _Emission:
         project = self.project
         with project.timed("rewrite"):
             self.knobs = project.schedule.settings(self.options.settings)
-            self.plan = project.plan(self.knobs)
+            on_ranks = None
+            if self.options.on_ranks:
+                schedule, settings = str(project.schedule.path), self.options.settings
+                on_ranks = OneRank(project.source_name, schedule, settings)
+            self.plan = project.plan(self.knobs, on_ranks)
             self._lower()
             self._write_models()
             self._write_helpers()

@@ -10,9 +10,10 @@ import copy
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def counted_ways(
     dtype: torch.dtype,
     seconds: Callable[[Part], float],
     *,
+    kernels: Iterable[ModuleType] = (),
     is_gpu: bool = True,
 ) -> CountedWays:
     """Counts a step, with the chosen layers recomputed in every way that may pay.
@@ -71,6 +73,7 @@ def counted_ways(
         sequence: How many tokens a row has; None for what the schedule's `inputs` give.
         dtype: Of parameters and activations.
         seconds: What a part of a step takes.
+        kernels: Modules with kernels, beside those of the tool.
         is_gpu: Whether it is to be counted as on a GPU.
 
     Raises:
@@ -86,8 +89,9 @@ def counted_ways(
             for number, layer in zip(fold.left, layers[path], strict=True)
             if f"{path}.{number}" in chosen
         }
-        kernels = [m for n, m in sys.modules.items() if n.startswith(KERNELS)] if is_gpu else None
-        step = FoldedStep(schedule, model, layers, sequence, dtype, kernels)
+        own_kernels = (m for n, m in sys.modules.items() if n.startswith(KERNELS))
+        taken = [*own_kernels, *kernels] if is_gpu else None
+        step = FoldedStep(schedule, model, layers, sequence, dtype, taken)
         count = functools.partial(_count, step, list(own))
         with _called_once(own):
             found: dict[Recomputed, Profile] = {NOTHING: count(NOTHING)}

@@ -15,7 +15,7 @@ from slapo_rewrite.simulate.hardware import Hardware
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
 from slapo_rewrite.simulate.pipeline import Stage
-from slapo_rewrite.simulate.stage_costs import part_seconds
+from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
 from slapo_rewrite.simulate.step_memory import Runs, Unfolded, in_runs
 from slapo_rewrite.simulate.training_state import States, states
 
@@ -252,13 +252,7 @@ class Predictor:
         self, part: Part, rows: int, link: Link, ranks: int
     ) -> tuple[float, float, float]:
         """Seconds of products, of other operators, and of collectives."""
-        sent = 0.0
-        for kind, size in part.sent.items():
-            # A reduce-scatter takes as long as an all-gather.
-            time = link.all_reduce if "allreduce" in kind else link.all_gather
-            sent += time(size.of(rows), ranks)
-        if part.calls:
-            sent += (part.calls - len(part.sent)) * link.latency
+        sent = sent_seconds(part, rows, link, ranks)
         return *part_seconds(part, rows, self.hardware.device), sent
 
     def _replicas(self, way: Way, parameters: float, backward: float) -> float:

@@ -23,6 +23,15 @@ from slapo_rewrite.model.tree import Node, Tree
 if TYPE_CHECKING:
     from torch import nn
 
+# Counts a model's tree, given the modules of its output.
+Count = Callable[[Tree, Iterable[types.ModuleType]], Any]
+# What that gives on one of so many ranks; `DoesNotFit` says why nothing.
+OnRanks = Callable[[int, Count], Any]
+
+
+class DoesNotFit(Exception):
+    """What a schedule gives is not counted on so many ranks, in words."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -37,6 +46,7 @@ class Call:
         states: What was asked of modules so far.
         done: What it changed in the source, once that is done.
         references: What earlier changes of the source use from elsewhere.
+        on_ranks: Counts what the schedule gives on one of several ranks; None while that is done.
     """
 
     directive: Directive
@@ -47,6 +57,7 @@ class Call:
     states: Mapping[str, ModuleRequests]
     done: Rewrite | None = None
     references: tuple[Reference, ...] = ()
+    on_ranks: OnRanks | None = None
 
 
 @dataclass(frozen=True)

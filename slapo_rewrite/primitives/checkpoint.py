@@ -24,6 +24,7 @@ from slapo_rewrite.primitives.base import (
     function_of,
     subgraph_of,
 )
+from slapo_rewrite.primitives.recompute_budget import OF_STEP, fitted
 
 STACK = """\
 import torch
@@ -53,10 +54,6 @@ class Stack(nn.Module):
 MODEL = setting("Stack(8, depth=4)")
 
 
-# What says which step has to fit a budget.
-OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas")
-
-
 class Checkpoint(Primitive):
     """Keep only a module's inputs, and compute its activations again in the backward pass.
 
@@ -75,8 +72,10 @@ class Checkpoint(Primitive):
     or modules inside them, with which a training step fits in so much memory at the least time.
     The step is one of `batch` rows of `sequence` tokens (those of `inputs(model)`, if nothing is
     given), trained in `precision` with DeepSpeed's Adam, which `zero` divides among `replicas`, in
-    `micro_batches` of so many rows, on a GPU that holds whole layers: on several that share them
-    each holds less. `explain` says what was chosen, and how much memory is predicted.
+    `micro_batches` of so many rows. The budget is one GPU's: without `ranks` one that holds whole
+    layers, with it one of so many that share them as the whole schedule says, what is fused or
+    recomputed otherwise counted too. `explain` says what was chosen, and how much memory is
+    predicted.
 
     Rewrite:
         nn.ModuleList([Block(width) for _ in range(depth)])
@@ -172,6 +171,7 @@ class Checkpoint(Primitive):
         micro_batches: int = 1,
         zero: int = 0,
         replicas: int = 1,
+        ranks: int = 1,
     ) -> None:
         """`checkpoint(subgraph=None, order_args_fn=None, *, save=None, budget=None, ...)`."""
 
@@ -182,8 +182,6 @@ class Checkpoint(Primitive):
             return Chosen(nodes)
         for node in nodes:
             check_called(call, node)
-        from slapo_rewrite.primitives.recompute_budget import fitted  # counts a step
-
         return fitted(call, nodes)
 
     def _check_step(self, call: Call) -> None:

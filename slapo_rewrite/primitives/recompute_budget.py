@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.primitives.base import Call, Chosen
+from slapo_rewrite.primitives.base import Call, Chosen, DoesNotFit
 from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
 from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.stage_costs import part_seconds
+from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
 from slapo_rewrite.simulate.training_state import States, states
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from slapo_rewrite.model.step_profile import Part
     from slapo_rewrite.simulate.recompute_search import Found, RecomputeSearch
 
+# What says which step has to fit a budget.
+OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas", "ranks")
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -36,6 +40,7 @@ class Step:
         micro_batches: How many make up a step.
         zero: The stage of ZeRO.
         replicas: Among how many replicas that divides what it divides.
+        ranks: How many ranks share each layer.
     """
 
     budget: float
@@ -45,18 +50,26 @@ class Step:
     micro_batches: int
     zero: int
     replicas: int
+    ranks: int = 1
 
     @property
     def kept(self) -> States:
         """Bytes for each parameter."""
         return states(self.precision, self.zero, self.replicas)
 
+    def seconds(self, part: Part) -> float:
+        """Seconds of a part of it, on a GPU whose neighbours share its layers."""
+        gpu = hardware("h200")
+        sent = sent_seconds(part, self.rows, gpu.inside, self.ranks)
+        return sum(part_seconds(part, self.rows, gpu.device)) + sent
+
     def __str__(self) -> str:
         rows = f"{self.rows} rows"
         rows += f" of {self.sequence} tokens" if self.sequence else " of `inputs`"
         rows += f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         zero = f", ZeRO {self.zero} over {self.replicas} replicas" if self.zero else ""
-        return f"{rows}, {self.precision} with DeepSpeed's Adam{zero}, whole layers on a rank"
+        shared = f"layers shared by {self.ranks} ranks" if self.ranks > 1 else "whole layers"
+        return f"{rows}, {self.precision} with DeepSpeed's Adam{zero}, {shared}"
 
 
 def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
@@ -70,11 +83,19 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
     """
     step = _step(call)
     _check_layers(call, nodes)
+    if step.ranks > 1 and call.on_ranks is None:
+        return Chosen((), f"nothing is recomputed yet: it is counted what {step} take")
     from slapo_rewrite.model.folded_step import DoesNotRun
 
     try:
-        ways, search = search_for(call.schedule, call.tree, {n.path for n in nodes}, step)
-    except DoesNotRun as error:
+        chosen = {node.path for node in nodes}
+        if step.ranks > 1 and call.on_ranks is not None:
+            count = functools.partial(counted, call.schedule, chosen, step)
+            ways = call.on_ranks(step.ranks, count)
+        else:
+            ways = counted(call.schedule, chosen, step, call.tree)
+        search = search_of(ways, chosen, step)
+    except (DoesNotRun, DoesNotFit) as error:
         raise _uncounted(call, error) from error
     found = search.least(step.budget)
     if found is None:
@@ -101,7 +122,7 @@ def _step(call: Call) -> Step:
     budget = byte_size(text) if isinstance(text, str) else None
     if budget is None:
         raise errors.BadArgument(f"{text!r} is no size of a memory", hint='budget="40GiB"')
-    for name in ("batch", "sequence", "micro_batches", "zero", "replicas"):
+    for name in ("batch", "sequence", "micro_batches", "zero", "replicas", "ranks"):
         least = 0 if name == "zero" else 1
         value = given[name]
         if value is not None and (type(value) is not int or value < least):
@@ -117,8 +138,7 @@ def _step(call: Call) -> Step:
             hint=f'checkpoint(budget="{text}", batch=8, sequence=2048), or write inputs(model)',
         )
     rows = given["batch"] or _rows(call)
-    rest = (given[n] for n in ("sequence", "precision", "micro_batches", "zero", "replicas"))
-    return Step(budget, rows, *rest)
+    return Step(budget, rows, *(given[name] for name in OF_STEP[1:]))
 
 
 def _rows(call: Call) -> int:
@@ -144,33 +164,40 @@ def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
             )
 
 
-def search_for(
-    schedule: Any, tree: Tree, chosen: Collection[str], step: Step
-) -> tuple[CountedWays, RecomputeSearch]:
-    """Counts a step in every way, and gives what can be chosen of them.
+def counted(
+    schedule: Any,
+    chosen: Collection[str],
+    step: Step,
+    tree: Tree,
+    kernels: Iterable[ModuleType] = (),
+) -> CountedWays:
+    """Counts a step in every way.
 
     Args:
         schedule: The schedule's module.
-        tree: The model, on the meta device.
         chosen: The paths of the layers that may be recomputed.
         step: The step.
+        tree: The model, on the meta device.
+        kernels: Modules with kernels, beside those of the tool.
 
     Raises:
         DoesNotRun: It does not run without values.
     """
     import torch
 
-    from slapo_rewrite.model.recomputed_step import counted_ways
+    from slapo_rewrite.model import recomputed_step
+
+    dtype = getattr(torch, PRECISIONS[step.precision])
+    return recomputed_step.counted_ways(
+        schedule, tree, chosen, step.sequence, dtype, step.seconds, kernels=kernels
+    )
+
+
+def search_of(ways: CountedWays, chosen: Collection[str], step: Step) -> RecomputeSearch:
+    """What can be chosen of the ways that were counted."""
     from slapo_rewrite.simulate.recompute_search import RecomputeSearch
     from slapo_rewrite.simulate.step_memory import Unfolded
 
-    device = hardware("h200").device
-
-    def seconds(part: Part) -> float:
-        return sum(part_seconds(part, step.rows, device))
-
-    dtype = getattr(torch, PRECISIONS[step.precision])
-    ways = counted_ways(schedule, tree, chosen, step.sequence, dtype, seconds)
     unfolded = Unfolded(*ways.counted)
     may_be = {
         layers: [f"{layers}.{n}" in chosen for n in range(len(ways.folds[layers].stands_for))]
@@ -178,7 +205,7 @@ def search_for(
     }
     parameters = sum(ways.counted[0].names.values())
     kept, many = step.kept, step.micro_batches
-    return ways, RecomputeSearch(unfolded, may_be, seconds, kept, parameters, step.rows, many)
+    return RecomputeSearch(unfolded, may_be, step.seconds, kept, parameters, step.rows, many)
 
 
 def _uncounted(call: Call, error: Exception) -> errors.Unsupported:

@@ -14,7 +14,7 @@ from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.directive import Directive, Share
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.primitives.base import Call, Primitive, Question
+from slapo_rewrite.primitives.base import Call, OnRanks, Primitive, Question
 from slapo_rewrite.schedule.load import ScheduleFile
 
 # Changes the source, and gives the model that it defines then, with the files of its classes.
@@ -42,6 +42,8 @@ class Plan:
         schedule: The schedule file.
         sources: The files.
         change: Changes the source; None where nothing that does so is called.
+        on_ranks: Counts what the schedule gives on one of several ranks; None where nothing is to
+            be chosen by that.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class Plan:
         schedule: ScheduleFile,
         sources: Sources,
         change: Change | None = None,
+        on_ranks: OnRanks | None = None,
     ) -> None:
         self.tree, self.schedule, self.sources = tree, schedule, sources
-        self.change = change
+        self.change, self.on_ranks = change, on_ranks
         self.directives: list[Directive] = []
         self.states: dict[str, ModuleRequests] = {}
         self.idle: dict[str, Directive] = {}
@@ -100,6 +103,7 @@ class Plan:
             self.tree,
             self.states,
             references=self.references,
+            on_ranks=self.on_ranks,
         )
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes)

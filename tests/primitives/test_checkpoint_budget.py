@@ -1,5 +1,6 @@
 """`checkpoint(budget=...)`: what it chooses, and that a real step takes what it says."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -18,6 +19,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model import recomputed_step
 from slapo_rewrite.model.emitted import imported
 from slapo_rewrite.model.folded_step import Counted
+from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.model.step_profile import BEFORE, Amount, Part, Place, Profile
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.byte_sizes import byte_size
@@ -129,7 +131,10 @@ def predicted(said):
 def measured(file, schedule, output):
     """Bytes that a second real step holds at most, by torch's own count, before its update."""
     torch.manual_seed(0)
-    with warnings.catch_warnings(), imported(output.files, output.model_file) as emitted:
+    is_split = "tensor_parallel.py" in output.files
+    alone = pretend_world(2) if is_split else contextlib.nullcontext()
+    files = imported(output.files, output.model_file)
+    with warnings.catch_warnings(), files as emitted, alone:
         warnings.simplefilter("ignore")
         model = ScheduleFile.load(schedule).module.model(emitted.module).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -175,6 +180,35 @@ def test_a_real_step_takes_what_is_predicted_and_no_more_than_the_budget(
         have = measured(family, schedule, output)
         assert have <= budget * ABOVE.get(family, 1)
         assert predicted(outcome(output)) == pytest.approx(have, rel=0.05)
+
+
+SPLIT = """\
+s.match(".*[qkv]_proj|.*gate_proj|.*up_proj").shard("weight", axis=0)
+    s.match(".*o_proj|.*down_proj").shard("weight", axis=1)
+    s.infer_sync()
+    """
+
+
+def test_a_budget_is_that_of_one_of_the_ranks_that_share_layers(tmp_path, as_on_a_cpu):
+    line = f's["model.layers.*"].checkpoint(budget=budget, ranks=2, {STEP})'
+    schedule = schedule_of("llama", tmp_path, SPLIT + line)
+
+    def fitted(budget):
+        settings = [f"budget={budget}"]
+        return rewrite(source_of("llama"), schedule, settings, tries=lambda *_: None)
+
+    free = predicted(outcome(fitted("1TiB")))
+    output = fitted(f"{0.85 * free:.0f}B")
+    have = measured("llama", schedule, output)
+    assert have <= 0.85 * free
+    assert predicted(outcome(output)) == pytest.approx(have, rel=0.05)
+
+
+def test_what_is_not_built_on_so_many_ranks_has_no_budget_there(tmp_path, as_on_a_cpu):
+    line = f's["model.layers.*"].checkpoint(budget=budget, ranks=3, {STEP})'
+    schedule = schedule_of("llama", tmp_path, SPLIT + line)
+    with pytest.raises(errors.Unsupported, match="3 ranks"):
+        rewrite(source_of("llama"), schedule, tries=lambda *_: None)
 
 
 def random_parts(draw, ways, depth):

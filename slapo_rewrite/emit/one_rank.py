@@ -1,0 +1,81 @@
+"""What a schedule gives on one of several ranks, while the schedule still runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from slapo_rewrite import errors
+from slapo_rewrite.errors import first_line
+from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
+from slapo_rewrite.model.short_build import Shortening
+from slapo_rewrite.model.tree import Tree, build_model
+from slapo_rewrite.primitives.base import Count, DoesNotFit
+from slapo_rewrite.project import Project
+
+
+class OneRank:
+    """Counts a rewritten model as one of several ranks builds it.
+
+    It is rewritten in a process that goes on from this one: there the schedule runs from its
+    beginning to its end, and what it says of ranks and a budget is passed over.
+
+    Args:
+        source: A file or an importable module, as the user gave it.
+        schedule: A file, or the name of a schedule that ships with the tool.
+        settings: Knobs, as `name=value`.
+    """
+
+    def __init__(self, source: str, schedule: str, settings: Sequence[str]) -> None:
+        self.given = source, schedule, settings
+
+    def __call__(self, ranks: int, count: Count) -> Any:
+        """What `count` gives for the model's tree and the modules of the output.
+
+        Raises:
+            DoesNotFit: The model is not rewritten, or not built, on so many ranks, or not counted.
+        """
+        if sys.platform != "linux":
+            raise DoesNotFit("a budget for several ranks is counted on Linux alone")
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=self._send, args=(sender, ranks, count))
+        process.start()
+        sender.close()
+        try:
+            found, why = receiver.recv()
+        except EOFError:
+            found, why = None, "the process that counts ended"
+        process.join()
+        if why is not None:
+            raise DoesNotFit(why)
+        return found
+
+    def _send(self, sender: Any, ranks: int, count: Count) -> None:
+        with closing(sender):
+            try:
+                sender.send((self._counted(ranks, count), None))
+            except errors.RewriteError as error:
+                sender.send((None, error.message))
+            except Exception as error:  # the model's own code
+                sender.send((None, first_line(error)))
+
+    def _counted(self, ranks: int, count: Count) -> Any:
+        from slapo_rewrite.emit.rewrite import try_out
+
+        source, schedule, settings = self.given
+        found: list[Any] = []
+
+        def trial(emitted: Emitted, _: Shortening) -> None:
+            with pretend_world(ranks), without_dynamo():
+                make = project.schedule.module.model
+                tree = Tree(build_model(make, emitted.module))
+                found.append(count(tree, emitted.modules()))
+
+        project = Project(source, schedule)
+        try_out(project, settings, trial, on_ranks=False)
+        return found[0]
