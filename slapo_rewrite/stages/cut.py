@@ -118,7 +118,7 @@ def _tried(
     has_function = trial.loss.arguments is not None
     own = vars(module) | ({FUNCTION: schedule.loss} if has_function else {})
     defining = DefiningFiles(file, module, own)
-    flat = Flattening(model, defining, inside, trial.loss, at).flat(trial.inputs)
+    flat = Flattening(model, defining, inside, trial.loss, cuts).flat(trial.inputs)
     trial.world = world = {**own, **defining.values}
     flat = with_loss_apart(flat, lambda text: trains(model, text))
     by_name = cuts[0].target == "torch"

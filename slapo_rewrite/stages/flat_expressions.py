@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ from slapo_rewrite.code.evaluate import (
     field_at,
     truth_of,
 )
-from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Line, Scope
 from slapo_rewrite.stages.function_syntax import is_made_for
+from slapo_rewrite.stages.program import Cut
 from slapo_rewrite.stages.written_text import closed, dedented, span_of, written_out
 
 # Stands for an expression whose names mean something else by now.
@@ -63,7 +63,7 @@ class Expressions(ABC):
         model: The model, built without memory.
         files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
-        cause: The schedule's line, for refusals.
+        cuts: Where stages end; the first one's line is shown in refusals.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Expressions(ABC):
         model: Any,
         files: DefiningFiles,
         inside: set[str],
-        cause: Span | None,
+        cuts: Sequence[Cut],
     ) -> None:
         self.model, self.files, self.inside = model, files, inside
-        self.also = [cause] if cause else []
+        self.cuts = [cut.path for cut in cuts]
+        self.also = [cut.cause.at for cut in cuts[:1] if cut.cause.at]
         self.settings: dict[str, Any] = {}
         self.out: list[Line] = []
         self.comments: list[str] = []

@@ -27,7 +27,6 @@ from slapo_rewrite.code.evaluate import (
     Worth,
 )
 from slapo_rewrite.code.liveness import local_names
-from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import is_module
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
@@ -42,7 +41,7 @@ from slapo_rewrite.stages.function_syntax import (
     signature_of,
 )
 from slapo_rewrite.stages.inlined_calls import Calls
-from slapo_rewrite.stages.program import altered_in
+from slapo_rewrite.stages.program import Cut, altered_in
 from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, only_loss
 from slapo_rewrite.stages.written_text import alone, comment_beside, comments_above, written_out
 
@@ -57,7 +56,7 @@ class Flattening(Calls):
         files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         loss: How the loss is made of the result.
-        cause: The schedule's line, for refusals.
+        cuts: Where stages end.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class Flattening(Calls):
         files: DefiningFiles,
         inside: set[str],
         loss: StepLoss,
-        cause: Span | None,
+        cuts: Sequence[Cut],
     ) -> None:
-        super().__init__(model, files, inside, cause)
+        super().__init__(model, files, inside, cuts)
         self.loss = loss
         self.unsure: set[str] = set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import re
 from abc import abstractmethod
@@ -160,13 +161,15 @@ class Calls(Expressions):
         return None
 
     def own_method(self, node: ast.Call, name: str, scope: Scope) -> tuple[Method, str] | None:
-        """A method of the same module, where writing it out leaves out some of it."""
-        given = values_given(node)
-        if not any(isinstance(scope.names.value(v), Constant) for v in given):
-            return None
+        """A method of the same module that leads to a cut, or that is shorter when written out."""
         try:
             method = self.method_of(scope.names.live, scope.names.path, name)
         except errors.CannotCut:
+            return None
+        if not method.function.decorator_list and self.leads_to_cut(method, set()):
+            return method, scope.prefix
+        given = values_given(node)
+        if not any(isinstance(scope.names.value(v), Constant) for v in given):
             return None
         function = method.function
         if method.home.file is not scope.file:
@@ -180,6 +183,33 @@ class Calls(Expressions):
         if not tests or returns != [last] or not plain:
             return None
         return method, scope.prefix
+
+    def leads_to_cut(self, method: Method, seen: set[str]) -> bool:
+        """Whether a method names what is cut or what holds it, or calls one that does.
+
+        Args:
+            method: The method.
+            seen: Names that were looked at.
+        """
+        above = f"{method.path}." if method.path else ""
+        wanted = {c.removeprefix(above).split(".")[0] for c in self.cuts if c.startswith(above)}
+        me = first_parameter(method.function)
+        read = {
+            node.attr
+            for node in ast.walk(method.function)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == me
+        } - seen
+        if read & wanted:
+            return True
+        seen |= read
+        for name in sorted(read):
+            if inspect.ismethod(getattr(method.live, name, None)):
+                with contextlib.suppress(errors.CannotCut):
+                    if self.leads_to_cut(self.method_of(method.live, method.path, name), seen):
+                        return True
+        return False
 
     def method_of(self, module: Any, path: str, name: str) -> Method:
         """The method of a module, as it stands in the file that defines it."""

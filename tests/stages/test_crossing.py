@@ -399,3 +399,63 @@ def test_two_stages_meet_elsewhere_where_they_cannot_between_layers(tmp_path):
     assert "the stages do not" in refused(tmp_path, text, schedule.replace(evenly, cut), "SR310")
     three = schedule.replace("cut_evenly(2", "cut_evenly(3")
     assert "the stages do not" in refused(tmp_path, text, three, "SR310")
+
+
+BY_METHODS = """\
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.last = nn.Linear(width, 1)
+
+    def encode(self, x, mask=None):
+        if mask is not None:
+            return self.first(x) * mask
+        return self.through(self.first(x))
+
+    def through(self, h):
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return h
+
+    def read(self, x):
+        return self.last(x)
+
+    def forward(self, x, y):
+        x = self.encode(x)
+        return torch.nn.functional.mse_loss(self.read(x), y)
+"""
+BY_METHODS_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+
+
+def loss(outputs):
+    return outputs
+
+
+def schedule(s):
+    s["layers.1"].cut_pipeline_stage()
+"""
+
+
+def test_a_method_that_leads_to_a_cut_is_written_out(tmp_path):
+    """As `forward_features` is in timm; others are called."""
+    text = rewritten(tmp_path, BY_METHODS, BY_METHODS_SCHEDULE).files["pipeline.py"]
+    assert "for layer in self.layers[:2]:" in text and "for layer in self.layers[2:]:" in text
+    assert "self.read(" in text and "mask" not in text
+    wrapped = BY_METHODS.replace("    def through", "    @torch.no_grad()\n    def through")
+    said = refused(tmp_path, wrapped, BY_METHODS_SCHEDULE, "SR310")
+    assert "training does not call it by this name" in said
