@@ -37,6 +37,7 @@ def schedule(
     memory: str = "",
     batch: int = 8,
     sequence: int = 512,
+    ranks: int = 1,
     fuse: bool = False,
     autocast: str = "",
 ):
@@ -45,8 +46,8 @@ def schedule(
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
     With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits on a GPU that holds whole layers, at the least time; `ckpt_ratio`
-    means nothing then.
+    rows of `sequence` tokens fits on each of `ranks` GPUs that share layers, at the least time;
+    `ckpt_ratio` means nothing then.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `autocast` of "bfloat16" or "float16" products are in half precision.
     """
@@ -69,10 +70,16 @@ def schedule(
         # it would cost more than it saves.
         s.infer_sync()
     if memory:
-        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+        layers["*"].checkpoint(
+            budget=memory,
+            batch=batch,
+            sequence=sequence,
+            ranks=ranks,
+            precision="fp32" if autocast else "bf16",
+        )
     else:
         layers[:ckpt_ratio].checkpoint()
     if autocast:
         s.autocast(autocast)
 
-# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 8631e54852fe5ec8
+# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, d9b389596c3c3d01

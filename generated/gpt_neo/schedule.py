@@ -40,6 +40,7 @@ def schedule(
     memory: str = "",
     batch: int = 8,
     sequence: int = 512,
+    ranks: int = 1,
     fuse: bool = False,
     autocast: str = "",
     pipeline_stages: int = 1,
@@ -50,8 +51,8 @@ def schedule(
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
     With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits on a GPU that holds whole layers, at the least time; `ckpt_ratio`
-    means nothing then.
+    rows of `sequence` tokens fits on each of `ranks` GPUs that share layers, at the least time;
+    `ckpt_ratio` means nothing then.
     With `fuse` every rule that pays is applied first, before anything is split.
     With `autocast` of "bfloat16" or "float16" products are in half precision.
     With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
@@ -76,7 +77,13 @@ def schedule(
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
     if memory:
-        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence)
+        layers["*"].checkpoint(
+            budget=memory,
+            batch=batch,
+            sequence=sequence,
+            ranks=ranks,
+            precision="fp32" if autocast else "bf16",
+        )
     else:
         layers[:ckpt_ratio].checkpoint()
     if autocast:
@@ -84,4 +91,4 @@ def schedule(
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 9d9dc23fe2f238e0
+# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 976db110827058bc

@@ -91,7 +91,9 @@ def schedule(
     if autocast:
         s.autocast(autocast)
     if memory:
-        layers["*"].checkpoint(budget=memory, batch=batch, sequence=sequence, ranks=ranks)
+        precision = "fp32" if autocast else "bf16"  # of the weights, which autocast leaves
+        step = {"batch": batch, "sequence": sequence, "ranks": ranks, "precision": precision}
+        layers["*"].checkpoint(budget=memory, **step)
     else:
         layers[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:

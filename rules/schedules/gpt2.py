@@ -94,7 +94,9 @@ def schedule(
     if autocast:
         s.autocast(autocast)
     if memory:
-        blocks["*"].checkpoint(budget=memory, batch=batch, sequence=sequence, ranks=ranks)
+        precision = "fp32" if autocast else "bf16"  # of the weights, which autocast leaves
+        step = {"batch": batch, "sequence": sequence, "ranks": ranks, "precision": precision}
+        blocks["*"].checkpoint(budget=memory, **step)
     else:
         blocks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:

@@ -86,7 +86,9 @@ def schedule(
     if autocast:
         s.autocast(autocast)
     if memory:
-        stacks["*"].checkpoint(budget=memory, batch=batch, sequence=sequence, ranks=ranks)
+        precision = "fp32" if autocast else "bf16"  # of the weights, which autocast leaves
+        step = {"batch": batch, "sequence": sequence, "ranks": ranks, "precision": precision}
+        stacks["*"].checkpoint(budget=memory, **step)
     else:
         stacks[:ckpt_ratio].checkpoint()
     if pipeline_stages != 1:

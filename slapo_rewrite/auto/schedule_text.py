@@ -55,7 +55,7 @@ def schedule_text(
         knobs.append("parallel_loss: bool = True")
     if lists:
         knobs.append("ckpt_ratio: float = 0.0")
-    step = _budget_step(head, lists, uncounted)
+    step = _budget_step(head, lists, uncounted, bool(found.groups))
     knobs += [f"{name}: {default}" for name, default in step.items()]
     knobs += ["fuse: bool = False", 'autocast: str = ""']
     if cuts:
@@ -83,6 +83,7 @@ def schedule_text(
     ]
     if step:
         given = ", ".join(["budget=memory", *(f"{name}={name}" for name in list(step)[1:])])
+        given += ', precision="fp32" if autocast else "bf16"'  # of weights, which have no casts
         shares = [
             *("if memory:", f'    layers["*"].checkpoint({given})'),
             *("else:", f"    {shares[0]}"),
@@ -107,7 +108,9 @@ def schedule_text(
     return _formatted(f"{header}{head.rstrip()}\n\n\n{function}\n")
 
 
-def _budget_step(head: str, lists: Mapping[str, str], uncounted: Collection[str]) -> dict[str, str]:
+def _budget_step(
+    head: str, lists: Mapping[str, str], uncounted: Collection[str], is_split: bool
+) -> dict[str, str]:
     """The knobs of a budget of memory, and of the step that has to fit, with their defaults.
 
     None where a budget has no list of single layers to choose from.
@@ -116,7 +119,8 @@ def _budget_step(head: str, lists: Mapping[str, str], uncounted: Collection[str]
         return {}
     # What inputs there are says how long they are.
     length = {} if "\ndef inputs(" in head else {"sequence": "int = 512"}
-    return {"memory": 'str = ""', "batch": "int = 8", **length}
+    shared = {"ranks": "int = 1"} if is_split else {}
+    return {"memory": 'str = ""', "batch": "int = 8", **length, **shared}
 
 
 def _formatted(text: str) -> str:
@@ -143,10 +147,10 @@ def _docstring(
         )
     if step:
         rows = "`batch` rows" + " of `sequence` tokens" * ("sequence" in step)
+        held = "each of `ranks` GPUs that share layers" if "ranks" in step else "a GPU"
         lines += textwrap.wrap(
             'With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of '
-            f"{rows} fits on a GPU that holds whole layers, at the least time; `ckpt_ratio` means "
-            "nothing then.",
+            f"{rows} fits on {held}, at the least time; `ckpt_ratio` means nothing then.",
             LINE_LENGTH - 4,
         )
     lines.append("With `fuse` every rule that pays is applied first, before anything is split.")
