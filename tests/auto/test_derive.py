@@ -136,7 +136,8 @@ def test_a_model_of_images_gets_inputs_of_its_own(tmp_path):
     assert "pixel_values" in derived.text and "def inputs(model)" in derived.text
     assert "from transformers import ViTConfig\n" in derived.text
     assert derived.share > 0.9
-    assert "checkpoint(budget=memory, batch=batch)" in derived.text  # as long as the inputs are
+    assert "budget=memory" in derived.text
+    assert "sequence=" not in derived.text  # as long as the inputs are
     (tmp_path / "s.py").write_text(derived.text)
     settings = ["memory=1TiB", "autocast=bfloat16"]
     output = rewrite("transformers.models.vit.modeling_vit", str(tmp_path / "s.py"), settings)
