@@ -103,8 +103,8 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
         raise errors.NothingFits(
             f"a step needs {least} at least, whatever of the selected layers is "
             f"recomputed, and {shown_size(step.budget)} is the budget ({step})",
-            hint="select more layers, or count smaller micro-batches, or parameters and optimizer "
-            "divided (zero=, replicas=)",
+            hint="select more layers, or count smaller micro-batches, layers that more ranks share "
+            "(ranks=), or parameters and optimizer divided (zero=, replicas=)",
         )
     root = call.tree.nodes
     modules = [
