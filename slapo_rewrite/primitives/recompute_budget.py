@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slapo_rewrite.model.step_profile import Part
     from slapo_rewrite.simulate.recompute_search import Found, RecomputeSearch
 
-# What says which step has to fit a budget.
-OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas", "ranks")
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -138,7 +136,7 @@ def _step(call: Call) -> Step:
             hint=f'checkpoint(budget="{text}", batch=8, sequence=2048), or write inputs(model)',
         )
     rows = given["batch"] or _rows(call)
-    return Step(budget, rows, *(given[name] for name in OF_STEP[1:]))
+    return Step(budget, rows, *(given[field.name] for field in fields(Step)[2:]))
 
 
 def _rows(call: Call) -> int:

@@ -117,14 +117,16 @@ def test_what_the_last_check_names_alone_stays_whole(tmp_path, monkeypatch):
     made = "nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))"
     assert made in text
     text = text.replace(made, 'classes.named("MLP")(dim)') + FOUND_BY_NAME
-    text = text.replace("import torch\n", "import torch\nfrom by_name import classes\n", 1)
+    text = text.replace(
+        "import torch\n", "import torch\nfrom looked_up_classes import classes\n", 1
+    )
     named = "import sys\n\n\ndef named(name):\n"
-    named += "    return getattr(sys.modules['by_name.net'], name)\n"
-    (tmp_path / "by_name").mkdir()
+    named += "    return getattr(sys.modules['looked_up_classes.net'], name)\n"
+    (tmp_path / "looked_up_classes").mkdir()
     for name, content in {"__init__": "", "classes": named, "net": text}.items():
-        (tmp_path / "by_name" / f"{name}.py").write_text(content)
+        (tmp_path / "looked_up_classes" / f"{name}.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    text = derive("by_name.net", str(MODELS / "steps" / "packed_by_group.py")).text
+    text = derive("looked_up_classes.net", str(MODELS / "steps" / "packed_by_group.py")).text
     assert '*.attention.qkv ["weight", "bias"], axis=0' in shards(text)
     said = " ".join(text.replace("#", "").split())
     assert "Left whole: `blocks.*.mlp.{up,down}`: `blocks.0.mlp` is a `MLP`, which changes" in said
