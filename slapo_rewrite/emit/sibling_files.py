@@ -75,6 +75,7 @@ class SiblingFiles:
         main = self.sources.main
         causes = {name: self._why(main, name, before) for name in main.classes}
         seen: set[int] = set()
+        may_know: dict[tuple[int, int], bool] = {}  # layers that are made alike know alike
         for node in tree.nodes.values():
             module, name = node.cls.__module__, node.cls.__name__
             if module != main.name:
@@ -86,7 +87,10 @@ class SiblingFiles:
             while holder is not None and holder.owner is not None and id(holder) not in seen:
                 # What holds what changed must be the output's as well.
                 seen.add(id(holder))
-                if not self._may_know(holder):
+                alike = holder.kind, holder.owner.kind
+                if alike not in may_know:
+                    may_know[alike] = self._may_know(holder)
+                if not may_know[alike]:
                     self._check_made(holder, why)
                 holder = holder.owner
 

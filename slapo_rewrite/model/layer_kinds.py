@@ -16,6 +16,8 @@ from slapo_rewrite.model.tree import Node, Tree
 
 # How many layers of a kind are left: what stands between two of them is seen then.
 LEFT = 2
+# Attributes of other types are no part of what tells layers apart.
+PLAIN = frozenset({bool, int, float, str})
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def kinds_of(node: Node) -> list[Any]:
             (inner.path.removeprefix(child.path), name): value
             for inner in child.walk()
             for name, value in vars(inner.live).items()
-            if type(value) in (bool, int, float, str)
+            if type(value) in PLAIN
         }
         for child in node.children.values()
     ]
