@@ -12,10 +12,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.effects import plain_calls
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
@@ -95,7 +97,32 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
                         cause=cause,
                         hint="checkpoint modules that it does not call",
                     )
+            if outer is not node:
+                _refuse_set(file, function, node, outer, cause)
         inner, outer = outer, outer.parent
+
+
+def _refuse_set(
+    file: SourceFile, function: ast.FunctionDef, node: Node, outer: Node, cause: Directive
+) -> None:
+    """Refuses attributes that a module around sets, which may be others by then."""
+    relative = with_wildcards(node.path[len(outer.path) + 1 if outer.path else 0 :])
+    loops = [each for each in ast.walk(function) if isinstance(each, ast.For)]
+    for each in ast.walk(function):
+        if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
+            paths = [*module_paths(each.value, function)]
+            name = each.value.id if isinstance(each.value, ast.Name) else None
+            for loop in (one for one in loops if name in bound_in(one.target)):
+                over = (n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute))
+                paths += (f"{path}.0" for n in over for path in module_paths(n, function))
+            if any(f"{with_wildcards(path)}.".startswith(f"{relative}.") for path in paths):
+                raise errors.Unsupported(
+                    f"`{ast.unparse(each)}` is set while the model runs, and may be another by the "
+                    f"backward pass, where `{node.path}` is computed again",
+                    at=file.at(each),
+                    cause=cause,
+                    hint="hand it to the module as an argument, or checkpoint modules beside it",
+                )
 
 
 def _transforms(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[ast.Call, str]]:

@@ -253,6 +253,16 @@ def test_a_module_that_calls_itself_otherwise_is_not_checkpointed(tmp_path, valu
         assert words in refused(tmp_path, source, schedule, "SR305")
 
 
+@pytest.mark.parametrize("where", ["block", "self.blocks[1].track", "self.blocks[0].norm"])
+def test_what_a_module_around_sets_is_not_checkpointed(tmp_path, where):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "x = block(x)", f"{where}.shift = x.mean()\n            x = block(x)"
+    )
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert f"`{where}.shift` is set while the model runs" in words
+    rewritten(tmp_path, source.replace(f"{where}.s", "self.s"), SCHEDULE.format(arguments=""))
+
+
 def test_an_activation_in_place_is_not_checkpointed(tmp_path):
     source = NET.format(norm="SiLU", update="pass").replace("nn.SiLU(2 * dim)", "nn.SiLU(True)")
     schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")
