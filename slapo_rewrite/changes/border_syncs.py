@@ -147,7 +147,7 @@ class SyncCall(Change):
             value = call if is_result else self._first_argument(call, text)
             statement = text.file.statement_of(call)
             make = _around(self.collectives, text)
-            why = f"{functions} of the {self.around} of `{path}`"
+            why = f"{functions} of the {self.around} of `{path or 's'}`"
             text.replace(value, statement, make, why, outer=not is_result)
 
     def _first_argument(self, call: ast.Call, text: ClassText) -> ast.expr:
@@ -261,7 +261,7 @@ def _place_side(
         home.changes.add(node.path, AtForward(side, of or ""), what, causes)
     elif of is not None:
         raise errors.Unsupported(
-            f"`{of}` of `{node.path}` can only be synchronised where `forward` begins, and "
+            f"`{of}` of `{node.path or 's'}` can only be synchronised where `forward` begins, and "
             "that is not written in a file that is rewritten",
             at=causes[0].at,
             hint="put the sync on a module around it that takes the value as an argument",

@@ -12,9 +12,12 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.effects import plain_calls
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
@@ -30,6 +33,8 @@ TRANSFORMS = (
     "torch.nn.utils.stateless.",
     "torch.autograd.functional.",
 )
+# Of these what torch cannot do inside of what is computed again: it hooks what it keeps.
+REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 TORCH = ("torch", "F", "nn", "math")
 
 
@@ -66,37 +71,84 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
             if method.name == "forward":
                 _refuse(file, method, _change(method, set(), node), cause)
             _refuse(file, method, varying(file, [method]), cause)
+            for call, name in _transforms(file, method):
+                if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
+                    words = f"calls `{name}`, which torch does not allow where values are kept so"
+                    hint = "checkpoint modules that do not differentiate themselves"
+                    _refuse(file, method, Obstacle(call, words, hint), cause)
 
 
 def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
-    """Refuses a module that those around it call with other weights, or differentiate.
+    """Refuses a module that it or those around it call with other weights, or differentiate.
 
     Raises:
         Unsupported: They may.
     """
-    inner = node
-    while outer := inner.parent:
+    inner: Node | None = None
+    outer: Node | None = node
+    while outer is not None:
         for file, function in _running(files, outer):
-            for call in (each for each in ast.walk(function) if isinstance(each, ast.Call)):
-                name = file.qualified(call.func) or ""
-                if name.startswith(TRANSFORMS) and _may_take(call, inner):
+            for call, name in _transforms(file, function):
+                if _may_take(call, inner):
                     raise errors.Unsupported(
-                        f"`{name}` may call `{node.path}`: what it changes is no longer so in the "
-                        "backward pass, where that is computed again",
+                        f"`{name}` may call `{node.path or 's'}`: what it changes is no longer so "
+                        "in the backward pass, where that is computed again",
                         at=file.at(call),
                         cause=cause,
                         hint="checkpoint modules that it does not call",
                     )
-        inner = outer
+            if outer is not node:
+                _refuse_set(file, function, node, outer, cause)
+        inner, outer = outer, outer.parent
 
 
-def _may_take(call: ast.Call, inner: Node) -> bool:
-    """Whether a call may be given a module: it is, or what it is given is not plain to see."""
+def _refuse_set(
+    file: SourceFile, function: ast.FunctionDef, node: Node, outer: Node, cause: Directive
+) -> None:
+    """Refuses attributes that a module around sets, which may be others by then."""
+    relative = with_wildcards(node.path[len(outer.path) + 1 if outer.path else 0 :])
+    loops = [each for each in ast.walk(function) if isinstance(each, ast.For)]
+    for each in ast.walk(function):
+        if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
+            paths = [*module_paths(each.value, function)]
+            name = each.value.id if isinstance(each.value, ast.Name) else None
+            for loop in (one for one in loops if name in bound_in(one.target)):
+                over = (n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute))
+                paths += (f"{path}.0" for n in over for path in module_paths(n, function))
+            if any(f"{with_wildcards(path)}.".startswith(f"{relative}.") for path in paths):
+                raise errors.Unsupported(
+                    f"`{ast.unparse(each)}` is set while the model runs, and may be another by the "
+                    f"backward pass, where `{node.path}` is computed again",
+                    at=file.at(each),
+                    cause=cause,
+                    hint="hand it to the module as an argument, or checkpoint modules beside it",
+                )
+
+
+def _transforms(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[ast.Call, str]]:
+    """The calls of a function that call something in another way, by their names."""
+    for call in (each for each in ast.walk(function) if isinstance(each, ast.Call)):
+        name = file.qualified(call.func) or ""
+        if name.startswith(TRANSFORMS):
+            yield call, name
+
+
+def _may_take(call: ast.Call, inner: Node | None) -> bool:
+    """Whether a call may be given a module: it is, or what it is given is not plain to see.
+
+    Args:
+        call: The call.
+        inner: The module, a child of the one that makes the call; None for that one itself. What
+            computes with parts of that is done again as a whole.
+    """
     if not call.args:
         return True
     match call.args[0]:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            return name == inner.path.rpartition(".")[2]
+            return name == (inner.path.rpartition(".")[2] if inner is not None else "forward")
+        case ast.Lambda() as given if inner is None:
+            owners = [n.value for n in ast.walk(given) if isinstance(n, ast.Attribute)]
+            return any(is_name(n, "self") and n not in owners for n in ast.walk(given))
         case _:
             return True
 

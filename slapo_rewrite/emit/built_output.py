@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.short_build import LeftOut
+from slapo_rewrite.model.substitute import CannotBuild, WrongArguments, built_in_place
 from slapo_rewrite.model.tree import Node, Tree, build_model
 from slapo_rewrite.model.uncalled import HOOKS
 from slapo_rewrite.project import Project
@@ -143,11 +144,31 @@ class BuiltOutput:
                             lost = f"its `{name}` is set before another module comes in its place"
                             raise _not_kept(node, lost, file.at(each))
 
+    def _check_set(self, paths: Iterable[str]) -> None:
+        """What is set on a module after it was made is set on that which comes in its place.
+
+        It is what the original's class does not give when it is made anew.
+        """
+        original = Tree(build_model(self.project.schedule.module.model, self.project.module))
+        for path in paths:
+            if path not in original.nodes or path not in self.built.nodes:
+                continue
+            node, here = original.nodes[path], vars(self.built.nodes[path].live)
+            with contextlib.suppress(CannotBuild, WrongArguments, errors.UnfollowableConstruction):
+                anew = vars(built_in_place(self.project.sources, node, node.cls, None))
+                for name, value in vars(node.live).items():
+                    was_set = _is_plain(value) and anew.get(name, value) != value
+                    if was_set and here.get(name) != value:
+                        have = f"its `{name}` is {here.get(name)!r} there, and was set to {value!r}"
+                        raise _not_kept(node, have)
+
     def _check_kept(self) -> None:
         """Parameters are there, frozen, tied and hooked as in the original."""
         built, tree, others = self.built, self.project.tree, self._others()
         for path in others:
             self._check_settings(tree.nodes[path[:-1]])
+        if others:
+            self._check_set(sorted(path[:-1] for path in others))
         for path, node in tree.nodes.items():
             live = built.nodes[path].live if path in built.nodes else None
             if live is None or isinstance(live, LeftOut):

@@ -44,7 +44,7 @@ from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.lowering.lower import lower
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.meta_device import without_dynamo
-from slapo_rewrite.model.rehearsal import not_run, worlds
+from slapo_rewrite.model.rehearsal import MOST_PARAMETERS, not_run, worlds
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 from slapo_rewrite.schedule.plan import Plan
@@ -319,6 +319,8 @@ class _Emission:
         project, draft, plan, copies = self.project, self.draft, self.plan, self.copies
         module = project.schedule.module
         left = not_run(module, project.module, project.tree.root.live, plan.shares)
+        if not self.sizes and not _has_own_code(plan) and any(draft.changes.values()):
+            left.append(UNCHECKED)
         draft.warnings = [*plan.warnings, *left, *self.lowered.warnings, *self.moved_cuts]
         helpers = draft.helpers
         # Those of a support folder are written there.
@@ -356,6 +358,13 @@ class _Emission:
             [project.file.path, project.schedule.path, *self.users.values()],
             draft.uses or {},
         )
+
+
+UNCHECKED = (
+    f"the model has more than {MOST_PARAMETERS:,} parameters, so that the last check, a run "
+    "against the original, was left out: define verify_model(m) in the schedule, which builds a "
+    "smaller one"
+)
 
 
 def _has_own_code(plan: Plan) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import ForkRandom
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import find_subgraph
 from slapo_rewrite.changes.regions import ForkRegion
@@ -50,10 +51,14 @@ class Forks:
                 )
 
     def missing(self, asked: ShardingRequest, followed: ShardingResult) -> list[str]:
-        """Warnings of what brings the ranks out of step, unless it is forked."""
+        """Warnings of what brings the ranks out of step, unless it is forked, or what is forked."""
         found = out_of_step(self.tree, asked, followed)
         uneven = ((d, n) for d, n in found if not any(self._at(*caller) for caller in d.callers))
-        return list(dict.fromkeys(self._warning(draw, world) for draw, world in uneven))
+        warnings = list(dict.fromkeys(self._warning(draw, world) for draw, world in uneven))
+        if not (asked.layers or asked.parameters or asked.attributes or asked.borders):
+            forks = (*self._all(ForkRandom), *self._all(ForkRegion))
+            warnings += dict.fromkeys(map(_useless, forks))
+        return warnings
 
     def _warning(self, draw: Draw, world: int) -> str:
         path, place = draw.callers[0][0], draw.place
@@ -66,6 +71,9 @@ class Forks:
             f"here, and on {world} ranks these parts differ in size: later numbers for whole "
             f"values would differ between the ranks; {selected}{fork} mends it"
         )
+
+    def _all(self, kind: type[Change]) -> Iterator[Directive]:
+        return (cause for state in self.states.values() for _, cause in state.asks(kind))
 
     def _at(self, path: str, line: int) -> list[Directive]:
         """Who forks the numbers that a module draws at a line."""
@@ -80,3 +88,11 @@ class Forks:
             if run[0].lineno <= line <= (run[-1].end_lineno or line):
                 found.append(cause)
         return found
+
+
+def _useless(fork: Directive) -> str:
+    where = f"{fork.at.path}:{fork.at.line}: " if fork.at is not None else ""
+    return (
+        f"{where}nothing is split between ranks: each of them draws other numbers here for values "
+        "that all have, which are no longer equal; shard what works on parts, or leave it out"
+    )

@@ -103,7 +103,7 @@ def _check_same_blocks(
     ratio = ratio_of(keywords)
     if reduced(packed) != reduced(ratio):
         raise PlacementError(
-            f"the input of `{path}` has {described(packed)} along its split axis, but the layer is "
+            f"the input of `{path or 's'}` has {described(packed)} along its split axis, but it is "
             f"sharded for {described(ratio)}",
             "shard both with the same `parts`",
             path,
@@ -188,7 +188,7 @@ def cross_value(run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tens
     if not isinstance(tensor, torch.Tensor):
         hint = f"it is a {type(tensor).__name__}"
         raise PlacementError(
-            f"`{border.value.name}` of `{node.path}` is no tensor",
+            f"`{border.value.name}` of `{node.path or 's'}` is no tensor",
             hint,
             node.path,
             (node.path, border.number),

@@ -159,7 +159,8 @@ class Flow:
         """Refuses what is added up or joined at `path` and is held by several ranks."""
         if state.copies:
             raise PlacementError(
-                f"several ranks would have the same part of `{state.source}` at `{path}`",
+                f"several ranks would have the same part of `{state.source or 's'}` at "
+                f"`{path or 's'}`",
                 path=state.source,
             )
 
@@ -444,8 +445,8 @@ class Flow:
             return
         if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered):
             raise PlacementError(
-                f"a parameter of `{cover}` is used on a whole value here and on parts elsewhere: "
-                "its gradient would be summed over the ranks for both",
+                f"a parameter of `{cover or 's'}` is used on a whole value here and on parts "
+                "elsewhere: its gradient would be summed over the ranks for both",
                 "use it on parts here as well, or gather them where it is used on them",
                 cover,
             )

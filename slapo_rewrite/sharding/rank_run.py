@@ -147,24 +147,27 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
     axes = [run.split_axes(t) for t in (part, other) if t is not None]
     whole = next((t for t in given if run.flow.of(t).kind != SHARD and t.dim()), None)
     message, hint = f"`{name}` does not fit the sharded sizes: {error}", None
+
+    def source(tensor: torch.Tensor) -> str:
+        return run.flow.of(tensor).source or "s"
+
     if part is not None and whole is not None:
-        source = run.flow.of(part).source
         message = (
-            f"`{name}` joins a part of shape {list(part.shape)}, of `{source}`, with a whole value "
-            f"of shape {list(whole.shape)}"
+            f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, with a whole "
+            f"value of shape {list(whole.shape)}"
         )
         hint = "split what the whole value is made from as well, or gather the part"
     elif part is not None and other is not None and not all(axes):
         message = (
-            f"`{name}` joins a part of shape {list(part.shape)}, of `{run.flow.of(part).source}`, "
-            f"with one of shape {list(other.shape)}, of `{run.flow.of(other).source}`: without "
+            f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, "
+            f"with one of shape {list(other.shape)}, of `{source(other)}`: without "
             f"sharding they are {list(run.whole_shape(part))} and {list(run.whole_shape(other))}"
         )
         hint = "repeat what several ranks need as often as a rank has use for it"
     elif part is not None and other is not None:
         message = (
-            f"`{name}` joins a part along axis {axes[0][0]}, of `{run.flow.of(part).source}`, "
-            f"with a part along axis {axes[1][0]}, of `{run.flow.of(other).source}`"
+            f"`{name}` joins a part along axis {axes[0][0]}, of `{source(part)}`, "
+            f"with a part along axis {axes[1][0]}, of `{source(other)}`"
         )
         hint = "split both along one axis"
     return CannotFollow(

@@ -229,6 +229,40 @@ def test_what_is_over_in_the_backward_pass_is_refused(tmp_path, call, name):
         assert f"`torch.func.{name}` may call `blocks.0`" in words
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            "torch.func.functional_call(self, {'up.bias': 2 * self.up.bias}, (h[..., :8], 1))",
+            "`torch.func.functional_call` may call `blocks.0`",
+        ),
+        ("torch.func.functional_call(self.down, {'bias': 2 * self.down.bias}, (h,))", None),
+        ("torch.vmap(lambda row: self.down(row))(h)", None),
+        ("torch.vmap(lambda row: self(row, 1))(h[..., :8])", "`torch.vmap` may call `blocks.0`"),
+        ("torch.func.grad(lambda z: self.down(z).sum())(h)[..., :8]", "calls `torch.func.grad`"),
+    ],
+)
+def test_a_module_that_calls_itself_otherwise_is_not_checkpointed(tmp_path, value, words):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "return x + self.down(h)", f"return x if args else x + {value}"
+    )
+    schedule = SCHEDULE.format(arguments="")
+    if words is None:
+        rewritten(tmp_path, source, schedule)
+    else:
+        assert words in refused(tmp_path, source, schedule, "SR305")
+
+
+@pytest.mark.parametrize("where", ["block", "self.blocks[1].track", "self.blocks[0].norm"])
+def test_what_a_module_around_sets_is_not_checkpointed(tmp_path, where):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "x = block(x)", f"{where}.shift = x.mean()\n            x = block(x)"
+    )
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert f"`{where}.shift` is set while the model runs" in words
+    rewritten(tmp_path, source.replace(f"{where}.s", "self.s"), SCHEDULE.format(arguments=""))
+
+
 def test_an_activation_in_place_is_not_checkpointed(tmp_path):
     source = NET.format(norm="SiLU", update="pass").replace("nn.SiLU(2 * dim)", "nn.SiLU(True)")
     schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")

@@ -12,6 +12,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.changes import recomputation
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.model import rehearsal
 from slapo_rewrite.model.rehearsal import _references
 from slapo_rewrite.model.simulated_ranks import on_ranks
 from slapo_rewrite.model.step_results import worst
@@ -300,3 +301,13 @@ class Model(nn.Module):
 def test_an_error_of_the_models_own_on_a_rank_is_none_of_a_size(tmp_path):
     words = refused(tmp_path, CHECKED, SPLIT, "SR106")
     assert "on 2 ranks it fails: ValueError: parameters are missing" in words
+
+
+def test_a_model_that_is_too_large_to_be_run_is_warned_of(monkeypatch, tmp_path):
+    monkeypatch.setattr(rehearsal, "MOST_PARAMETERS", 10)
+    source = DRAWING.replace("ASKED", "False")
+    (warning,) = rewritten(tmp_path, source, SPLIT).warnings
+    assert "the last check, a run against the original, was left out" in warning
+    smaller = SPLIT + "\n\ndef verify_model(m):\n    return m.Model()\n"
+    assert not rewritten(tmp_path, source, smaller).warnings
+    assert not rewritten(tmp_path, source, f"{SPLITTING}    pass\n").warnings

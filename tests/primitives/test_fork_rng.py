@@ -222,6 +222,13 @@ def test_without_need_nothing_is_warned_of(source, lines, tmp_path):
     assert rewritten(tmp_path, source, SCHEDULE + SPLIT + lines).warnings == []
 
 
+@pytest.mark.parametrize("fork", ["fork_rng()", 'fork_rng(["F.dropout"])'])
+def test_where_nothing_is_split_a_fork_is_warned_of(fork, tmp_path):
+    lines = f'    s["layers.*.inner"].{fork}\n'
+    (warning,) = rewritten(tmp_path, SOURCE, SCHEDULE + lines).warnings
+    assert "s.py:17: nothing is split between ranks" in warning
+
+
 @pytest.mark.parametrize(
     "fork",
     ['["layers.*"].fork_rng(["drop"])', '["layers.*.outer"].fork_rng()', '["layers.*"].fork_rng()'],

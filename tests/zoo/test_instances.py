@@ -425,6 +425,18 @@ def test_a_replacement_would_lose_what_was_set_before(selected, tmp_path):
         assert "its `eps` is set before another module comes in its place" in words
 
 
+@pytest.mark.parametrize("setting", ["norm.eps = 0.5", 'norm.__setattr__("eps", 0.5)'])
+def test_a_replacement_would_lose_what_a_class_around_sets(setting, tmp_path):
+    schedule = SCHEDULE.replace(
+        "\n\n\ndef", "\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\ndef", 1
+    )
+    source = outers("calls = 0").replace("self.inner.calls = 0", f"self.inner.{setting}")
+    rewritten(tmp_path, source, schedule + '    s["outers.*.inner.norm"].replace(Norm)\n')
+    schedule += '    s["outers.0.inner.norm"].replace(Norm)\n'
+    words = refused(tmp_path, source, schedule, "SR305")
+    assert "its `eps` is 1e-05 there, and was set to 0.5" in words
+
+
 def test_what_is_made_again_stays_frozen(tmp_path):
     schedule = SCHEDULE + '    split(s["outers.0.inner"])\n'
     source = outers("requires_grad_(False)")
