@@ -327,7 +327,7 @@ def ways(
     gpus: int,
     batch: int,
     tensors: Sequence[int],
-    most_stages: int,
+    stages: Sequence[int],
     ratios: Sequence[float],
     *,
     rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
@@ -338,14 +338,14 @@ def ways(
         gpus: How many there are.
         batch: Rows of a step.
         tensors: Numbers of ranks that can share a layer.
-        most_stages: How many stages there can be.
+        stages: Numbers of stages that there can be.
         ratios: Shares of layers that can be recomputed.
         rows: Rows that a micro-batch may have.
     """
     for tensor in tensors:
         if gpus % tensor:
             continue
-        for pipeline in range(1, min(most_stages, gpus // tensor) + 1):
+        for pipeline in stages:
             if (gpus // tensor) % pipeline:
                 continue
             data = gpus // tensor // pipeline

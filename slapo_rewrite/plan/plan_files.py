@@ -15,7 +15,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
-from slapo_rewrite.plan.candidates import Predicted
+from slapo_rewrite.plan.candidates import Predicted, Way
 from slapo_rewrite.plan.planning import Planned, described
 from slapo_rewrite.simulate.training_state import BUCKET
 
@@ -41,7 +41,7 @@ def write_plan(planned: Planned, folder: Path) -> list[str]:
     output = rewrite(wanted.source, wanted.schedule, settings)
     texts = {
         CONFIGURATION: json.dumps(configuration(planned, best), indent=2) + "\n",
-        LAUNCH: launch(planned, best, settings, folder),
+        LAUNCH: launch(planned, best, settings, folder, set(output.files)),
         PLAN: planned.as_json() + "\n",
     }
     try:
@@ -80,8 +80,10 @@ def configuration(planned: Planned, predicted: Predicted) -> dict[str, Any]:
     return found
 
 
-def launch(planned: Planned, predicted: Predicted, settings: list[str], folder: Path) -> str:
-    """A script that makes the model again, and starts the training."""
+def launch(
+    planned: Planned, predicted: Predicted, settings: list[str], folder: Path, files: set[str]
+) -> str:
+    """A script that says how the model is made again, and starts the training."""
     wanted, way = planned.wanted, predicted.way
     again = ["slapo-rewrite", wanted.source, "--schedule", wanted.schedule]
     for setting in settings:
@@ -92,12 +94,37 @@ def launch(planned: Planned, predicted: Predicted, settings: list[str], folder: 
     run = f"torchrun --nproc-per-node {each}"
     if nodes > 1:
         run += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:29500"'
-    axes = f"pipe {way.pipeline}, data {way.data}, model {way.tensor}"
+    lines = _layout(way, files)
     return (
         "#!/bin/sh\n"
-        f"# {described(way)}: {predicted.seconds:.3f} s a step are predicted.\n"
+        f"# {described(way)}: {predicted.seconds:.3g} s a step are predicted.\n"
         "# The rewritten model was made, and is made again, by\n"
         f"#   {shlex.join(again)}\n"
-        f"# Ranks are laid out as DeepSpeed's PipeModelDataParallelTopology does: {axes}.\n"
-        f'exec {run} "${{1:-train.py}}" --deepspeed_config {folder / CONFIGURATION}\n'
+        + "".join(f"# {line}\n" for line in lines)
+        + f'exec {run} "${{1:-train.py}}" --deepspeed_config {folder / CONFIGURATION}\n'
     )
+
+
+def _layout(way: Way, files: set[str]) -> list[str]:
+    """What the training program does so that DeepSpeed and the model know which rank is what.
+
+    Without it DeepSpeed takes all ranks for replicas, and the model takes them all for ones that
+    share its layers.
+    """
+    sizes = f"num_pp={way.pipeline}, num_mp={way.tensor}, num_dp={way.data}"
+    topology = f"  topology = PipeModelDataParallelTopology({sizes})"
+    if way.pipeline > 1:
+        made = ["  module = pipeline.build(..., topology=topology)"]
+    elif "tensor_parallel.py" in files:
+        made = [
+            "  grid = PipelineParallelGrid(topology=topology)",
+            "  tensor_parallel.set_group(grid.get_model_parallel_group())",
+            "  engine, *_ = deepspeed.initialize(..., mpu=grid)",
+        ]
+    else:
+        return ["All ranks are replicas, as DeepSpeed takes them."]
+    return [
+        "Which rank is what, train.py says by deepspeed.runtime.pipe.topology:",
+        topology,
+        *made,
+    ]

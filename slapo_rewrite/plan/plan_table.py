@@ -74,10 +74,15 @@ def _others(planned: Planned) -> Iterator[str]:
     yield f"best: {described(first.way)}; of a step " + ", ".join(
         f"{share:.0%} {kind}" for kind, share in first.shares.items() if share >= 0.01
     )
+    named: set[int] = set()  # a way has one line, under the first of its names
     for name, belongs in OBVIOUS.items():
         if belongs(first):
             continue
-        if found := next(filter(belongs, planned.best), None):
+        found = next(filter(belongs, [*planned.best, *planned.others]), None)
+        if found is None or id(found) in named:
+            continue
+        named.add(id(found))
+        if found in planned.best:
             worse = {k: found.shares[k] * found.seconds - first.shares[k] * first.seconds
                      for k in first.shares}  # fmt: skip
             kind = max(worse, key=lambda k: worse[k])
@@ -85,7 +90,7 @@ def _others(planned: Planned) -> Iterator[str]:
                 f"{name}: {found.seconds / first.seconds:.2f} times as long, for {kind} mostly "
                 f"({described(found.way)})"
             )
-        elif found := next(filter(belongs, planned.others), None):
+        else:
             yield f"{name}: does not fit, {gib(found.memory)} at least ({described(found.way)})"
     for ranks, why in planned.refused.items():
         yield f"{ranks} ranks cannot share the layers: {why}"

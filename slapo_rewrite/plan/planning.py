@@ -227,12 +227,12 @@ class _Planner:
                 both, wanted.hardware, wanted.precision, wanted.node, self.cut
             )
         most = 1
-        if STAGES in self.free and all(
-            len(p.layers) == len(self.layers) for p in predictors.values()
-        ):
+        if all(len(p.layers) == len(self.layers) for p in predictors.values()):
             most = max(1, len(self.layers))
+        fixed = self.values.get(STAGES, 1)
+        stages = [n for n in range(1, most + 1) if STAGES in self.free or n == fixed]
         grouped: dict[Way, list[Way]] = {}
-        for way in ways(wanted.gpus, wanted.batch, list(predictors), most, self.ratios):
+        for way in ways(wanted.gpus, wanted.batch, list(predictors), stages, self.ratios):
             own = replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
             grouped.setdefault(replace(own, recomputed=0.0), []).append(own)
         for alike in grouped.values():
@@ -333,11 +333,14 @@ def _nothing(planned: Planned) -> errors.RewriteError:
     wanted = planned.wanted
     have = f"{wanted.gpus} x {gib(wanted.memory)}"
     if not planned.others:
+        stages = next((item for item in wanted.fixed if item.startswith(f"{STAGES}=")), "")
         return errors.UsageError(
             f"a batch of {wanted.batch} cannot be divided over {wanted.gpus} GPUs as the schedule "
-            "allows",
+            f"allows{f' with {stages}' * bool(stages)}",
             hint="give a batch that a number of replicas divides: "
-            f"{wanted.gpus} times a whole number, say",
+            f"{wanted.gpus} times a whole number, say"
+            + ", and stages that divide the GPUs"
+            * bool(stages),
         )
     least = planned.others[0]
     missing = least.memory - wanted.memory

@@ -154,3 +154,27 @@ def test_every_gpu_of_the_table_says_where_its_figures_are_from():
         gpu = hardware(name)
         assert "data sheet" in gpu.said[0] and gpu.memory > 2**34
         assert gpu.inside.bandwidth > gpu.outside.bandwidth
+
+
+def test_stages_that_are_fixed_are_the_plans_and_what_is_launched_says_which_rank_is_what(
+    tmp_path, capsys
+):
+    plain = ["--set", "fuse=false", "--set", "sequence_parallel=false", "--set", "ckpt_ratio=0"]
+    out = tmp_path / "out"
+    assert planned(tmp_path, *plain, "--set", "pipeline_stages=2", "--json", "-o", out) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert {each["pipeline"] for each in plans} == {2}
+    script = (out / "launch.sh").read_text()
+    assert "pipeline.build(..., topology=topology)" in script and "num_pp=2" in script
+    assert " 0.000 s" not in script
+    assert planned(tmp_path, *plain, "--set", "pipeline_stages=1", "-o", out) == 0
+    ways = [line.rpartition("(")[2] for line in capsys.readouterr().out.splitlines()
+            if "times as long" in line]  # fmt: skip
+    assert len(ways) == len(set(ways)), ways
+    assert "initialize(..., mpu=grid)" in (out / "launch.sh").read_text()
+
+
+def test_stages_that_do_not_divide_the_gpus_are_named(tmp_path, capsys):
+    plain = ["--set", "fuse=false", "--set", "sequence_parallel=false", "--set", "ckpt_ratio=0"]
+    assert planned(tmp_path, *plain, "--set", "pipeline_stages=3") == 2
+    assert "with pipeline_stages=3" in capsys.readouterr().err
