@@ -86,7 +86,9 @@ class SpeedSurrogate:
             evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum()
             across = covariance[:, tried]
             rest = covariance - across @ cho_solve(factor, across.T)
-            found.append((evidence, offset + across @ solved, rest, float(noise)))
+            # Trials that lie further apart than a process allows say that all may.
+            spread = max(1.0, left @ solved / len(tried))
+            found.append((evidence, offset + across @ solved, rest * spread, float(noise)))
         weights = np.exp([each[0] - max(found, key=lambda one: one[0])[0] for each in found])
         weights /= weights.sum()
         return [

@@ -57,6 +57,13 @@ def words(seed=0):
     return grid(axes, either)
 
 
+def proportional():
+    """Nothing but the batch counts, and the range of its effect is far beyond what is expected."""
+    ratios = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    axes = {"batch_size": [8 * n for n in range(1, 14)], "ckpt_ratio": ratios}
+    return grid(axes, lambda batch_size, ckpt_ratio: batch_size * (1 - 0.3 * ckpt_ratio))
+
+
 KINDS = {
     "batches": batches,
     "other names": lambda: batches(("tokens", "kept_out")),
@@ -66,4 +73,5 @@ KINDS = {
     "much memory": lambda: batches(memory=1e9),
     "little memory": lambda: batches(memory=17.0),
     "words": words,
+    "proportional": proportional,
 }
