@@ -336,11 +336,10 @@ def _nothing(planned: Planned) -> errors.RewriteError:
         stages = next((item for item in wanted.fixed if item.startswith(f"{STAGES}=")), "")
         return errors.UsageError(
             f"a batch of {wanted.batch} cannot be divided over {wanted.gpus} GPUs as the schedule "
-            f"allows{f' with {stages}' * bool(stages)}",
+            f"allows{f' with {stages}' if stages else ''}",
             hint="give a batch that a number of replicas divides: "
             f"{wanted.gpus} times a whole number, say"
-            + ", and stages that divide the GPUs"
-            * bool(stages),
+            + (", and stages that divide the GPUs" if stages else ""),
         )
     least = planned.others[0]
     missing = least.memory - wanted.memory
