@@ -260,11 +260,12 @@ class OutputFiles:
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
         elements = self._elements()
+        pairs = {}  # states are shared, so that these are few
         for path, state in states.items():
-            stands = _stand_in(path, elements)
-            if stands == path or stands not in states:
-                continue
-            for mine, other in zip(states[stands].every_cause(), state.every_cause(), strict=True):
+            of_its_kind = states.get(_stand_in(path, elements), state)
+            pairs[id(of_its_kind), id(state)] = of_its_kind, state
+        for of_its_kind, state in pairs.values():
+            for mine, other in zip(of_its_kind.every_cause(), state.every_cause(), strict=True):
                 if mine.number != other.number:
                     self._same.setdefault(mine.number, {})[other.number] = other
 

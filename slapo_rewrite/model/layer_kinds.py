@@ -39,25 +39,34 @@ def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> Iterat
 
 def kinds_of(node: Node) -> list[Any]:
     """Of each element: what it is, and its plain attributes but for those that are its number."""
-    found = [
-        {
-            (inner.path.removeprefix(child.path), name): value
-            for inner in child.walk()
-            for name, value in vars(inner.live).items()
-            if type(value) in PLAIN
-        }
-        for child in node.children.values()
-    ]
-    numbers: dict[Any, set[Any]] = {}
-    for number, attributes in enumerate(found):
-        for key, value in attributes.items():
-            apart = value - number if type(value) is int else None
-            numbers.setdefault(key, set()).add(apart)
-    counted = {key for key, apart in numbers.items() if len(apart) == 1 and apart != {None}}
+    children = list(node.children.values())
+    found = [_plain_attributes(child) for child in children]
+    # Most attributes are the same in all, and tell no two apart.
+    apart = {key for each in found for key, _ in each.items() ^ found[0].items()}
+    apart -= {key for key in apart if _is_number(key, found)}
     return [
-        (child.kind, frozenset(item for item in attributes.items() if item[0] not in counted))
-        for child, attributes in zip(node.children.values(), found, strict=True)
+        (child.kind, frozenset(item for item in each.items() if item[0] in apart))
+        for child, each in zip(children, found, strict=True)
     ]
+
+
+def _plain_attributes(element: Node) -> dict[tuple[str, str], Any]:
+    """The plain attributes of an element and of what is below, by path from it and name."""
+    found: dict[tuple[str, str], Any] = {}
+    for inner in element.walk():
+        below = inner.path[len(element.path) :]
+        for name, value in vars(inner.live).items():
+            if type(value) in PLAIN:
+                found[below, name] = value
+    return found
+
+
+def _is_number(key: tuple[str, str], found: Sequence[Mapping[tuple[str, str], Any]]) -> bool:
+    """Whether an attribute is the element's number, counted from anywhere."""
+    values = [(each[key], number) for number, each in enumerate(found) if key in each]
+    if any(type(value) is not int for value, _ in values):
+        return False
+    return len({value - number for value, number in values}) == 1
 
 
 def lists_of(tree: Tree) -> list[Node]:

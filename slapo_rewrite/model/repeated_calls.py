@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +61,15 @@ class _Calls:
         self.left = self.times
         self.shapes: dict[Hashable, list[Hashable]] = {}
         self.given: dict[Hashable, Any] = {}
+        self.last: tuple[Sequence[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.left:
             self.begin()
         self.left -= 1
+        everything = (*args, *kwargs, *kwargs.values())
+        if self.last is not None and _is_same(everything, self.last[0]):
+            return self.last[1]
         with unwatched():  # these questions are no operations of the model
             way = _described((args, kwargs))
             shapes = tuple(tensor.shape for tensor in tensors((args, kwargs)))
@@ -74,7 +78,17 @@ class _Calls:
         if len(known) < LEFT or shapes not in known:
             known.append(shapes)
             self.given[way] = self.forward(*args, **kwargs)
+        else:
+            self.last = everything, self.given[way]
         return self.given[way]
+
+
+def _is_same(given: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether a layer is given the very objects again, none of which holds others by now."""
+    return len(given) == len(before) and all(
+        one is other and not isinstance(one, (list, Mapping))
+        for one, other in zip(given, before, strict=True)
+    )
 
 
 def _described(value: Any) -> Hashable:

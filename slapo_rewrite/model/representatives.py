@@ -62,7 +62,9 @@ class Representatives:
             groups: dict[Any, list[Node]] = {}
             for child, kind in zip(children.values(), kinds_of(node), strict=True):
                 below = tuple(sorted(self._asked.get(child.path, ())))
-                is_shared = any(id(inner.live) in self._shared for inner in child.walk())
+                is_shared = bool(self._shared) and any(
+                    id(inner.live) in self._shared for inner in child.walk()
+                )
                 groups.setdefault((kind, below, is_shared and child.path), []).append(child)
             first = {child.name: group[0] for group in groups.values() for child in group}
             self._runs[node.path] = [first[name] for name in children]

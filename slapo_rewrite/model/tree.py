@@ -145,9 +145,11 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """The node and everything below it, a module before what it holds."""
-        yield self
-        for child in self.children.values():
-            yield from child.walk()
+        left = [self]
+        while left:
+            node = left.pop()
+            yield node
+            left += reversed(node.children.values())
 
 
 class Tree:

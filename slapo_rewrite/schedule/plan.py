@@ -158,9 +158,12 @@ class Plan:
 
         What is no more part of the tree keeps its name, to be refused by that.
         """
-        named = ([node, *self.sources.same_live(node)] for node in nodes)
-        first = (min(group, key=lambda n: self.order.get(n.path, -1)) for group in named)
-        return list({node.path: node for node in first}.values())
+        first = {}
+        for node in nodes:
+            if others := self.sources.same_live(node):
+                node = min((node, *others), key=lambda n: self.order.get(n.path, -1))
+            first[node.path] = node
+        return list(first.values())
 
     def _graft(self, grafts: Mapping[str, Any]) -> None:
         """Puts other modules into the tree."""
