@@ -143,7 +143,7 @@ def tried(
     schedule = step.namespace()
     twins = {} if twins is None else twins
     try:
-        torch.manual_seed(0)
+        small_model.seed_torch(0)
         with small_model.one_thread():
             if step.twin not in twins:
                 twins[step.twin] = small_model.build_small(schedule, module).train()

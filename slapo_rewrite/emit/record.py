@@ -6,6 +6,7 @@ import base64
 import bz2
 import functools
 import hashlib
+import functools
 import importlib.metadata
 import json
 import re
@@ -52,6 +53,7 @@ def dumped(content: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
+@functools.cache
 def installed(package: str) -> str | None:
     """The version of an installed package, without importing it.
 

@@ -48,12 +48,14 @@ class Emitted:
     Attributes:
         module: The rewritten model file's module.
         folder: Where its files lie meanwhile.
+        names: What its files are imported as.
         parts: By module path and name, the tensors that are to be parts in the last tree: the axis
             that is split, and the size along it that this rank should have.
     """
 
     module: types.ModuleType
     folder: Path
+    names: Sequence[str] = ()
     parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def tree(
@@ -99,7 +101,7 @@ class Emitted:
 
     def modules(self) -> list[types.ModuleType]:
         """The modules of all of its files."""
-        return [m for n, m in sys.modules.items() if n.startswith(f"{PACKAGE}.")]
+        return [sys.modules[name] for name in self.names]
 
     def frames(self, error: BaseException | None) -> list[tuple[str, int]]:
         """The lines of the output that an error passed through, by file name."""
@@ -165,7 +167,7 @@ def imported(
                     _import(folder, names)
                 except FailedOutput:
                     raise failed from failed.error
-        yield Emitted(sys.modules[_module(model_file)], folder)
+        yield Emitted(sys.modules[_module(model_file)], folder, [_module(n) for n in names])
 
 
 def _import(folder: Path, names: Sequence[str]) -> None:
@@ -196,7 +198,9 @@ def _parts(live: Any) -> dict[str, tuple[int, int]]:
 
 
 def _forget() -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == PACKAGE]:
+    for name in [n for n in sys.modules if n.startswith(PACKAGE)]:
+        if name.partition(".")[0] != PACKAGE:
+            continue
         module = sys.modules.pop(name)
         if hasattr(module, "watch_registrations"):
             module.watch_registrations().remove()  # torch would keep the output

@@ -298,7 +298,7 @@ def _drawn(
     schedule: Any, module: types.ModuleType, depth: int
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A small model, and the weights that its constructor draws from a seed."""
-    torch.manual_seed(0)
+    small_model.seed_torch(0)
     model = small_model.build_small(schedule, module, depth)
     return model, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

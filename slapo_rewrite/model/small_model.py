@@ -24,6 +24,15 @@ BATCH, TOKENS = 2, 16
 FIRST_PADDED = 12  # the second row is padding from here on
 
 
+def seed_torch(seed: int) -> None:
+    """Has torch draw the same on the CPU from here on.
+
+    `torch.manual_seed` seeds every other device as well, which nothing would put back, and takes
+    down the stack for each of them that nobody has used so far.
+    """
+    torch.default_generator.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def drawing(seed: int) -> Iterator[None]:
     """The same random numbers every time, of torch, of Python and of NumPy.
@@ -33,8 +42,8 @@ def drawing(seed: int) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            seed_torch(seed)
             random.seed(seed)
             if numpy:
                 numpy.random.seed(seed)
@@ -97,9 +106,9 @@ def one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def _scaled(module: Any) -> Iterator[None]:
     """Sizes that an output has of one configuration are taken for a ratio meanwhile."""
-    package = getattr(module, "__name__", "").rpartition(".")[0]
-    beside = [each for name, each in sys.modules.items() if name.startswith(f"{package}.")]
-    names = [getattr(each, "__dict__", {}) for each in (module, *(beside if package else ()))]
+    inside = getattr(module, "__name__", "").rpartition(".")[0] + "."
+    beside = [each for name, each in sys.modules.items() if name.startswith(inside)]
+    names = [getattr(each, "__dict__", {}) for each in (module, *beside)]
     found: list[Any] = [each["PackedSizes"] for each in names if "PackedSizes" in each]
     fixed = {blocks: blocks.may_scale for blocks in found if hasattr(blocks, "may_scale")}
     for blocks in fixed:
@@ -246,7 +255,7 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
         ValueError: There is neither `inputs` nor a config to make inputs from.
     """
     if hasattr(schedule, "inputs"):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         return dict(schedule.inputs(model))
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):

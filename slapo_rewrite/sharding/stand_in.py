@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from slapo_rewrite.model.small_model import seed_torch
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding.packed_parts import ratio_of
 from slapo_rewrite.sharding.propagate import Records, propagate
@@ -54,7 +55,7 @@ class StandIn:
     ) -> None:
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                seed_torch(0)
                 small, self.inputs = make()
         except Exception as error:
             raise CannotStandIn(f"{type(error).__name__}: {error}".splitlines()[0]) from error

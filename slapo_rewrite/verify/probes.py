@@ -88,7 +88,7 @@ class _Reseeding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)  # the CPU alone, and fast
         return func(*args, **(kwargs or {}))
 
 
