@@ -80,6 +80,27 @@ def timed(seconds=60.0, memory=60.0, recomputed=1.0, batch_counts=True):
     return grid(axes, throughput, "timed", takes_too_long)
 
 
+def hills(one=(0.2, 0.2), other=(0.8, 0.75), width=0.18, noise=0.0, most=2.0):
+    """Two, of which the one is lower; where both knobs add up to more than `most`, memory lacks."""
+    random = np.random.default_rng(0)
+    axes = {"tiles": list(range(12)), "share": [n / 6 for n in range(7)]}
+
+    def throughput(tiles, share):
+        x = tiles / 11
+        far = [((x - a) ** 2 + (share - b) ** 2) / (2 * width**2) for a, b in (one, other)]
+        value = 0.35 + 0.65 * max(0.73 * math.exp(-far[0]), math.exp(-far[1]))
+        return value * math.exp(random.normal(0, noise)) if x + share <= most else 0.0
+
+    return grid(axes, throughput)
+
+
+HILLS = {
+    "apart": hills,
+    "narrow": lambda: hills(width=0.12),
+    "noisy": lambda: hills(noise=0.02),
+    "one beside the border": lambda: hills(most=1.6),
+    "on a line": lambda: hills((0.15, 0.5), (0.85, 0.5)),
+}
 KINDS = {
     "batches": batches,
     "other names": lambda: batches(("tokens", "kept_out")),

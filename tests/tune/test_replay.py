@@ -8,7 +8,7 @@ import pytest
 
 from slapo_rewrite import cli, errors
 from slapo_rewrite.tune.replay_grid import read_grid, replayed
-from tests.tune.grids import KINDS, timed
+from tests.tune.grids import HILLS, KINDS, timed
 
 PUBLISHED = Path(__file__).with_name("published_grid.json")
 
@@ -36,6 +36,23 @@ def test_other_grids_need_few_as_well(kind):
     assert results["model"]["worst"] <= min(16, statistics.mean(results["random"]["trials"]))
     # It ends when it is sure by nine in ten.
     assert sum(part >= 0.985 for part in results["model"]["ends_with"]) >= 3
+
+
+def found_the_higher(kind, seeds):
+    result = replayed(HILLS[kind](), ["model"], seeds, 0.9)["model"]
+    assert min(result["ends_with"]) >= 0.98
+    assert max(result["ends_after"]) <= 30
+
+
+def test_of_two_hills_the_higher_is_found():
+    """Where the trials show a hill, there may be another far away: it ended at 87% of the best."""
+    found_the_higher("apart", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", HILLS)
+def test_of_many_hills_the_higher_is_found(kind):
+    found_the_higher(kind, 2)
 
 
 @pytest.mark.parametrize("batch_counts", [True, False])
