@@ -1,6 +1,7 @@
 """What a command imports costs more than what it does: what it leaves out."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,29 @@ def test_a_command_imports_what_it_needs_and_no_torch_where_nothing_has_changed(
     imported_by(*GPT, "--diff")
     for options in (out, (*out, "--check"), ("--diff",)):
         assert not imported_by(*GPT, *options) & {"torch", "libcst", "black"}
+
+
+TOLD = """\
+import os, sys
+from slapo_rewrite.commands import answers
+answers.working = lambda what: os._exit("torch" in sys.modules)
+from slapo_rewrite.cli import main
+main(sys.argv[1:])
+os._exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[*GPT, "--diff"], ["plan", *GPT, "--gpus", "8", "--batch", "8"]],
+    ids=["rewriting", "planning"],
+)
+def test_a_command_says_that_it_works_before_it_imports_torch(arguments, tmp_path):
+    """Which takes seconds, in which a terminal would show nothing."""
+    kept = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    assert (
+        subprocess.run([sys.executable, "-c", TOLD, *arguments], cwd=ROOT, env=kept).returncode == 0
+    )
 
 
 @pytest.mark.long

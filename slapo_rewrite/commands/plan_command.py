@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
 from slapo_rewrite.commands.answers import DONE, check_installed, say, working
 from slapo_rewrite.commands.work_out import is_auto, work_out
+
+if TYPE_CHECKING:
+    from slapo_rewrite.plan.planning import Planned
 
 
 def plan_command(options: argparse.Namespace) -> int:
@@ -15,33 +20,8 @@ def plan_command(options: argparse.Namespace) -> int:
     if is_auto(options.schedule):
         options.write_schedule = None
         work_out(options)
-    from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
-    from slapo_rewrite.simulate.hardware import hardware, known_gpus
-
-    if options.gpu == "measure":
-        from slapo_rewrite.plan.measured_machine import measured_machine
-
-        with working("measuring this machine"):
-            gpu = measured_machine(min(options.nodes_of, options.gpus))
-    elif options.gpu in known_gpus():
-        gpu = hardware(options.gpu)
-    else:
-        raise unknown_gpu(options.gpu, known_gpus())
-    memory = memory_size(options.memory) if options.memory else gpu.memory
-    wanted = Wanted(
-        options.source,
-        options.schedule,
-        options.set,
-        options.gpus,
-        gpu,
-        memory,
-        options.batch,
-        options.sequence,
-        options.nodes_of,
-        options.precision or gpu.precision,
-    )
     with working(f"planning {options.source}") as progress:
-        planned = plan(wanted, progress)
+        planned = _planned(options, progress)
     if options.plot is not None:
         from slapo_rewrite.plan.pareto_plot import draw
 
@@ -56,6 +36,35 @@ def plan_command(options: argparse.Namespace) -> int:
             names = write_plan(planned, options.output)
         say(f"wrote {options.output}: {', '.join(names)}")
     return DONE
+
+
+def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Planned:
+    """Imports what it takes, which takes long itself, and plans."""
+    from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
+    from slapo_rewrite.simulate.hardware import hardware, known_gpus
+
+    if options.gpu == "measure":
+        from slapo_rewrite.plan.measured_machine import measured_machine
+
+        progress("measuring this machine")
+        gpu = measured_machine(min(options.nodes_of, options.gpus))
+    elif options.gpu in known_gpus():
+        gpu = hardware(options.gpu)
+    else:
+        raise unknown_gpu(options.gpu, known_gpus())
+    wanted = Wanted(
+        options.source,
+        options.schedule,
+        options.set,
+        options.gpus,
+        gpu,
+        memory_size(options.memory) if options.memory else gpu.memory,
+        options.batch,
+        options.sequence,
+        options.nodes_of,
+        options.precision or gpu.precision,
+    )
+    return plan(wanted, progress)
 
 
 def _check_planning(options: argparse.Namespace) -> None:

@@ -164,10 +164,11 @@ def _written(options: argparse.Namespace, asked: Asked) -> int:
 def _rewritten(asked: Asked) -> Output:
     """What is asked for, in memory."""
     from slapo_rewrite.emit import diff_cache, record
-    from slapo_rewrite.emit.rewrite import rewrite
 
     place = diff_cache.place(asked)
     with working(f"rewriting {asked.source}"):
+        from slapo_rewrite.emit.rewrite import rewrite
+
         output = rewrite(
             asked.source,
             asked.schedule,

@@ -60,9 +60,18 @@ class StepInBackwardPrimitive(Primitive):
 
         model.step_in_backward(lambda name, parameter: AdamW([parameter], lr=1e-4))
 
-    Each `backward` is a step then: gradients cannot be accumulated over several, nor clipped by the
-    norm of all. Gradients that tensor-parallel ranks add up are complete before; those of replicas
-    are averaged over the group that is given as `replicas`.
+    Each `backward` is a step then: gradients cannot be accumulated over several, nor scaled (by a
+    `torch.amp.GradScaler`, as float16 needs), nor clipped by the norm of all. What reads them after
+    `backward` finds none: `clip_grad_norm_` and `clip_grad_value_` clip nothing, and the norm is 0.
+    So the optimizers refuse a step by the training loop; leave it, and what comes before it, out.
+    To clip values, clip each gradient as it comes (of replicas each its own):
+
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    Gradients that tensor-parallel ranks add up are complete before; those of replicas are averaged
+    over the group that is given as `replicas`. Under torch's checkpoints with `use_reentrant=True`
+    (not the primitive's) each call of a layer that is called more than once is a step.
 
     Rewrite:
         class Model(nn.Module):

@@ -24,9 +24,10 @@ class StepsInBackward(nn.Module):
             model.step_in_backward(lambda name, parameter: AdamW([parameter], lr=1e-4))
 
         Each `backward` is a step: gradients cannot be accumulated over several, nor
-        scaled, nor clipped by the norm of all. It is not for a model inside
-        `DistributedDataParallel`, FSDP or ZeRO, which add gradients up later; give
-        `replicas` instead.
+        scaled, nor clipped by the norm of all. What reads them later finds none, so
+        that `clip_grad_norm_` clips nothing and returns 0; a step by one of the
+        optimizers raises. It is not for a model inside `DistributedDataParallel`, FSDP
+        or ZeRO, which add gradients up later; give `replicas` instead.
 
         Args:
             make_optimizer: Makes the optimizer of one parameter, also given its name.
@@ -41,6 +42,14 @@ class StepsInBackward(nn.Module):
             if parameter.requires_grad
         }
 
+        def refuse_late(name: str, parameter: nn.Parameter, *_: Any) -> None:
+            if parameter.grad is None:
+                raise RuntimeError(
+                    f"the gradient of `{name}` was used in the backward pass: each "
+                    "`backward` is a step, and a loop that accumulates, scales or clips "
+                    "gradients needs an ordinary optimizer, without `step_in_backward`"
+                )
+
         def step(optimizer: Optimizer, parameter: nn.Parameter) -> None:
             if replicas is not None and parameter.grad is not None:
                 parameter.grad.div_(dist.get_world_size(replicas))
@@ -50,5 +59,7 @@ class StepsInBackward(nn.Module):
 
         for name, optimizer in optimizers.items():
             parameter: Any = self.get_parameter(name)
+            # The training loop's own step would do nothing, and hide what is wrong.
+            optimizer.register_step_pre_hook(partial(refuse_late, name, parameter))
             parameter.register_post_accumulate_grad_hook(partial(step, optimizer))
         return optimizers

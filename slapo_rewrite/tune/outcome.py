@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Kind = Literal["ok", "out of memory", "timed out", "failed"]
+TIMED_OUT: Final = "timed out"
 
 
 @dataclass(frozen=True)

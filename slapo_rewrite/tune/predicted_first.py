@@ -1,7 +1,8 @@
 """Tries first what is predicted to bring most, and learns from each trial.
 
 What a point may bring is the throughput that it is expected to have beyond the best so far, times
-the square of how likely it fits: one that does not fit costs a trial and says little.
+the square of how likely it fits, into memory and into the time of a run: one that does not fit
+costs a trial and says little.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from slapo_rewrite.tune.knob_space import Floats, KnobSpace
-from slapo_rewrite.tune.memory_belief import MemoryBelief
-from slapo_rewrite.tune.outcome import Trial, best_of
+from slapo_rewrite.tune.limit_belief import LimitBelief
+from slapo_rewrite.tune.outcome import TIMED_OUT, Trial, best_of
 from slapo_rewrite.tune.speed_surrogate import Predicted, SpeedSurrogate, samples
 
 # What the whole range of a knob brings if it costs memory, in logarithms of the throughput: a layer
@@ -44,8 +45,10 @@ class PredictedFirst:
         seed: int = 0,
         confidence: float | None = None,
     ) -> None:
-        self._space, self._confidence = space, confidence
-        self._memory = MemoryBelief(space, seed)
+        self._space, self._seed, self._confidence = space, seed, confidence
+        self._memory = LimitBelief(space, space.signs, seed)
+        # Only once a run took too long: else all are taken to have the time.
+        self._time: LimitBelief | None = None
         self._speed = SpeedSurrogate(space.coordinates)
         self._random = np.random.default_rng(seed)
         self._preference = 1 + 1e-6 * self._random.random(len(space))
@@ -54,14 +57,12 @@ class PredictedFirst:
 
     def next(self, trials: Sequence[Trial]) -> int | None:
         """The point that may bring most; None once none is likely to bring 1%, or none is left."""
-        for trial in trials[self._seen :]:
-            self._memory.see(trial.number, trial.counts)
-        self._seen = len(trials)
+        self._see(trials)
         untried = np.setdiff1d(np.arange(len(self._space)), [trial.number for trial in trials])
         if not len(untried):
             self.chance = 0.0
             return None
-        fits, best = self._memory.fits(), best_of(trials)
+        fits, best = self._fits(), best_of(trials)
         if best is None:
             prior = self._expected()
             worth = np.maximum(prior - prior[fits.argmax()] + LEAST, 1e-9) * fits
@@ -73,6 +74,27 @@ class PredictedFirst:
                 if self.chance <= 1 - self._confidence:
                     return None
         return int(untried[(worth * self._preference)[untried].argmax()])
+
+    def _see(self, trials: Sequence[Trial]) -> None:
+        """Takes in what is new: each limit tells nothing of the other, but that both were kept."""
+        new = trials[self._seen :]
+        if self._time is None and any(trial.kind == TIMED_OUT for trial in new):
+            # What costs memory may save time: of its directions nothing is declared.
+            self._time = LimitBelief(self._space, np.zeros_like(self._space.signs), self._seed)
+            for trial in trials[: self._seen]:
+                if trial.counts:
+                    self._time.see(trial.number, True)
+        for trial in new:
+            if trial.kind != TIMED_OUT:
+                self._memory.see(trial.number, trial.counts)
+            if self._time and trial.kind in ("ok", TIMED_OUT):
+                self._time.see(trial.number, trial.counts)
+        self._seen = len(trials)
+
+    def _fits(self) -> Floats:
+        """How likely each point fits into memory, and into the time."""
+        fits = self._memory.fits()
+        return fits * self._time.fits() if self._time else fits
 
     def _said(self, trials: Sequence[Trial]) -> list[Predicted]:
         """What is known of the logarithm of the throughput, after trials of which some ran."""
@@ -100,6 +122,8 @@ class PredictedFirst:
         numbers = untried[np.argsort(-each[untried])][:CANDIDATES]
         better = samples(said, numbers, DRAWS, self._random) > wanted
         fitting = self._memory.samples(numbers, DRAWS, self._random)
+        if self._time:
+            fitting &= self._time.samples(numbers, DRAWS, self._random)
         return float((better & fitting).any(1).mean())
 
 

@@ -1,8 +1,8 @@
 """Strategies against a grid of measured throughputs: how many trials does each need?
 
 The file is a JSON object: a list of values for each knob, by its name, and `throughput`, nested
-lists with an axis for each knob in their order. 0 or null is a point that ran out of memory.
-Further texts (`source`, `unit`) say where it is from.
+lists with an axis for each knob in their order. 0 or null is a point that ran out of memory,
+"timed out" one that took too long. Further texts (`source`, `unit`) say where it is from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.tune.knob_space import Axis, KnobSpace, shown
-from slapo_rewrite.tune.outcome import Trial, best_of
+from slapo_rewrite.tune.outcome import TIMED_OUT, Kind, Trial, best_of
 from slapo_rewrite.tune.strategies import Strategy, made
 
 NEAR = 0.99  # of the best, and good enough
@@ -29,12 +29,14 @@ class Grid:
     Attributes:
         name: The file.
         space: The points.
-        throughputs: Theirs, 0 where memory did not suffice.
+        throughputs: Theirs, 0 where memory or time did not suffice.
+        timed_out: The numbers of those that took too long.
     """
 
     name: str
     space: KnobSpace
     throughputs: list[float]
+    timed_out: frozenset[int] = frozenset()
 
     @property
     def best(self) -> int:
@@ -57,7 +59,8 @@ class Grid:
     def trial(self, number: int) -> Trial:
         """What trying a point comes to."""
         throughput = self.throughputs[number]
-        return Trial(number, "ok" if throughput else "out of memory", throughput)
+        lacks: Kind = TIMED_OUT if number in self.timed_out else "out of memory"
+        return Trial(number, "ok" if throughput else lacks, throughput)
 
 
 def read_grid(path: Path) -> Grid:
@@ -86,11 +89,12 @@ def read_grid(path: Path) -> Grid:
     ]
     if not axes:
         raise errors.BadGrid(f"`{path}` has no knobs", hint=hint)
-    throughputs: list[float] = []
-    _flatten(path, measured, axes, [], throughputs)
-    if not any(throughputs):
+    found: list[float | None] = []
+    _flatten(path, measured, axes, [], found)
+    if not any(found):
         raise errors.BadGrid(f"no point of `{path}` has a throughput above 0")
-    return Grid(str(path), KnobSpace(axes), throughputs)
+    timed_out = frozenset(number for number, each in enumerate(found) if each is None)
+    return Grid(str(path), KnobSpace(axes), [each or 0.0 for each in found], timed_out)
 
 
 def _axis(path: Path, name: str, values: list[Any]) -> Axis:
@@ -109,18 +113,22 @@ def _axis(path: Path, name: str, values: list[Any]) -> Axis:
 
 
 def _flatten(
-    path: Path, values: Any, axes: Sequence[Axis], place: list[str], found: list[float]
+    path: Path, values: Any, axes: Sequence[Axis], place: list[str], found: list[float | None]
 ) -> None:
-    """Appends nested lists' figures to `found`, in their order."""
+    """Appends nested lists' figures to `found`, in their order; None for what took too long."""
     where = " ".join(["throughput", *(f"at {each}" for each in place[-1:])])
     if len(place) == len(axes):
+        if values == TIMED_OUT:
+            found.append(None)
+            return
         if values is None:
             values = 0
         is_number = isinstance(values, int | float) and not isinstance(values, bool)
         if not is_number or not 0 <= values < float("inf"):
             raise errors.BadGrid(
                 f"`{path}`: {where} is {json.dumps(values)}",
-                hint="a throughput is a number; 0 or null where memory did not suffice",
+                hint="a throughput is a number; 0 or null where memory did not suffice, "
+                f'"{TIMED_OUT}" where time did not',
             )
         found.append(float(values))
         return

@@ -3,7 +3,9 @@
 They describe the logarithm of the throughput: a line, bends of each knob, and what knobs do
 together. A few trials do not tell how far bends reach, how high they go and how noisy figures are,
 so several processes with fixed answers stand side by side, weighted by how well each explains the
-trials (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, chapter 2).
+trials (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, chapter 2). One has
+hills: a trial says nothing of points that are far away. It counts for little until trials lie so
+far apart that the others do not explain them; then the search goes on to where it has not been.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from slapo_rewrite.tune.knob_space import Floats
 
 REACHES = (0.4, 1.2)  # how far bends reach, of a knob's whole range
 HEIGHTS = (0.05, 0.15)  # of bends, in logarithms of the throughput
+HILLY = 0.03  # how likely there are hills, of 1 for each of the others, before any trial
+HILL_REACH, HILL_HEIGHT = 0.25, 0.5  # theirs, likewise
 NOISES = (0.004, 0.012)  # of a figure, likewise
 SLOPES = 0.02  # the variance of what a knob's whole range does, beyond what is predicted
 LEVEL = 0.25  # the variance of how far the throughput of all points is from that of the trials
@@ -58,10 +62,12 @@ class SpeedSurrogate:
 
     def __init__(self, coordinates: Floats) -> None:
         x = coordinates - 0.5
-        self._covariances = [
-            _kernel(x.shape[1], reach, height)(x)
+        smooth = [
+            _smooth(x.shape[1], reach, height)
             for reach, height in itertools.product(REACHES, HEIGHTS)
         ]
+        self._processes = [(kernel(x), 1.0) for kernel in smooth]
+        self._processes.append((_hilly(x.shape[1])(x), HILLY))
 
     def predict(
         self, numbers: Sequence[int], throughputs: Sequence[float], prior: Floats
@@ -79,11 +85,11 @@ class SpeedSurrogate:
         offset = prior + (logarithms - prior[tried]).mean()
         left = logarithms - offset[tried]
         found = []
-        for covariance, noise in itertools.product(self._covariances, np.square(NOISES)):
+        for (covariance, belief), noise in itertools.product(self._processes, np.square(NOISES)):
             known = covariance[np.ix_(tried, tried)] + noise * np.eye(len(tried))
             factor = cho_factor(known, lower=True)
             solved = cho_solve(factor, left)
-            evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum()
+            evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum() + np.log(belief)
             across = covariance[:, tried]
             rest = covariance - across @ cho_solve(factor, across.T)
             # Trials that lie further apart than a process allows say that all may.
@@ -118,11 +124,21 @@ def samples(
     return np.concatenate(rows)
 
 
-def _kernel(columns: int, reach: float, height: float) -> Kernel:
-    kernel: Kernel = ConstantKernel(LEVEL) + ConstantKernel(SLOPES) * DotProduct(1e-3)
+def _smooth(columns: int, reach: float, height: float) -> Kernel:
+    kernel = _sloping()
     for column in range(columns):
         reaches = np.full(columns, FAR)
         reaches[column] = reach
         kernel = kernel + ConstantKernel(height**2) * Matern(reaches, nu=2.5)
     together = Matern(np.full(columns, 2 * reach), nu=2.5)
     return kernel + ConstantKernel((height / 3) ** 2) * together
+
+
+def _hilly(columns: int) -> Kernel:
+    hills = ConstantKernel(HILL_HEIGHT**2) * Matern(np.full(columns, HILL_REACH), nu=2.5)
+    return _sloping() + hills
+
+
+def _sloping() -> Kernel:
+    kernel: Kernel = ConstantKernel(LEVEL) + ConstantKernel(SLOPES) * DotProduct(1e-3)
+    return kernel

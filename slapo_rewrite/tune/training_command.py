@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slapo_rewrite import errors
-from slapo_rewrite.tune.outcome import Kind
+from slapo_rewrite.tune.outcome import TIMED_OUT, Kind
 
 OUT = "out"
 NO_MEMORY = re.compile(
@@ -112,7 +112,7 @@ def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return "timed out", 0.0
+            return TIMED_OUT, 0.0
         finally:
             _end(process)
     text = log.read_text(errors="replace")

@@ -55,6 +55,66 @@ def test_gradients_are_used_where_they_are_complete(tmp_path):
         assert torch.equal(one, other)
 
 
+def accumulated(model, optimizers) -> None:
+    for number in range(2):
+        (model(batch(number)).square().mean() / 2).backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+
+
+def scaled(model, optimizers) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(0)).square().mean()).backward()
+    for optimizer in optimizers.values():
+        scaler.step(optimizer)
+
+
+def clipped(model, optimizers) -> None:
+    model(batch(0)).square().mean().backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0  # there are none
+    for optimizer in optimizers.values():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", [accumulated, scaled, clipped])
+def test_a_loop_that_needs_gradients_later(tmp_path, way, fused):
+    """Its own steps, after `backward`, would do nothing, and its model would be another."""
+    model = made(written(tmp_path, rewritten(tmp_path, STACK, STEPPING)))
+    optimizers = model.step_in_backward(lambda _, p: AdamW([p], lr=0.01, fused=fused))
+    words = "gradient of `.*` was used in the backward pass"
+    if way is scaled and not fused:
+        words = "No inf checks were recorded"  # torch's own
+    with pytest.raises((RuntimeError, AssertionError), match=words):
+        way(model, optimizers)
+
+
+def test_values_are_clipped_as_they_come(tmp_path):
+    path = written(tmp_path, rewritten(tmp_path, STACK, STEPPING))
+    model, original = made(path), made(tmp_path / "source_0.py")
+    model.step_in_backward(lambda _, p: torch.optim.SGD([p], lr=1.0))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    optimizer = torch.optim.SGD(original.parameters(), lr=1.0)
+    for number in range(2):
+        model(batch(number)).square().mean().backward()
+        original.zero_grad()
+        original(batch(number)).square().mean().backward()
+        torch.nn.utils.clip_grad_value_(original.parameters(), 1e-3)
+        optimizer.step()
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_asked_for_twice(tmp_path):
+    """Each gradient would be used by the first and be gone for the second."""
+    model = made(written(tmp_path, rewritten(tmp_path, STACK, STEPPING)))
+    for _ in range(2):
+        model.step_in_backward(lambda _, p: adam([p]))
+    with pytest.raises(RuntimeError, match="was used in the backward pass"):
+        model(batch(0)).square().mean().backward()
+
+
 def replica(path: Path, original: Path) -> list[bool]:
     """Trains on this process's half of each batch; whether the weights are those of the whole."""
     model, whole, half = made(path), made(original), dist.get_rank()

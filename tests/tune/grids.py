@@ -9,11 +9,13 @@ from slapo_rewrite.tune.knob_space import Axis, KnobSpace
 from slapo_rewrite.tune.replay_grid import Grid
 
 
-def grid(axes: dict, throughput, name: str = "grid") -> Grid:
+def grid(axes: dict, throughput, name: str = "grid", takes_too_long=None) -> Grid:
     """A grid by a function of the knobs."""
-    points = (dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values()))
+    points = [dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values())]
     space = KnobSpace([Axis(name, tuple(values)) for name, values in axes.items()])
-    return Grid(name, space, [throughput(**point) for point in points])
+    ends = takes_too_long or (lambda **point: False)
+    figures = [0.0 if ends(**point) else throughput(**point) for point in points]
+    return Grid(name, space, figures, frozenset(i for i, p in enumerate(points) if ends(**p)))
 
 
 def batches(names=("batch_size", "ckpt_ratio"), memory=60.0, noise=0.0, overhead=20.0, seed=0):
@@ -64,6 +66,41 @@ def proportional():
     return grid(axes, lambda batch_size, ckpt_ratio: batch_size * (1 - 0.3 * ckpt_ratio))
 
 
+def timed(seconds=60.0, memory=60.0, recomputed=1.0, batch_counts=True):
+    """Runs of so many steps end in time if steps are short: what saves memory takes longer."""
+
+    def throughput(batch_size, ckpt_ratio):
+        value = batch_size / (20.0 + batch_size * (1 + ckpt_ratio * recomputed / 3))
+        return value if batch_size * (1 - 0.8 * ckpt_ratio) <= memory else 0.0
+
+    def takes_too_long(batch_size, ckpt_ratio):
+        return (batch_size if batch_counts else 48) * (1 + ckpt_ratio * recomputed) > seconds
+
+    axes = {"batch_size": [8 * n for n in range(1, 14)], "ckpt_ratio": [n / 6 for n in range(7)]}
+    return grid(axes, throughput, "timed", takes_too_long)
+
+
+def hills(one=(0.2, 0.2), other=(0.8, 0.75), width=0.18, noise=0.0, most=2.0):
+    """Two, of which the one is lower; where both knobs add up to more than `most`, memory lacks."""
+    random = np.random.default_rng(0)
+    axes = {"tiles": list(range(12)), "share": [n / 6 for n in range(7)]}
+
+    def throughput(tiles, share):
+        x = tiles / 11
+        far = [((x - a) ** 2 + (share - b) ** 2) / (2 * width**2) for a, b in (one, other)]
+        value = 0.35 + 0.65 * max(0.73 * math.exp(-far[0]), math.exp(-far[1]))
+        return value * math.exp(random.normal(0, noise)) if x + share <= most else 0.0
+
+    return grid(axes, throughput)
+
+
+HILLS = {
+    "apart": hills,
+    "narrow": lambda: hills(width=0.12),
+    "noisy": lambda: hills(noise=0.02),
+    "one beside the border": lambda: hills(most=1.6),
+    "on a line": lambda: hills((0.15, 0.5), (0.85, 0.5)),
+}
 KINDS = {
     "batches": batches,
     "other names": lambda: batches(("tokens", "kept_out")),

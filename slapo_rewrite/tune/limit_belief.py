@@ -1,9 +1,9 @@
-"""Which points fit into memory, as far as the trials tell.
+"""Which points stay within a limit, of memory or of time, as far as the trials tell.
 
-Memory is monotone in every knob: what needs as much of it as a point that did not fit, does not fit
-either. In which direction, and how much each knob weighs, is learned. Many possible memory models
-stand side by side; each trial makes those less likely that would not have expected it. They are
-points of a Sobol sequence, and so many that another sequence hardly changes an answer.
+What is needed is monotone in every knob: what needs as much as a point that did not fit, does not
+fit either. In which direction, and how much each knob weighs, is learned. Many possible models of
+the need stand side by side; each trial makes those less likely that would not have expected it.
+They are points of a Sobol sequence, and so many that another sequence hardly changes an answer.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ MODELS = 2**16  # fewer where points are many
 CELLS = 2**23  # of the table of models and points
 WITHOUT_EFFECT = 0.2  # how likely a knob, of which nothing is declared, does not count
 SMALLEST, ROOMIEST = 0.1, 1.2  # which share of the points fits; above 1 all of them, with room
-SHARP, BLURRED = 0.01, 0.05  # how exact the border is, in standard deviations of memory
+SHARP, BLURRED = 0.01, 0.05  # how exact the border is, in standard deviations of the need
 SURPRISE = 0.005  # how likely a trial is that no model expects
 
 
-class MemoryBelief:
+class LimitBelief:
     """How likely each point of a space fits.
 
     Args:
         space: The points.
+        declared: For each column of the coordinates 1 or -1 if the need is known to grow or shrink
+            along it, else 0.
         seed: Which Sobol sequence.
     """
 
-    def __init__(self, space: KnobSpace, seed: int = 0) -> None:
+    def __init__(self, space: KnobSpace, declared: NDArray[np.intp], seed: int = 0) -> None:
         x = space.coordinates
         points, columns = x.shape
         count = max(2**9, min(MODELS, 2 ** int(np.log2(CELLS / points))))
@@ -42,21 +44,21 @@ class MemoryBelief:
         sequence = sequence.clip(1e-6, 1 - 1e-6)
         which, weight, bend = (sequence[i * columns : (i + 1) * columns] for i in range(3))
         unknown = np.where(np.abs(which - 0.5) < WITHOUT_EFFECT / 2, 0.0, np.sign(which - 0.5))
-        signs = np.where(space.signs[:, None] != 0, space.signs[:, None], unknown)
+        signs = np.where(declared[:, None] != 0, declared[:, None], unknown)
         signs = np.where(space.ordered[:, None], signs, norm.ppf(which) / 2)  # of words any effect
         self._signs = np.where(space.ordered[:, None], signs, 0.0)
         effects = signs * gamma.ppf(weight, 1.5) / 1.5
         bends = np.exp(1.4 * (bend - 0.5))
-        memory = np.zeros((points, count))
+        need = np.zeros((points, count))
         for column in range(columns):
-            memory += effects[column] * x[:, column, None] ** bends[column]
-        memory /= memory.std(0) + 1e-9
+            need += effects[column] * x[:, column, None] ** bends[column]
+        need /= need.std(0) + 1e-9
         share = SMALLEST + (ROOMIEST - SMALLEST) * sequence[-2]
-        ranked = np.sort(memory, axis=0)
+        ranked = np.sort(need, axis=0)
         last = np.minimum((share * points).astype(int), points - 1)
         limit = np.where(share < 1, ranked[last, np.arange(count)], ranked[-1] + 0.5)
         blur = SHARP * (BLURRED / SHARP) ** sequence[-1]
-        self._fits = expit((limit - memory) / blur).astype(np.float32)
+        self._fits = expit((limit - need) / blur).astype(np.float32)
         self._likelihood = np.zeros(count)
 
     def see(self, number: int, fits: bool) -> None:
@@ -64,7 +66,7 @@ class MemoryBelief:
 
         Args:
             number: The point.
-            fits: Whether it ran.
+            fits: Whether it did.
         """
         expected = self._fits[number] if fits else 1 - self._fits[number]
         self._likelihood += np.log(expected * (1 - 2 * SURPRISE) + SURPRISE)
@@ -88,5 +90,5 @@ class MemoryBelief:
         return np.asarray(random.random(chances.shape) < chances)
 
     def directions(self) -> Floats:
-        """For each column of the coordinates: -1 to 1, memory shrinks or grows along it."""
+        """For each column of the coordinates: -1 to 1, the need shrinks or grows along it."""
         return np.asarray(self._signs @ self.weights, float)
