@@ -42,7 +42,7 @@ example: $(READY)
 
 # One file after the other, in their order, goes to whichever of the processes is free. Threads of
 # torch would only wait for those of the other one.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # TESTS="tests/rules tests/test_docs.py" runs these alone.
 test: $(READY)
