@@ -1,0 +1,189 @@
+"""What a function changes in place after it has handed it on to something that reads it later."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slapo_rewrite.code.liveness import blocks
+from slapo_rewrite.code.subgraphs import Obstacle, changing, is_size, own_nodes
+
+# Methods whose result may be what they are called on, or share memory with it.
+_SHARING = """
+view view_as reshape reshape_as transpose swapaxes swapdims t adjoint permute movedim unsqueeze
+squeeze flatten unflatten ravel expand expand_as chunk split tensor_split unbind select narrow
+diagonal unfold detach contiguous to type type_as float double half bool long int values items get
+"""
+_Values = frozenset[object]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known at a statement.
+
+    Attributes:
+        means: The values that a name may mean.
+        handed: The values that were handed on.
+    """
+
+    means: Mapping[str, _Values]
+    handed: _Values = frozenset()
+
+    def of(self, key: str) -> _Values:
+        """The values of a name, or of an attribute of `self`."""
+        return self.means.get(key, frozenset({key}))
+
+    def joined(self, other: _State) -> _State:
+        """What may be so where two ways meet."""
+        keys = self.means.keys() | other.means.keys()
+        means = {key: self.of(key) | other.of(key) for key in keys}
+        return _State(means, self.handed | other.handed)
+
+
+@dataclass
+class Handed:
+    """Follows what a function hands on.
+
+    Attributes:
+        handed: The expressions that are handed on by an expression.
+        changed: The arguments that a call changes in place.
+    """
+
+    handed: Callable[[ast.expr], Iterable[ast.expr]] = lambda _: ()
+    changed: Callable[[ast.Call], Iterable[ast.expr]] = lambda _: ()
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _held: dict[object, _Values] = field(default_factory=dict)  # by lists and dictionaries
+    _found: list[Obstacle] = field(default_factory=list)
+
+    def changed_later(
+        self, function: ast.FunctionDef, given: Iterable[str] = ()
+    ) -> Obstacle | None:
+        """The first thing that changes what was handed on, or arguments that count as that."""
+        self._found.clear()
+        self._through(function.body, _State({}, frozenset(given)))
+        return self._found[0] if self._found else None
+
+    def _through(self, body: Sequence[ast.stmt], state: _State) -> _State:
+        for statement in body:
+            if not self._found:
+                state = self._past(statement, state)
+        return state
+
+    def _past(self, statement: ast.stmt, state: _State) -> _State:
+        state = self._own(statement, state)
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return state
+        if isinstance(statement, ast.For | ast.AsyncFor | ast.While):
+            for _ in range(2):  # what one pass hands on, the next may change
+                state = state.joined(self._through(statement.body, state))
+            return self._through(statement.orelse, state)
+        if isinstance(statement, ast.If):
+            ways = (self._through(body, state) for body in (statement.body, statement.orelse))
+            return next(ways).joined(next(ways))
+        for block in blocks(statement):
+            is_certain = isinstance(statement, ast.With)
+            past = self._through(block, state)
+            state = past if is_certain else state.joined(past)
+        return state
+
+    def _own(self, statement: ast.stmt, state: _State) -> _State:
+        """A statement without its blocks: what it changes, hands on and binds, in this order."""
+        self._check(statement, state)
+        given = [each for node in own_nodes(statement) for each in self.handed(node)]
+        values = self._whole(frozenset().union(*(self._values(each, state) for each in given)))
+        state = _State(state.means, state.handed | values)
+        match statement:
+            case ast.AugAssign(target=ast.Name(id=name), value=ast.Tuple() as more):
+                # Nothing is added to a tuple in place.
+                added = state.of(name) | self._values(more, state)
+                return _State({**state.means, name: added}, state.handed)
+            case ast.AugAssign():
+                self._check(statement, state)
+            case ast.Assign(targets=targets, value=value):
+                if not all(isinstance(target, ast.Name) for target in targets):
+                    self._check(statement, state)
+                return self._bound(targets, value, state)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                return self._bound([target], value, state)
+            case ast.For(target=target, iter=value):
+                return self._bound([target], value, state)
+        return state
+
+    def _bound(self, targets: Iterable[ast.expr], value: ast.expr, state: _State) -> _State:
+        means = dict(state.means)
+        for target in targets:
+            match target, value:
+                case ast.Tuple(elts=names), ast.Tuple(elts=values) if len(names) == len(values):
+                    pairs = [*zip(names, values, strict=True)]
+                case _:
+                    pairs = [(target, value)]
+            for one, its in pairs:
+                known = self._values(its, state)
+                for name in ast.walk(one):
+                    key = _key(name) if isinstance(name, ast.Name | ast.Attribute) else None
+                    if key is not None and isinstance(getattr(name, "ctx", None), ast.Store):
+                        means[key] = known
+        return _State(means, state.handed)
+
+    def _check(self, statement: ast.stmt, state: _State) -> None:
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.Tuple):
+            return
+
+        def root(expr: ast.expr) -> str | None:
+            is_handed = self._values(expr, state) & state.handed
+            return _key(expr) if is_handed else None
+
+        found = changing(statement, root)
+        for call in (node for node in own_nodes(statement) if isinstance(node, ast.Call)):
+            for each in self.changed(call):
+                if root(each) is not None and found is None:
+                    found = Obstacle(call, f"changes `{ast.unparse(each)}` in place", "")
+        if found is not None:
+            self._found.append(found)
+
+    def _values(self, expr: ast.expr, state: _State) -> _Values:
+        """The values that an expression may be; what is computed is a new one."""
+        match expr:
+            case ast.Constant():
+                return frozenset()
+            case ast.Tuple(elts=parts):  # which cannot be changed, but for what it holds
+                return frozenset().union(*(self._values(part, state) for part in parts))
+            case ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
+                number = next(self._numbers)
+                held = (self._values(part, state) for part in parts)
+                self._held[number] = frozenset().union(*held)
+                return frozenset({number})
+            case ast.IfExp(body=one, orelse=other):
+                return self._values(one, state) | self._values(other, state)
+            case ast.NamedExpr(value=value):
+                return self._values(value, state)
+        key = None if is_size(expr) else _key(expr)
+        if key is None:
+            return frozenset({next(self._numbers)})
+        match expr:
+            case ast.Name() | ast.Attribute(value=ast.Name(id="self")):
+                return state.of(key)
+        return self._whole(state.of(key))
+
+    def _whole(self, values: _Values) -> _Values:
+        """Some values, and what they hold."""
+        held = frozenset().union(*(self._held.get(value, frozenset()) for value in values))
+        return values if held <= values else self._whole(values | held)
+
+
+def _key(expr: ast.expr) -> str | None:
+    """The name, or the attribute of `self`, that an expression is, is part of or a view of."""
+    while True:
+        match expr:
+            case ast.Name(id=name):
+                return name
+            case ast.Attribute(value=ast.Name(id="self"), attr=attr):
+                return f"self.{attr}"
+            case ast.Attribute(value=value) | ast.Subscript(value=value):
+                expr = value
+            case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _SHARING.split():
+                expr = value
+            case _:
+                return None
