@@ -17,6 +17,8 @@ squeeze flatten unflatten ravel expand expand_as chunk split tensor_split unbind
 diagonal unfold detach contiguous to type type_as float double half bool long int values items get
 """
 _Values = frozenset[object]
+_NONE: _Values = frozenset()
+HANDED = "handed"
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,28 @@ class _State:
     """
 
     means: Mapping[str, _Values]
-    handed: _Values = frozenset()
+    handed: _Values = _NONE
 
     def of(self, key: str) -> _Values:
         """The values of a name, or of an attribute of `self`."""
         return self.means.get(key, frozenset({key}))
 
     def joined(self, other: _State) -> _State:
-        """What may be so where two ways meet."""
-        keys = self.means.keys() | other.means.keys()
-        means = {key: self.of(key) | other.of(key) for key in keys}
-        return _State(means, self.handed | other.handed)
+        """What may be so where two ways meet.
+
+        What was handed on in one of them alone is a value of its own: on the other way a name may
+        still mean it, untouched.
+        """
+        one, two = self._apart(other), other._apart(self)
+        keys = one.means.keys() | two.means.keys()
+        means = {key: one.of(key) | two.of(key) for key in keys}
+        return _State(means, one.handed | two.handed)
+
+    def _apart(self, other: _State) -> _State:
+        only: dict[object, object] = {v: (HANDED, v) for v in self.handed - other.handed}
+        keys = self.means.keys() | {value for value in only if isinstance(value, str)}
+        means = {key: frozenset(only.get(v, v) for v in self.of(key)) for key in keys}
+        return _State(means, frozenset(only.get(v, v) for v in self.handed))
 
 
 @dataclass
@@ -76,9 +89,9 @@ class Handed:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return state
         if isinstance(statement, ast.For | ast.AsyncFor | ast.While):
-            for _ in range(2):  # what one pass hands on, the next may change
-                state = state.joined(self._through(statement.body, state))
-            return self._through(statement.orelse, state)
+            once = self._through(statement.body, state)
+            twice = self._through(statement.body, once)  # which may change what it handed on
+            return self._through(statement.orelse, state.joined(once).joined(twice))
         if isinstance(statement, ast.If):
             ways = (self._through(body, state) for body in (statement.body, statement.orelse))
             return next(ways).joined(next(ways))
@@ -169,8 +182,14 @@ class Handed:
 
     def _whole(self, values: _Values) -> _Values:
         """Some values, and what they hold."""
-        held = frozenset().union(*(self._held.get(value, frozenset()) for value in values))
+        held = frozenset().union(*(self._held.get(_base(value), _NONE) for value in values))
+        held |= {(HANDED, value) for value in held if _base(value) == value}
         return values if held <= values else self._whole(values | held)
+
+
+def _base(value: object) -> object:
+    """The value, whether or not it was handed on."""
+    return _base(value[1]) if isinstance(value, tuple) else value
 
 
 def _key(expr: ast.expr) -> str | None:

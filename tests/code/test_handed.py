@@ -27,6 +27,9 @@ CHANGED = {
     "take(x)\nx = F.relu(x, inplace=True)": "x",
     "take(x)\nx = torch.relu_(x)": "x",
     "take(x)\nif y:\n    x = x.clone()\nx += 1": "x",
+    "if y:\n    take(x)\nx += 1": "x",
+    "for n in y:\n    v = x\n    x = take(x)\nv += 1": "v",
+    "hs = [x]\nif y:\n    take(x)\nhs[0].add_(1)": "hs[0]",
     "ys = [take(x, n) for n in y]\nx += 1": "x",
     "try:\n    take(x)\nfinally:\n    x += 1": "x",
 }
@@ -41,6 +44,9 @@ LEFT = [
     "for _ in y:\n    h = take(x)\n    x = x.clone()\n    x += h",
     "if y:\n    take(x)\nelse:\n    x += 1",
     "x = x * 2\nz = take(x)\nz += 1",
+    "for n in y:\n    x += n\n    x, n = take(x)",
+    "for n in y:\n    x = take(x)\nx += 1",
+    "if y:\n    x = take(x)\nx += 1",
     "self.n = []\ntake(self.m)\nself.n.append(1)",
 ]
 
