@@ -115,8 +115,7 @@ class Handed:
             case ast.AugAssign():
                 self._check(statement, state)
             case ast.Assign(targets=targets, value=value):
-                if not all(isinstance(target, ast.Name) for target in targets):
-                    self._check(statement, state)
+                self._check(ast.Assign(targets, ast.Constant(None)), state)
                 return self._bound(targets, value, state)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 return self._bound([target], value, state)

@@ -44,6 +44,7 @@ LEFT = [
     "for _ in y:\n    h = take(x)\n    x = x.clone()\n    x += h",
     "if y:\n    take(x)\nelse:\n    x += 1",
     "x = x * 2\nz = take(x)\nz += 1",
+    "y, z = take(x.mul_(2)), 1",
     "for n in y:\n    x += n\n    x, n = take(x)",
     "for n in y:\n    x = take(x)\nx += 1",
     "if y:\n    x = take(x)\nx += 1",
