@@ -13,13 +13,14 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import argument_of, parameters
-from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.effects import plain_calls
+from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.effects import plain_calls, stored
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.code.liveness import local_names, statements
 from slapo_rewrite.code.names import is_name, module_paths
-from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, changing, varying
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
@@ -40,7 +41,8 @@ TRANSFORMS = (
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 MOST_CALLS = 3  # inside of one another, that are followed to what they change
 # What changes a module, beside methods whose names end with an underscore.
-CHANGING = ("load_state_dict",)
+CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
+CALLS = ("forward", "__call__", "__init__")
 TORCH = ("torch", "F", "nn", "math")
 
 
@@ -104,28 +106,38 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
                         hint="checkpoint modules that it does not call",
                     )
             if outer is not node:
-                _refuse_set(file, function, node, outer, cause)
+                _refuse_set(files, file, function, node, outer, cause)
+                _refuse_global(files, file, function, node, cause)
         if outer is not node:
             _refuse_changed(files, node, outer, cause)
         inner, outer = outer, outer.parent
 
 
 def _refuse_set(
-    file: SourceFile, function: ast.FunctionDef, node: Node, outer: Node, cause: Directive
+    files: OutputFiles,
+    file: SourceFile,
+    function: ast.FunctionDef,
+    node: Node,
+    outer: Node,
+    cause: Directive,
 ) -> None:
     """Refuses what a module around sets or changes, which may be other by then."""
     relative = with_wildcards(_relative(node, outer))
     for each in ast.walk(function):
         match each:
-            case ast.Attribute(value=owner, ctx=ast.Store() | ast.Del()):
-                words = "is set while the model runs, and may be another"
-            case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in CHANGING or (
-                name.endswith("_") and not name.endswith("__")
+            case (
+                ast.Attribute(value=owner, ctx=ast.Store() | ast.Del())
+                | ast.Subscript(value=owner, ctx=ast.Store() | ast.Del())
             ):
+                words = "is set while the model runs, and may be another"
+            case (
+                ast.Call(func=ast.Attribute(value=owner, attr=name))
+                | ast.Call(func=ast.Name(id=name), args=[owner, *_])
+            ) if _is_changing(files, node, name):
                 words = "changes what may be other"
             case _:
                 continue
-        if any(f"{path}.".startswith(f"{relative}.") for path in _paths(owner, function)):
+        if any(_leads_to(relative, path) for path in _paths(owner, function)):
             raise errors.Unsupported(
                 f"`{ast.unparse(each)}` {words} by the backward pass, where `{node.path}` is "
                 "computed again",
@@ -133,6 +145,56 @@ def _refuse_set(
                 cause=cause,
                 hint="hand it to the module as an argument, or checkpoint modules beside it",
             )
+
+
+def _refuse_global(
+    files: OutputFiles, file: SourceFile, function: ast.FunctionDef, node: Node, cause: Directive
+) -> None:
+    """Refuses what a module around changes of what the file itself holds, and the module reads."""
+    held = bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))
+    body = [*statements(function.body)]
+    named = {name for each in body if isinstance(each, ast.Global) for name in each.names}
+    own = local_names(function)
+
+    def root(expr: ast.expr) -> str | None:
+        while isinstance(expr, ast.Attribute | ast.Subscript):
+            expr = expr.value
+        return expr.id if isinstance(expr, ast.Name) and expr.id in held - own else None
+
+    changed = named.union(*(names_in(found.node) for s in body if (found := changing(s, root))))
+    changed &= named | held
+    if not changed:
+        return
+    for inner in {each.cls: each for each in node.walk()}.values():
+        for at, method in _running(files, inner):
+            if at is file and (read := sorted(changed & read_in(method))):
+                raise errors.Unsupported(
+                    f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
+                    f"pass, where `{node.path}` is computed again and reads it",
+                    at=file.at(function),
+                    cause=cause,
+                    hint="hand it to the module as an argument, or checkpoint modules beside it",
+                )
+
+
+def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:
+    """Whether a call by this name changes a module: by what it is called, or what it stores."""
+    methods = (
+        method
+        for cls in {inner.cls for inner in node.walk()}
+        if name not in CALLS
+        and (home := files.of(cls)) is not None
+        and (method := home.classes.method(cls.__name__, name)) is not None
+    )
+    is_marked = name.endswith("_") and not name.endswith("__")
+    return name in CHANGING or is_marked or any(map(stored, methods))
+
+
+def _leads_to(path: str, other: str) -> bool:
+    """Whether a path is that of a module, or of one around it; `*` may be any name."""
+    segments, others = path.split("."), other.split(".")
+    pairs = zip(segments, others, strict=False)
+    return len(segments) <= len(others) and all(a == b or "*" in (a, b) for a, b in pairs)
 
 
 def _relative(node: Node, outer: Node) -> str:
@@ -158,25 +220,34 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> list[str]:
 
 def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directive) -> None:
     """Refuses what a module around hands to it, or to what it lies in, and changes afterwards."""
-    relative = f"{with_wildcards(_relative(node, outer))}."
+    relative = with_wildcards(_relative(node, outer))
     caches = names_of_caches(node.cls.forward.__module__)
     running = [*_running(files, outer)]
     through: set[str] = set()  # methods that call it
 
-    def handed(expr: ast.expr, function: ast.FunctionDef) -> list[ast.expr]:
+    def handed(expr: ast.AST, function: ast.FunctionDef) -> list[ast.expr]:
         if not isinstance(expr, ast.Call):
             return []
-        paths = [path for path in _paths(expr.func, function) if path]
-        if not any(path in through or relative.startswith(f"{path}.") for path in paths):
+        of_function = [path for path in _paths(expr.func, function) if path]
+        given = [k.value if k.arg else ast.Starred(k.value) for k in expr.keywords]
+        given = [*expr.args, *given]
+        taken = [path for each in given for path in _paths(each, function) if path]
+        called = [path.removesuffix(".forward").removesuffix(".__call__") for path in of_function]
+        # What a local name or another call gives may be any module.
+        unknown = isinstance(expr.func, ast.Call | ast.Lambda) or (
+            isinstance(expr.func, ast.Name)
+            and not of_function
+            and expr.func.id in local_names(function)
+        )
+        if not (unknown or any(p in through or _leads_to(p, relative) for p in called + taken)):
             return []
-        given = [*expr.args, *(keyword.value for keyword in expr.keywords if keyword.arg)]
         return [each for each in given if not any(is_name(each, name) for name in caches)]
 
     for _ in running:
         calls = {
             function.name
             for _, function in running
-            if any(handed(each, function) for each in ast.walk(function))  # type: ignore[arg-type]
+            if any(handed(each, function) for each in ast.walk(function))
         }
         if calls - {"forward"} <= through:
             break

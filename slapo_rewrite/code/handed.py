@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.liveness import blocks
-from slapo_rewrite.code.subgraphs import Obstacle, changing, is_size, own_nodes
+from slapo_rewrite.code.subgraphs import MUTATING, Obstacle, changing, is_size, own_nodes
 
 # Methods whose result may be what they are called on, or share memory with it.
 _SHARING = """
@@ -18,7 +19,8 @@ diagonal unfold detach contiguous to type type_as float double half bool long in
 """
 _Values = frozenset[object]
 _NONE: _Values = frozenset()
-HANDED = "handed"
+# What a value is called that was handed on by one way alone, and one that is part of another.
+HANDED, PART = "handed", "part"
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,12 @@ class Handed:
     def _own(self, statement: ast.stmt, state: _State) -> _State:
         """A statement without its blocks: what it changes, hands on and binds, in this order."""
         self._check(statement, state)
+        for node in own_nodes(statement):
+            match node:
+                case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in MUTATING:
+                    self._hold(self._values(owner, state), values_given(node), state)
         given = [each for node in own_nodes(statement) for each in self.handed(node)]
-        values = self._whole(frozenset().union(*(self._values(each, state) for each in given)))
+        values = self._whole(_NONE.union(*(self._values(each, state) for each in given)))
         state = _State(state.means, state.handed | values)
         match statement:
             case ast.AugAssign(target=ast.Name(id=name), value=ast.Tuple() as more):
@@ -121,6 +127,9 @@ class Handed:
                 return self._bound([target], value, state)
             case ast.For(target=target, iter=value):
                 return self._bound([target], value, state)
+            case ast.FunctionDef(name=name):  # which finds what it reads as it is by then
+                read = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+                return _State({**state.means, name: self._holding(read, state)}, state.handed)
         return state
 
     def _bound(self, targets: Iterable[ast.expr], value: ast.expr, state: _State) -> _State:
@@ -134,9 +143,17 @@ class Handed:
             for one, its in pairs:
                 known = self._values(its, state)
                 for name in ast.walk(one):
-                    key = _key(name) if isinstance(name, ast.Name | ast.Attribute) else None
-                    if key is not None and isinstance(getattr(name, "ctx", None), ast.Store):
-                        means[key] = known
+                    match name:
+                        case (
+                            ast.Name(ctx=ast.Store())
+                            | ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store())
+                        ):
+                            means[str(_key(name))] = known
+                        case (
+                            ast.Attribute(value=owner, ctx=ast.Store())
+                            | ast.Subscript(value=owner, ctx=ast.Store())
+                        ):
+                            self._hold(self._values(owner, state), [its], state)
         return _State(means, state.handed)
 
     def _check(self, statement: ast.stmt, state: _State) -> None:
@@ -161,12 +178,18 @@ class Handed:
             case ast.Constant():
                 return frozenset()
             case ast.Tuple(elts=parts):  # which cannot be changed, but for what it holds
-                return frozenset().union(*(self._values(part, state) for part in parts))
+                return _NONE.union(*(self._values(part, state) for part in parts))
             case ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
-                number = next(self._numbers)
-                held = (self._values(part, state) for part in parts)
-                self._held[number] = frozenset().union(*held)
-                return frozenset({number})
+                return self._holding(parts, state)
+            case ast.Lambda(body=body):
+                return self._holding([n for n in ast.walk(body) if isinstance(n, ast.Name)], state)
+            case ast.Call(func=func) if not isinstance(func, ast.Attribute) or _is_made(func):
+                return self._holding(values_given(expr), state)  # an object of a class, say
+            case ast.Starred(value=value):  # what is in it, not the list itself
+                values = self._values(value, state)
+                return frozenset(
+                    v for v in self._whole(values) if v not in values or _base(v) not in self._held
+                )
             case ast.IfExp(body=one, orelse=other):
                 return self._values(one, state) | self._values(other, state)
             case ast.NamedExpr(value=value):
@@ -177,17 +200,41 @@ class Handed:
         match expr:
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")):
                 return state.of(key)
+            case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp()):
+                # An element: what is added to the list afterwards does not change it.
+                values = self._values(value, state)
+                return (self._whole(values) - values) | {(PART, each) for each in values}
         return self._whole(state.of(key))
+
+    def _holding(self, parts: Iterable[ast.expr], state: _State) -> _Values:
+        """A new value that holds others."""
+        made: _Values = frozenset({next(self._numbers)})
+        self._hold(made, parts, state)
+        return made
+
+    def _hold(self, holders: _Values, values: Iterable[ast.expr], state: _State) -> None:
+        """Some values hold others from here on."""
+        held = _NONE.union(*(self._values(value, state) for value in values))
+        for holder in map(_base, holders):
+            self._held[holder] = self._held.get(holder, _NONE) | held
 
     def _whole(self, values: _Values) -> _Values:
         """Some values, and what they hold."""
-        held = frozenset().union(*(self._held.get(_base(value), _NONE) for value in values))
+        held = _NONE.union(*(self._held.get(_base(value), _NONE) for value in values))
         held |= {(HANDED, value) for value in held if _base(value) == value}
         return values if held <= values else self._whole(values | held)
 
 
+def _is_made(function: ast.Attribute) -> bool:
+    """Whether what is called may make an object of what it is given, and is none of torch's."""
+    root: ast.expr = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return isinstance(root, ast.Name) and root.id in ("functools", "collections", "copy")
+
+
 def _base(value: object) -> object:
-    """The value, whether or not it was handed on."""
+    """The value that another stands for."""
     return _base(value[1]) if isinstance(value, tuple) else value
 
 

@@ -106,7 +106,7 @@ def _holds(statement: ast.stmt, call: ast.Call) -> bool:
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SOURCES = {"Random", "RandomState", "Generator", "default_rng", "SeedSequence"}
 # Changes of a value in place, beside methods whose names end with an underscore.
-_MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
+MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
 
 
 @dataclass(frozen=True)
@@ -273,9 +273,9 @@ def _changed_by(
         is_on = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         if keyword.arg == "inplace" and is_on and call.args and root(call.args[0]):
             return call.args[0], "take `inplace` out"
-    if isinstance(call.func, ast.Attribute) and (is_marked or name in _MUTATING):
+    if isinstance(call.func, ast.Attribute) and (is_marked or name in MUTATING):
         hint = "name calls on one side of it"
-        if name not in _MUTATING:
+        if name not in MUTATING:
             hint = f"call `{name.rstrip('_')}`, or {hint}"
         if root(call.func.value):
             return call.func.value, hint

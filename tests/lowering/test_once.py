@@ -265,14 +265,47 @@ def test_what_a_module_around_sets_is_not_checkpointed(tmp_path, where):
 
 @pytest.mark.parametrize(
     "change",
-    ["weight.requires_grad_(False)", "load_state_dict({})", "weight.data.mul_(2)"],
+    [
+        "block.up.weight.requires_grad_(False)",
+        "block.up.load_state_dict({})",
+        "block.up.weight.data.mul_(2)",
+        'setattr(block, "scale", 2)',
+        "block.set_scale(2)",
+    ],
 )
 def test_what_a_module_around_changes_of_it_is_not_checkpointed(tmp_path, change):
     source = NET.format(norm="LayerNorm", update="pass").replace(
-        "x = block(x)", f"block.up.{change}\n            x = block(x)"
+        "x = block(x)", f"{change}\n            x = block(x)"
+    )
+    source = source.replace(
+        "    def forward(self, x, *args)",
+        "    def set_scale(self, scale):\n        self.scale = scale\n\n"
+        "    def forward(self, x, *args)",
     )
     words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
-    assert f"`block.up.{change}` changes what may be other by the backward pass" in words
+    shown = change.replace('"', "'")
+    assert f"`{shown}` changes what may be other by the backward pass" in words
+
+
+@pytest.mark.parametrize("change", ["SCALE[0] = 2", "scale(2)"])
+def test_what_the_file_holds_stays_as_it_is(tmp_path, change):
+    source = NET.format(norm="LayerNorm", update="pass")
+    source = source.replace("self.down(h)", "self.down(h) * SCALE[0]")
+    source += "\n\nSCALE = [1]\n\n\ndef scale(by):\n    SCALE[0] = by\n"
+    rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    source = source.replace("x = block(x)", f"x = block(x)\n            {change}")
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert "changes `SCALE`, which may be another by the backward pass" in words
+
+
+@pytest.mark.parametrize("call", ["block.forward(", "run(block, ", "(lambda *a: block(*a))("])
+def test_however_it_is_called(tmp_path, call):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "x = block(x)", f"held = [x]\n            x = {call}x, held)\n            held[0] = x"
+    )
+    source += "\n\ndef run(module, *given):\n    return module(*given)\n"
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert "`forward` changes `held[0]` in place after `blocks.0` was given it" in words
 
 
 TAKEN = {
