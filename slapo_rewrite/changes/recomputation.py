@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -11,12 +12,15 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
-from slapo_rewrite.code.arguments import parameters
-from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.effects import plain_calls
+from slapo_rewrite.code.arguments import argument_of, parameters
+from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.effects import plain_calls, stored
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.handed import Handed
+from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.code.liveness import local_names, statements
 from slapo_rewrite.code.names import is_name, module_paths
-from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, changing, varying
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
@@ -35,6 +39,10 @@ TRANSFORMS = (
 )
 # Of these what torch cannot do inside of what is computed again: it hooks what it keeps.
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
+MOST_CALLS = 3  # inside of one another, that are followed to what they change
+# What changes a module, beside methods whose names end with an underscore.
+CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
+CALLS = ("forward", "__call__", "__init__")
 TORCH = ("torch", "F", "nn", "math")
 
 
@@ -98,31 +106,206 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
                         hint="checkpoint modules that it does not call",
                     )
             if outer is not node:
-                _refuse_set(file, function, node, outer, cause)
+                _refuse_set(files, file, function, node, outer, cause)
+                _refuse_global(files, file, function, node, cause)
+        if outer is not node:
+            _refuse_changed(files, node, outer, cause)
         inner, outer = outer, outer.parent
 
 
 def _refuse_set(
-    file: SourceFile, function: ast.FunctionDef, node: Node, outer: Node, cause: Directive
+    files: OutputFiles,
+    file: SourceFile,
+    function: ast.FunctionDef,
+    node: Node,
+    outer: Node,
+    cause: Directive,
 ) -> None:
-    """Refuses attributes that a module around sets, which may be others by then."""
-    relative = with_wildcards(node.path[len(outer.path) + 1 if outer.path else 0 :])
-    loops = [each for each in ast.walk(function) if isinstance(each, ast.For)]
+    """Refuses what a module around sets or changes, which may be other by then."""
+    relative = with_wildcards(_relative(node, outer))
     for each in ast.walk(function):
-        if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
-            paths = [*module_paths(each.value, function)]
-            name = each.value.id if isinstance(each.value, ast.Name) else None
-            for loop in (one for one in loops if name in bound_in(one.target)):
-                over = (n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute))
-                paths += (f"{path}.0" for n in over for path in module_paths(n, function))
-            if any(f"{with_wildcards(path)}.".startswith(f"{relative}.") for path in paths):
+        match each:
+            case (
+                ast.Attribute(value=owner, ctx=ast.Store() | ast.Del())
+                | ast.Subscript(value=owner, ctx=ast.Store() | ast.Del())
+            ):
+                words = "is set while the model runs, and may be another"
+            case (
+                ast.Call(func=ast.Attribute(value=owner, attr=name))
+                | ast.Call(func=ast.Name(id=name), args=[owner, *_])
+            ) if _is_changing(files, node, name):
+                words = "changes what may be other"
+            case _:
+                continue
+        if any(_leads_to(relative, path) for path in _paths(owner, function)):
+            raise errors.Unsupported(
+                f"`{ast.unparse(each)}` {words} by the backward pass, where `{node.path}` is "
+                "computed again",
+                at=file.at(each),
+                cause=cause,
+                hint="hand it to the module as an argument, or checkpoint modules beside it",
+            )
+
+
+def _refuse_global(
+    files: OutputFiles, file: SourceFile, function: ast.FunctionDef, node: Node, cause: Directive
+) -> None:
+    """Refuses what a module around changes of what the file itself holds, and the module reads."""
+    held = bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))
+    body = [*statements(function.body)]
+    named = {name for each in body if isinstance(each, ast.Global) for name in each.names}
+    own = local_names(function)
+
+    def root(expr: ast.expr) -> str | None:
+        while isinstance(expr, ast.Attribute | ast.Subscript):
+            expr = expr.value
+        return expr.id if isinstance(expr, ast.Name) and expr.id in held - own else None
+
+    changed = named.union(*(names_in(found.node) for s in body if (found := changing(s, root))))
+    changed &= named | held
+    if not changed:
+        return
+    for inner in {each.cls: each for each in node.walk()}.values():
+        for at, method in _running(files, inner):
+            if at is file and (read := sorted(changed & read_in(method))):
                 raise errors.Unsupported(
-                    f"`{ast.unparse(each)}` is set while the model runs, and may be another by the "
-                    f"backward pass, where `{node.path}` is computed again",
-                    at=file.at(each),
+                    f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
+                    f"pass, where `{node.path}` is computed again and reads it",
+                    at=file.at(function),
                     cause=cause,
                     hint="hand it to the module as an argument, or checkpoint modules beside it",
                 )
+
+
+def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:
+    """Whether a call by this name changes a module: by what it is called, or what it stores."""
+    methods = (
+        method
+        for cls in {inner.cls for inner in node.walk()}
+        if name not in CALLS
+        and (home := files.of(cls)) is not None
+        and (method := home.classes.method(cls.__name__, name)) is not None
+    )
+    is_marked = name.endswith("_") and not name.endswith("__")
+    return name in CHANGING or is_marked or any(map(stored, methods))
+
+
+def _leads_to(path: str, other: str) -> bool:
+    """Whether a path is that of a module, or of one around it; `*` may be any name."""
+    segments, others = path.split("."), other.split(".")
+    pairs = zip(segments, others, strict=False)
+    return len(segments) <= len(others) and all(a == b or "*" in (a, b) for a, b in pairs)
+
+
+def _relative(node: Node, outer: Node) -> str:
+    """The path of a module from one around it."""
+    return node.path[len(outer.path) + 1 if outer.path else 0 :]
+
+
+def _paths(expr: ast.expr, function: ast.FunctionDef) -> list[str]:
+    """The paths of modules that an expression may mean, with wildcards; loops are followed."""
+    paths = [*module_paths(expr, function)]
+    match expr:
+        case ast.Attribute(value=value, attr=attr):
+            paths += (f"{path}.{attr}".lstrip(".") for path in _paths(value, function))
+        case ast.Subscript(value=value):  # by a number that is not known here
+            paths += (f"{path}.0" for path in _paths(value, function))
+        case ast.Name(id=name):
+            for loop in ast.walk(function):
+                if isinstance(loop, ast.For | ast.comprehension) and name in bound_in(loop.target):
+                    over = (n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute))
+                    paths += (f"{path}.0" for n in over for path in module_paths(n, function))
+    return [with_wildcards(path) for path in paths]
+
+
+def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directive) -> None:
+    """Refuses what a module around hands to it, or to what it lies in, and changes afterwards."""
+    relative = with_wildcards(_relative(node, outer))
+    caches = names_of_caches(node.cls.forward.__module__)
+    running = [*_running(files, outer)]
+    through: set[str] = set()  # methods that call it
+
+    def handed(expr: ast.AST, function: ast.FunctionDef) -> list[ast.expr]:
+        if not isinstance(expr, ast.Call):
+            return []
+        of_function = [path for path in _paths(expr.func, function) if path]
+        given = [k.value if k.arg else ast.Starred(k.value) for k in expr.keywords]
+        given = [*expr.args, *given]
+        taken = [path for each in given for path in _paths(each, function) if path]
+        called = [path.removesuffix(".forward").removesuffix(".__call__") for path in of_function]
+        # What a local name or another call gives may be any module.
+        unknown = isinstance(expr.func, ast.Call | ast.Lambda) or (
+            isinstance(expr.func, ast.Name)
+            and not of_function
+            and expr.func.id in local_names(function)
+        )
+        if not (unknown or any(p in through or _leads_to(p, relative) for p in called + taken)):
+            return []
+        return [each for each in given if not any(is_name(each, name) for name in caches)]
+
+    for _ in running:
+        calls = {
+            function.name
+            for _, function in running
+            if any(handed(each, function) for each in ast.walk(function))
+        }
+        if calls - {"forward"} <= through:
+            break
+        through |= calls - {"forward"}
+    for file, function in running:
+        follow = Handed(
+            functools.partial(handed, function=function),
+            functools.partial(_changed_by, files=files, outer=outer, function=function),
+        )
+        check_unchanged(file, function, follow, f"`{node.path}`", (cause,))
+
+
+def check_unchanged(
+    file: SourceFile, function: ast.FunctionDef, follow: Handed, what: str, causes: Causes
+) -> None:
+    """Refuses a function that changes what it handed to something that is computed again.
+
+    Raises:
+        Unsupported: It does.
+    """
+    if found := follow.changed_later(function):
+        raise errors.Unsupported(
+            f"`{function.name}` {found.words} after {what} was given it, which is computed again "
+            "in the backward pass, of what it holds by then",
+            at=file.at(found.node),
+            cause=causes,
+            hint="change a copy of it, or checkpoint modules beside it",
+        )
+
+
+def _changed_by(
+    call: ast.Call, files: OutputFiles, outer: Node, function: ast.FunctionDef, depth: int = 0
+) -> Iterator[ast.expr]:
+    """The arguments of a call that the function, method or module that it calls changes."""
+    callee: ast.FunctionDef | None = None
+    inner: Node | None = None
+    home = files.of(outer.cls) if depth < MOST_CALLS else None
+    if isinstance(call.func, ast.Name) and home is not None:
+        callee = home.file.functions.get(call.func.id)
+    for path in module_paths(call.func, function) if callee is None and home is not None else ():
+        inner = outer
+        for part in path.split("."):
+            inner = inner.children.get(part) if inner is not None else None
+        while inner is not None and inner.is_container and inner.children:
+            inner = next(iter(inner.children.values()))
+        if inner is not None and getattr(inner.live, "inplace", False) is True:
+            yield from call.args[:1]
+        at, name = (home, path) if inner is None else (files.of(inner.cls), "forward")
+        cls = outer.cls if inner is None else inner.cls
+        callee = at.classes.method(cls.__name__, name) if at is not None else None
+    for name in parameters(callee) if callee is not None else ():
+        assert callee is not None
+        given = argument_of(callee, call, name)
+        deeper = functools.partial(
+            _changed_by, files=files, outer=inner or outer, function=callee, depth=depth + 1
+        )
+        if given is not None and Handed(changed=deeper).changed_later(callee, {name}):
+            yield given
 
 
 def _transforms(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[ast.Call, str]]:

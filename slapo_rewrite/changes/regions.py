@@ -19,13 +19,16 @@ from slapo_rewrite.changes.recomputation import (
     caches_taken,
     check_repeats,
     check_transformed,
+    check_unchanged,
     updates_buffers,
     without_caches,
 )
 from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, context
+from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.layout import fitting_at
 from slapo_rewrite.code.lines import Causes, written
 from slapo_rewrite.code.liveness import local_names, part_of
@@ -163,6 +166,7 @@ class _Regions:
     def _wrap_call(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """`self.mlp(x)  ->  checkpoint(self.mlp, x, use_reentrant=False)`."""
         (call,), (statement,) = wanted.calls.calls, wanted.calls.run
+        self._check_unchanged(wanted, call, values_given(call))
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
         options = call_of("f", keywords=self._options(change, wanted.causes)).args
 
@@ -225,6 +229,7 @@ class _Regions:
         part = part_of(method, run)
         inputs = [name for name in part.inputs if name != "self"]
         self._check(wanted, part.unsure, inputs)
+        self._check_unchanged(wanted, run[0], [ast.Name(name, ast.Load()) for name in inputs])
         name = self._method_name(wanted, change.part)
         returned = isinstance(run[-1], ast.Return)
         if not part.outputs and not returned:
@@ -294,6 +299,13 @@ class _Regions:
                     raise errors.Unsupported(
                         f"{here} reads `{node.id}`", at=self.file.at(node), cause=wanted.causes
                     )
+
+    def _check_unchanged(self, wanted: _Wanted, start: ast.AST, given: list[ast.expr]) -> None:
+        """What it is given stays as it is until the backward pass."""
+        here = f"a part of `{self.class_name}.{wanted.calls.method.name}`"
+        started = next(n for n in ast.walk(start) if isinstance(n, ast.expr))
+        follow = Handed(lambda node: given if node is started else ())
+        check_unchanged(self.file, wanted.calls.method, follow, here, wanted.causes)
 
     def _method_name(self, wanted: _Wanted, part: Subgraph) -> str:
         """A name that says what is called: `_ln_2_and_mlp`, `_ln_2_to_mlp`."""

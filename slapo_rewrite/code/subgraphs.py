@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.file import SourceFile
@@ -106,7 +106,7 @@ def _holds(statement: ast.stmt, call: ast.Call) -> bool:
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SOURCES = {"Random", "RandomState", "Generator", "default_rng", "SeedSequence"}
 # Changes of a value in place, beside methods whose names end with an underscore.
-_MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
+MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def change_of_given(
             return found
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             # The name means what is given, or no longer does.
-            means_it = _root(statement.value) in given and not _is_size(statement.value)
+            means_it = _root(statement.value) in given and not is_size(statement.value)
             (given.add if means_it else given.discard)(statement.targets[0].id)
     return None
 
@@ -197,11 +197,11 @@ def _counts(statement: ast.stmt, buffers: Collection[str]) -> bool:
         return isinstance(statement.value, ast.Constant) and name not in buffers
     return any(
         isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "append"
-        for n in _own_nodes(statement)
+        for n in own_nodes(statement)
     )
 
 
-def _is_size(value: ast.expr) -> bool:
+def is_size(value: ast.expr) -> bool:
     """Whether an expression is a size or the like of a tensor."""
     found = (n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute))
     return bool({"shape", "ndim", "dtype", "device"} & {*found})
@@ -218,15 +218,26 @@ def _leaving(run: tuple[ast.stmt, ...], statement: ast.stmt) -> Obstacle | None:
         return Obstacle(statement, "leaves a loop around it", "name calls on one side of it")
     if isinstance(statement, ast.Global | ast.Nonlocal):
         return Obstacle(statement, "binds names elsewhere", "name calls on one side of it")
-    for node in _own_nodes(statement):
+    for node in own_nodes(statement):
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
             return Obstacle(node, "suspends the method", "name calls on one side of it")
     return None
 
 
 def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
-    words = "changes `{}` in place, and would do so twice"
-    if isinstance(statement, ast.AugAssign) and _root(statement.target) in given:
+    found = changing(statement, lambda node: root if (root := _root(node)) in given else None)
+    return replace(found, words=f"{found.words}, and would do so twice") if found else None
+
+
+def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obstacle | None:
+    """What a statement, without its blocks, changes in place of what must stay.
+
+    Args:
+        statement: The statement.
+        root: The name of what must stay that an expression is part of; None for anything else.
+    """
+    words = "changes `{}` in place"
+    if isinstance(statement, ast.AugAssign) and root(statement.target):
         shown = ast.unparse(statement.target)
         operator = ast.unparse(statement).removeprefix(shown).split("=")[0].strip()
         value = ast.unparse(statement.value)
@@ -234,28 +245,44 @@ def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
         if not isinstance(statement.target, ast.Name):
             hint = "name calls on one side of it"
         return Obstacle(statement, words.format(shown), hint)
-    for node in _own_nodes(statement):
+    for node in own_nodes(statement):
         match node:
             case (
-                ast.Attribute(ctx=ast.Store() | ast.Del())
-                | ast.Subscript(ctx=ast.Store() | ast.Del())
-            ) if _root(node) in given:
+                ast.Attribute(value=changed, ctx=ast.Store() | ast.Del())
+                | ast.Subscript(value=changed, ctx=ast.Store() | ast.Del())
+            ) if root(changed):
                 return Obstacle(
                     node, words.format(ast.unparse(node)), "name calls on one side of it"
                 )
-            case ast.Call(func=ast.Attribute(value=changed, attr=attr)) if _root(
-                changed
-            ) in given and (attr in _MUTATING or (attr.endswith("_") and not attr.endswith("__"))):
-                hint = "name calls on one side of it"
-                if attr not in _MUTATING:
-                    hint = f"call `{attr.rstrip('_')}`, or {hint}"
-                return Obstacle(node, words.format(ast.unparse(changed)), hint)
-            case ast.Call(args=[first, *_], keywords=keywords) if _root(first) in given and any(
-                k.arg == "inplace" and isinstance(k.value, ast.Constant) and k.value.value is True
-                for k in keywords
-            ):
-                return Obstacle(node, words.format(ast.unparse(first)), "take `inplace` out")
+            case ast.Call():
+                its, hint = _changed_by(node, root)
+                if its is not None:
+                    return Obstacle(node, words.format(ast.unparse(its)), hint)
     return None
+
+
+def _changed_by(
+    call: ast.Call, root: Callable[[ast.expr], str | None]
+) -> tuple[ast.expr | None, str]:
+    """What a call changes by its name, or by how it is called, and what to do about it."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    is_marked = name.endswith("_") and not name.endswith("__")
+    for keyword in call.keywords:
+        if keyword.arg == "out" and root(keyword.value):
+            return keyword.value, "take `out` out"
+        is_on = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        if keyword.arg == "inplace" and is_on and call.args and root(call.args[0]):
+            return call.args[0], "take `inplace` out"
+    if isinstance(call.func, ast.Attribute) and (is_marked or name in MUTATING):
+        hint = "name calls on one side of it"
+        if name not in MUTATING:
+            hint = f"call `{name.rstrip('_')}`, or {hint}"
+        if root(call.func.value):
+            return call.func.value, hint
+        of_torch = is_marked and _root(call.func) in ("torch", "F", "nn")
+        if of_torch and call.args and root(call.args[0]):  # `torch.relu_(x)`
+            return call.args[0], hint
+    return None, ""
 
 
 def _root(node: ast.expr) -> str | None:
@@ -265,7 +292,7 @@ def _root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:
+def own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:
     """The expressions of a statement, those of its blocks and of functions inside left out."""
     waiting: list[ast.AST] = [statement]
     while waiting:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
-from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard
-from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Replacement, Shard
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.short_build import LeftOut
-from slapo_rewrite.model.substitute import CannotBuild, WrongArguments, built_in_place
 from slapo_rewrite.model.tree import Node, Tree, build_model
 from slapo_rewrite.model.uncalled import HOOKS
 from slapo_rewrite.project import Project
@@ -57,6 +55,7 @@ class BuiltOutput:
         self._check_names()
         self._check_parts()
         self._check_kept()
+        self._check_set()
         self._check_attributes()
 
     def _others(self) -> tuple[str, ...]:
@@ -124,51 +123,35 @@ class BuiltOutput:
                         "saved where it is saved",
                     )
 
-    def _check_settings(self, node: Node) -> None:
-        """A subclass replaces no module that the class's own constructor sets attributes of.
-
-        They are set on the original, before another module comes in its place.
-        """
-        owner = node.owner
-        if owner is None or owner.path not in self.built.nodes:
+    def _check_set(self) -> None:
+        """What others set on a module is set on what comes in its place, or is so already."""
+        others = {path: s.replacement for path, s in self.states.items() if s.replacement}
+        if not others:
             return
-        if self.built.nodes[owner.path].cls.__name__ == owner.cls.__name__:
-            return
-        for file, own in self.project.sources.classes(owner.cls):
-            if (constructor := file.method(own, "__init__")) is None:
+        make = self.project.schedule.module.model
+        with construction_calls.sets_noted() as before:
+            original = Tree(build_model(make, self.project.module))
+        with construction_calls.sets_noted() as after:
+            built = self.emitted.tree(make)
+        for path, new in others.items():
+            if path not in original.nodes or path not in built.nodes:
                 continue
-            for each in ast.walk(constructor):
-                match each:
-                    case ast.Attribute(value=value, attr=name, ctx=ast.Store()):
-                        if node.relative in module_paths(value, constructor):
-                            lost = f"its `{name}` is set before another module comes in its place"
-                            raise _not_kept(node, lost, file.at(each))
-
-    def _check_set(self, paths: Iterable[str]) -> None:
-        """What is set on a module after it was made is set on that which comes in its place.
-
-        It is what the original's class does not give when it is made anew.
-        """
-        original = Tree(build_model(self.project.schedule.module.model, self.project.module))
-        for path in paths:
-            if path not in original.nodes or path not in self.built.nodes:
-                continue
-            node, here = original.nodes[path], vars(self.built.nodes[path].live)
-            with contextlib.suppress(CannotBuild, WrongArguments, errors.UnfollowableConstruction):
-                anew = vars(built_in_place(self.project.sources, node, node.cls, None))
-                for name, value in vars(node.live).items():
-                    was_set = _is_plain(value) and anew.get(name, value) != value
-                    if was_set and here.get(name) != value:
-                        have = f"its `{name}` is {here.get(name)!r} there, and was set to {value!r}"
-                        raise _not_kept(node, have)
+            own, other = original.nodes[path], built.nodes[path]
+            if frozen := _unfrozen(own.live, other.live, new):
+                raise _not_kept(own, f"its `{frozen}` is not frozen there")
+            for node in own.walk():
+                there = built.nodes.get(node.path)
+                here = there.live if there is not None else None
+                again = _set_on(here, other, after)
+                for name in _set_on(node.live, own, before):
+                    was, have = (getattr(each, name, None) for each in (node.live, here))
+                    is_same = name in again if not _is_plain(was) else was == have
+                    if not is_same and was is not have:
+                        raise _not_kept(node, f"its `{name}` is {have!r} there, and was {was!r}")
 
     def _check_kept(self) -> None:
         """Parameters are there, frozen, tied and hooked as in the original."""
         built, tree, others = self.built, self.project.tree, self._others()
-        for path in others:
-            self._check_settings(tree.nodes[path[:-1]])
-        if others:
-            self._check_set(sorted(path[:-1] for path in others))
         for path, node in tree.nodes.items():
             live = built.nodes[path].live if path in built.nodes else None
             if live is None or isinstance(live, LeftOut):
@@ -242,6 +225,24 @@ def _uncalled(own: Any, other: Any) -> str | None:
         return "it has not the `forward` there that was put on it"
     if any(len(getattr(own, table)) > len(getattr(other, table)) for table in HOOKS):
         return "it has not the hooks there that were put on it"
+    return None
+
+
+def _set_on(live: Any, around: Node, sets: construction_calls.Sets) -> list[str]:
+    """The names that were set on a module while none was made of those that one consists of."""
+    inside = {id(module) for module in around.live.modules()}
+    noted = sets.get(live, ()) if live is not None else ()
+    return [name for name, makers in noted if inside.isdisjoint(makers)]
+
+
+def _unfrozen(own: Any, other: Any, new: Replacement) -> str | None:
+    """The parameter of a new module that is made of what is frozen, and is not."""
+    frozen = {n for n, p in own.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    weights = dict(new.weights)
+    for name, parameter in other.named_parameters(remove_duplicate=False):
+        taken = weights[name].names() if name in weights else [name]
+        if parameter.requires_grad and not frozen.isdisjoint(taken):
+            return str(name)
     return None
 
 

@@ -13,7 +13,7 @@ from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.idle_methods import check_run
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
-from slapo_rewrite.model.rehearsal import rehearse
+from slapo_rewrite.model.rehearsal import MOST_ELEMENTS, MOST_PARAMETERS, TooLargeError, rehearse
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
@@ -119,7 +119,17 @@ def rehearsed(
     if not sizes or not any(draft.changes.values()):
         return
     with project.timed("rehearse"):
-        _rehearse(project, original, plan, emitted, sizes)
+        try:
+            _rehearse(project, original, plan, emitted, sizes)
+        except TooLargeError:
+            draft.warnings.append(TOO_LARGE)
+
+
+TOO_LARGE = (
+    f"the small model has more than {MOST_PARAMETERS:,} parameters, or inputs of more than "
+    f"{MOST_ELEMENTS:,} elements, so that the last check, a run against the original, was left "
+    "out: define a verify_model(m), and inputs(model), in the schedule that are smaller"
+)
 
 
 def _rehearse(

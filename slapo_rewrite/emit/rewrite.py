@@ -321,6 +321,7 @@ class _Emission:
         left = not_run(module, project.module, project.tree.root.live, plan.shares)
         if not self.sizes and not _has_own_code(plan) and any(draft.changes.values()):
             left.append(UNCHECKED)
+        left += draft.warnings
         draft.warnings = [*plan.warnings, *left, *self.lowered.warnings, *self.moved_cuts]
         helpers = draft.helpers
         # Those of a support folder are written there.

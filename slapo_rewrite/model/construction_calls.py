@@ -13,7 +13,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +33,10 @@ Call = tuple[str, Position]
 Stack = tuple[Call, ...]
 # The variables around a call: those of the file, and those of the function.
 Scope = tuple[dict[str, Any], dict[str, Any]]
+# For each module the names set on it, each with the modules whose constructors ran, by identity.
+Sets = WeakKeyDictionary[nn.Module, list[tuple[str, frozenset[int]]]]
+# What sets a name of a module.
+_SETTING = ("__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
 _stacks: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
 _scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
 
@@ -54,6 +58,29 @@ def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[
         yield
     finally:
         nn.Module.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def sets_noted() -> Iterator[Sets]:
+    """Notes which names are set on modules meanwhile, and which others were being made then."""
+    methods = {name: getattr(nn.Module, name) for name in _SETTING}
+    noted: Sets = WeakKeyDictionary()
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def method(self: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+            original(self, name, *args, **kwargs)
+            noted.setdefault(self, []).append((name, frozenset(_made_around(sys._getframe(1)))))
+
+        return method
+
+    for name, original in methods.items():
+        setattr(nn.Module, name, noting(original))
+    try:
+        yield noted
+    finally:
+        for name, original in methods.items():
+            setattr(nn.Module, name, original)
 
 
 @contextlib.contextmanager
@@ -143,6 +170,15 @@ def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Sco
             scopes.append((frame.f_globals, _variables(frame)))
         frame = frame.f_back
     return tuple(calls), tuple(scopes)
+
+
+def _made_around(frame: FrameType | None) -> Iterator[int]:
+    """The modules in whose constructors a call is."""
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name == "__init__" and names:
+            yield id(frame.f_locals.get(names[0]))
+        frame = frame.f_back
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

@@ -42,6 +42,10 @@ _DROPPING = (
 )
 
 
+class TooLargeError(Exception):
+    """A run of the small model would take longer than the rewriting."""
+
+
 def rehearse(
     schedule: Any,
     original: types.ModuleType,
@@ -53,7 +57,7 @@ def rehearse(
 ) -> None:
     """Runs the output's small model against the original's.
 
-    Nothing is said of a model that is too large, or that does not run on a CPU. One that draws
+    Nothing is said of a model that does not run on a CPU. One that draws
     random numbers besides dropout is run in one process: ranks that are threads would share them.
 
     Args:
@@ -69,6 +73,7 @@ def rehearse(
 
     Raises:
         OtherNumbersError: They differ.
+        TooLargeError: The small model is too large to be run.
     """
     casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
     with (
@@ -257,11 +262,19 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 
     One with a mask and a cache in double precision is enough: what these need single precision for
     is compared without them as well, as no other comparison is as sharp.
+
+    Raises:
+        TooLargeError: It is too large, or its inputs are.
     """
     ways = (False,) if hasattr(schedule, "inputs") else (True, False)
     found: list[_Reference] = []
     for whole in ways:
-        reference = _reference(schedule, original, depth, whole)
+        try:
+            reference = _reference(schedule, original, depth, whole)
+        except TooLargeError:
+            if whole:  # without them inputs may be smaller
+                continue
+            raise
         found += [reference] if reference is not None else []
         if reference is not None and reference.dtype == torch.float64:
             break
@@ -271,7 +284,11 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 def _reference(
     schedule: Any, original: types.ModuleType, depth: int, whole: bool
 ) -> _Reference | None:
-    """A step of the original's small model; None where it cannot be run."""
+    """A step of the original's small model; None where it cannot be run.
+
+    Raises:
+        TooLargeError: It would take too long.
+    """
     for dtype in LIMIT:
         try:
             model, drawn = _drawn(schedule, original, depth)
@@ -280,12 +297,14 @@ def _reference(
             inputs = _in_dtype(inputs, dtype)
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
-                return None
+                raise TooLargeError
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * NOISE)
             weights = copy.deepcopy(model.state_dict())
             want = _step(schedule, model, inputs, None)
+        except TooLargeError:
+            raise
         except Exception:  # whatever the user's model does
             continue
         # Equal NaNs are equal, so a step with a mask says nothing where that makes some.

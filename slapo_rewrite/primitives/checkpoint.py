@@ -98,10 +98,11 @@ class Checkpoint(Primitive):
 
     Raises:
         SR305 a module list (select its elements), a module checkpointed already, a part that
-        returns, leaves a loop or changes its inputs in place, what gives something else the second
-        time (random numbers of Python, of NumPy or of a generator, an iterator); SR202 calls that
-        no method makes, an operation that there is not; SR206 what these arguments cannot be; SR306
-        parts that overlap, a budget beside stages; SR605 a budget that nothing fits.
+        returns, leaves a loop or changes its inputs in place, inputs that the caller changes in
+        place afterwards, what gives something else the second time (random numbers of Python, of
+        NumPy or of a generator, an iterator); SR202 calls that no method makes, an operation that
+        there is not; SR206 what these arguments cannot be; SR306 parts that overlap, a
+        budget beside stages; SR605 a budget that nothing fits.
 
     Source: Chen et al., arXiv 1604.06174; torch.utils.checkpoint.
     """

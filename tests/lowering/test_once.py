@@ -263,6 +263,89 @@ def test_what_a_module_around_sets_is_not_checkpointed(tmp_path, where):
     rewritten(tmp_path, source.replace(f"{where}.s", "self.s"), SCHEDULE.format(arguments=""))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "block.up.weight.requires_grad_(False)",
+        "block.up.load_state_dict({})",
+        "block.up.weight.data.mul_(2)",
+        'setattr(block, "scale", 2)',
+        "block.set_scale(2)",
+    ],
+)
+def test_what_a_module_around_changes_of_it_is_not_checkpointed(tmp_path, change):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "x = block(x)", f"{change}\n            x = block(x)"
+    )
+    source = source.replace(
+        "    def forward(self, x, *args)",
+        "    def set_scale(self, scale):\n        self.scale = scale\n\n"
+        "    def forward(self, x, *args)",
+    )
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    shown = change.replace('"', "'")
+    assert f"`{shown}` changes what may be other by the backward pass" in words
+
+
+@pytest.mark.parametrize("change", ["SCALE[0] = 2", "scale(2)"])
+def test_what_the_file_holds_stays_as_it_is(tmp_path, change):
+    source = NET.format(norm="LayerNorm", update="pass")
+    source = source.replace("self.down(h)", "self.down(h) * SCALE[0]")
+    source += "\n\nSCALE = [1]\n\n\ndef scale(by):\n    SCALE[0] = by\n"
+    rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    source = source.replace("x = block(x)", f"x = block(x)\n            {change}")
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert "changes `SCALE`, which may be another by the backward pass" in words
+
+
+@pytest.mark.parametrize("call", ["block.forward(", "run(block, ", "(lambda *a: block(*a))("])
+def test_however_it_is_called(tmp_path, call):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "x = block(x)", f"held = [x]\n            x = {call}x, held)\n            held[0] = x"
+    )
+    source += "\n\ndef run(module, *given):\n    return module(*given)\n"
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert "`forward` changes `held[0]` in place after `blocks.0` was given it" in words
+
+
+TAKEN = {
+    "given.append(x)": "`forward` changes `given` in place after `blocks.0` was given it",
+    "self.note(given, x)": "`forward` changes `given` in place after `blocks.0` was given it",
+    "note(x, given)": "`forward` changes `given` in place after `blocks.0` was given it",
+    "self.last(given[0])": "`forward` changes `given[0]` in place after `blocks.0` was given it",
+}
+
+
+@pytest.mark.parametrize("change", TAKEN)
+@pytest.mark.parametrize("arguments", ["", '"down"'], ids=["whole", "part"])
+def test_what_it_is_given_stays_as_it_is(tmp_path, change, arguments):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "        for block in self.blocks:\n            x = block(x)\n",
+        "        given = [x]\n        for block in self.blocks:\n            x = block(x, given)\n"
+        f"            {change}\n",
+    )
+    source = source.replace(
+        "    def forward(self, x):\n        given",
+        "        self.last = nn.Sequential(nn.ReLU(True))\n\n    def note(self, held, x):\n"
+        "        held.append(x)\n\n    def forward(self, x):\n        given",
+    )
+    source += "\n\ndef note(x, held):\n    held[0] = x\n"
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=arguments), "SR305")
+    assert TAKEN[change] in words
+    fresh = source.replace("block(x, given)", "block(x, [*given])")
+    if "last" not in change:  # which changes what the list holds
+        rewritten(tmp_path, fresh, SCHEDULE.format(arguments=arguments))
+
+
+def test_what_a_part_of_a_method_is_given_stays_as_it_is(tmp_path):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "return x + self.down(h)",
+        "y = self.down(h)\n        h += 1\n        return x + y + h.mean()",
+    )
+    words = refused(tmp_path, source, SCHEDULE.format(arguments='"down"'), "SR305")
+    assert "`forward` changes `h` in place after a part of `Block.forward` was given it" in words
+
+
 def test_an_activation_in_place_is_not_checkpointed(tmp_path):
     source = NET.format(norm="SiLU", update="pass").replace("nn.SiLU(2 * dim)", "nn.SiLU(True)")
     schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")

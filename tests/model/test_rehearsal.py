@@ -308,6 +308,13 @@ def test_a_model_that_is_too_large_to_be_run_is_warned_of(monkeypatch, tmp_path)
     source = DRAWING.replace("ASKED", "False")
     (warning,) = rewritten(tmp_path, source, SPLIT).warnings
     assert "the last check, a run against the original, was left out" in warning
-    smaller = SPLIT + "\n\ndef verify_model(m):\n    return m.Model()\n"
-    assert not rewritten(tmp_path, source, smaller).warnings
     assert not rewritten(tmp_path, source, f"{SPLITTING}    pass\n").warnings
+
+
+@pytest.mark.parametrize("most", ["MOST_PARAMETERS", "MOST_ELEMENTS"])
+def test_a_small_model_that_is_too_large_to_be_run_is_warned_of(most, monkeypatch, tmp_path):
+    source = DRAWING.replace("ASKED", "False")
+    smaller = SPLIT + "\n\ndef verify_model(m):\n    return m.Model()\n"
+    monkeypatch.setattr(rehearsal, most, 10)
+    (warning,) = rewritten(tmp_path, source, smaller).warnings
+    assert "the small model has" in warning and "was left out" in warning

@@ -408,33 +408,52 @@ def test_what_is_made_again_would_lose_what_was_done_to_it(afterwards, lost, tmp
     assert lost in refused(tmp_path, outers(afterwards), schedule, "SR305")
 
 
-@pytest.mark.parametrize("selected", ["outers.0.inner.norm", "outers.*.inner.norm"])
-def test_a_replacement_would_lose_what_was_set_before(selected, tmp_path):
+NORMS = SCHEDULE.replace("\n\n\ndef", "\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\ndef", 1)
+
+
+def inner_outers(afterwards: str) -> str:
+    """The model, where the class that holds `norm` does something to it itself."""
+    source = outers("calls = 0")
+    return source.replace(
+        "self.up = nn", f"norm = self.norm\n        {afterwards}\n        self.up = nn"
+    )
+
+
+SET = {
+    "its `eps` is 1e-05 there, and was 0.5": "norm.eps = 0.5",
+    "its `scale` is None there": 'norm.register_buffer("scale", torch.ones(2), False)',
+}
+
+
+@pytest.mark.parametrize("by_others", [False, True], ids=["itself", "around"])
+@pytest.mark.parametrize("lost", SET)
+def test_a_replacement_would_lose_what_was_set(lost, by_others, tmp_path):
     """Of some instances alone, in a subclass, which comes after; of all it stands before."""
-    schedule = SCHEDULE.replace(
-        "\n\n\ndef", "\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\ndef", 1
-    )
-    schedule += f'    s["{selected}"].replace(Norm)\n'
-    source = outers("calls = 0").replace(
-        "self.up = nn", "norm = self.norm\n        norm.eps = 0.5\n        self.up = nn"
-    )
-    if "*" in selected:
-        rewritten(tmp_path, source, schedule)
-    else:
-        words = refused(tmp_path, source, schedule, "SR305")
-        assert "its `eps` is set before another module comes in its place" in words
+    source = inner_outers("" if by_others else SET[lost])
+    if by_others:
+        source = source.replace(
+            "self.inner.calls = 0", f"norm = self.inner.norm\n        {SET[lost]}"
+        )
+    schedule = NORMS + '    s["outers.0.inner.norm"].replace(Norm)\n'
+    assert lost in refused(tmp_path, source, schedule, "SR305")
+    rewritten(tmp_path, source, schedule.replace("outers.0", "outers.*"))
 
 
-@pytest.mark.parametrize("setting", ["norm.eps = 0.5", 'norm.__setattr__("eps", 0.5)'])
-def test_a_replacement_would_lose_what_a_class_around_sets(setting, tmp_path):
-    schedule = SCHEDULE.replace(
-        "\n\n\ndef", "\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\ndef", 1
-    )
-    source = outers("calls = 0").replace("self.inner.calls = 0", f"self.inner.{setting}")
-    rewritten(tmp_path, source, schedule + '    s["outers.*.inner.norm"].replace(Norm)\n')
-    schedule += '    s["outers.0.inner.norm"].replace(Norm)\n'
-    words = refused(tmp_path, source, schedule, "SR305")
-    assert "its `eps` is 1e-05 there, and was set to 0.5" in words
+def test_a_replacement_by_other_names_would_not_be_frozen(tmp_path):
+    new = """\
+class Named(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, x.shape[-1:], self.scale, self.shift)
+"""
+    schedule = SCHEDULE.replace("\n\n\ndef", f"\n\n\n{new}\n\ndef", 1)
+    weights = '{"scale": "weight", "shift": "bias"}'
+    schedule += f'    s["outers.0.inner.norm"].replace(Named, weights={weights})\n'
+    source = inner_outers("norm.bias.requires_grad_(False)")
+    assert "`shift` is not frozen" in refused(tmp_path, source, schedule, "SR305")
 
 
 def test_what_is_made_again_stays_frozen(tmp_path):

@@ -1,0 +1,254 @@
+"""What a function changes in place after it has handed it on to something that reads it later."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.liveness import blocks
+from slapo_rewrite.code.subgraphs import MUTATING, Obstacle, changing, is_size, own_nodes
+
+# Methods whose result may be what they are called on, or share memory with it.
+_SHARING = """
+view view_as reshape reshape_as transpose swapaxes swapdims t adjoint permute movedim unsqueeze
+squeeze flatten unflatten ravel expand expand_as chunk split tensor_split unbind select narrow
+diagonal unfold detach contiguous to type type_as float double half bool long int values items get
+"""
+_Values = frozenset[object]
+_NONE: _Values = frozenset()
+# What a value is called that was handed on by one way alone, and one that is part of another.
+HANDED, PART = "handed", "part"
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known at a statement.
+
+    Attributes:
+        means: The values that a name may mean.
+        handed: The values that were handed on.
+    """
+
+    means: Mapping[str, _Values]
+    handed: _Values = _NONE
+
+    def of(self, key: str) -> _Values:
+        """The values of a name, or of an attribute of `self`."""
+        return self.means.get(key, frozenset({key}))
+
+    def joined(self, other: _State) -> _State:
+        """What may be so where two ways meet.
+
+        What was handed on in one of them alone is a value of its own: on the other way a name may
+        still mean it, untouched.
+        """
+        one, two = self._apart(other), other._apart(self)
+        keys = one.means.keys() | two.means.keys()
+        means = {key: one.of(key) | two.of(key) for key in keys}
+        return _State(means, one.handed | two.handed)
+
+    def _apart(self, other: _State) -> _State:
+        only: dict[object, object] = {v: (HANDED, v) for v in self.handed - other.handed}
+        keys = self.means.keys() | {value for value in only if isinstance(value, str)}
+        means = {key: frozenset(only.get(v, v) for v in self.of(key)) for key in keys}
+        return _State(means, frozenset(only.get(v, v) for v in self.handed))
+
+
+@dataclass
+class Handed:
+    """Follows what a function hands on.
+
+    Attributes:
+        handed: The expressions that are handed on by an expression.
+        changed: The arguments that a call changes in place.
+    """
+
+    handed: Callable[[ast.expr], Iterable[ast.expr]] = lambda _: ()
+    changed: Callable[[ast.Call], Iterable[ast.expr]] = lambda _: ()
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _held: dict[object, _Values] = field(default_factory=dict)  # by lists and dictionaries
+    _found: list[Obstacle] = field(default_factory=list)
+
+    def changed_later(
+        self, function: ast.FunctionDef, given: Iterable[str] = ()
+    ) -> Obstacle | None:
+        """The first thing that changes what was handed on, or arguments that count as that."""
+        self._found.clear()
+        self._through(function.body, _State({}, frozenset(given)))
+        return self._found[0] if self._found else None
+
+    def _through(self, body: Sequence[ast.stmt], state: _State) -> _State:
+        for statement in body:
+            if not self._found:
+                state = self._past(statement, state)
+        return state
+
+    def _past(self, statement: ast.stmt, state: _State) -> _State:
+        state = self._own(statement, state)
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return state
+        if isinstance(statement, ast.For | ast.AsyncFor | ast.While):
+            once = self._through(statement.body, state)
+            twice = self._through(statement.body, once)  # which may change what it handed on
+            return self._through(statement.orelse, state.joined(once).joined(twice))
+        if isinstance(statement, ast.If):
+            ways = (self._through(body, state) for body in (statement.body, statement.orelse))
+            return next(ways).joined(next(ways))
+        for block in blocks(statement):
+            is_certain = isinstance(statement, ast.With)
+            past = self._through(block, state)
+            state = past if is_certain else state.joined(past)
+        return state
+
+    def _own(self, statement: ast.stmt, state: _State) -> _State:
+        """A statement without its blocks: what it changes, hands on and binds, in this order."""
+        self._check(statement, state)
+        for node in own_nodes(statement):
+            match node:
+                case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in MUTATING:
+                    self._hold(self._values(owner, state), values_given(node), state)
+        given = [each for node in own_nodes(statement) for each in self.handed(node)]
+        values = self._whole(_NONE.union(*(self._values(each, state) for each in given)))
+        state = _State(state.means, state.handed | values)
+        match statement:
+            case ast.AugAssign(target=ast.Name(id=name), value=ast.Tuple() as more):
+                # Nothing is added to a tuple in place.
+                added = state.of(name) | self._values(more, state)
+                return _State({**state.means, name: added}, state.handed)
+            case ast.AugAssign():
+                self._check(statement, state)
+            case ast.Assign(targets=targets, value=value):
+                self._check(ast.Assign(targets, ast.Constant(None)), state)
+                return self._bound(targets, value, state)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                return self._bound([target], value, state)
+            case ast.For(target=target, iter=value):
+                return self._bound([target], value, state)
+            case ast.FunctionDef(name=name):  # which finds what it reads as it is by then
+                read = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+                return _State({**state.means, name: self._holding(read, state)}, state.handed)
+        return state
+
+    def _bound(self, targets: Iterable[ast.expr], value: ast.expr, state: _State) -> _State:
+        means = dict(state.means)
+        for target in targets:
+            match target, value:
+                case ast.Tuple(elts=names), ast.Tuple(elts=values) if len(names) == len(values):
+                    pairs = [*zip(names, values, strict=True)]
+                case _:
+                    pairs = [(target, value)]
+            for one, its in pairs:
+                known = self._values(its, state)
+                for name in ast.walk(one):
+                    match name:
+                        case (
+                            ast.Name(ctx=ast.Store())
+                            | ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store())
+                        ):
+                            means[str(_key(name))] = known
+                        case (
+                            ast.Attribute(value=owner, ctx=ast.Store())
+                            | ast.Subscript(value=owner, ctx=ast.Store())
+                        ):
+                            self._hold(self._values(owner, state), [its], state)
+        return _State(means, state.handed)
+
+    def _check(self, statement: ast.stmt, state: _State) -> None:
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.Tuple):
+            return
+
+        def root(expr: ast.expr) -> str | None:
+            is_handed = self._values(expr, state) & state.handed
+            return _key(expr) if is_handed else None
+
+        found = changing(statement, root)
+        for call in (node for node in own_nodes(statement) if isinstance(node, ast.Call)):
+            for each in self.changed(call):
+                if root(each) is not None and found is None:
+                    found = Obstacle(call, f"changes `{ast.unparse(each)}` in place", "")
+        if found is not None:
+            self._found.append(found)
+
+    def _values(self, expr: ast.expr, state: _State) -> _Values:
+        """The values that an expression may be; what is computed is a new one."""
+        match expr:
+            case ast.Constant():
+                return frozenset()
+            case ast.Tuple(elts=parts):  # which cannot be changed, but for what it holds
+                return _NONE.union(*(self._values(part, state) for part in parts))
+            case ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
+                return self._holding(parts, state)
+            case ast.Lambda(body=body):
+                return self._holding([n for n in ast.walk(body) if isinstance(n, ast.Name)], state)
+            case ast.Call(func=func) if not isinstance(func, ast.Attribute) or _is_made(func):
+                return self._holding(values_given(expr), state)  # an object of a class, say
+            case ast.Starred(value=value):  # what is in it, not the list itself
+                values = self._values(value, state)
+                return frozenset(
+                    v for v in self._whole(values) if v not in values or _base(v) not in self._held
+                )
+            case ast.IfExp(body=one, orelse=other):
+                return self._values(one, state) | self._values(other, state)
+            case ast.NamedExpr(value=value):
+                return self._values(value, state)
+        key = None if is_size(expr) else _key(expr)
+        if key is None:
+            return frozenset({next(self._numbers)})
+        match expr:
+            case ast.Name() | ast.Attribute(value=ast.Name(id="self")):
+                return state.of(key)
+            case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp()):
+                # An element: what is added to the list afterwards does not change it.
+                values = self._values(value, state)
+                return (self._whole(values) - values) | {(PART, each) for each in values}
+        return self._whole(state.of(key))
+
+    def _holding(self, parts: Iterable[ast.expr], state: _State) -> _Values:
+        """A new value that holds others."""
+        made: _Values = frozenset({next(self._numbers)})
+        self._hold(made, parts, state)
+        return made
+
+    def _hold(self, holders: _Values, values: Iterable[ast.expr], state: _State) -> None:
+        """Some values hold others from here on."""
+        held = _NONE.union(*(self._values(value, state) for value in values))
+        for holder in map(_base, holders):
+            self._held[holder] = self._held.get(holder, _NONE) | held
+
+    def _whole(self, values: _Values) -> _Values:
+        """Some values, and what they hold."""
+        held = _NONE.union(*(self._held.get(_base(value), _NONE) for value in values))
+        held |= {(HANDED, value) for value in held if _base(value) == value}
+        return values if held <= values else self._whole(values | held)
+
+
+def _is_made(function: ast.Attribute) -> bool:
+    """Whether what is called may make an object of what it is given, and is none of torch's."""
+    root: ast.expr = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return isinstance(root, ast.Name) and root.id in ("functools", "collections", "copy")
+
+
+def _base(value: object) -> object:
+    """The value that another stands for."""
+    return _base(value[1]) if isinstance(value, tuple) else value
+
+
+def _key(expr: ast.expr) -> str | None:
+    """The name, or the attribute of `self`, that an expression is, is part of or a view of."""
+    while True:
+        match expr:
+            case ast.Name(id=name):
+                return name
+            case ast.Attribute(value=ast.Name(id="self"), attr=attr):
+                return f"self.{attr}"
+            case ast.Attribute(value=value) | ast.Subscript(value=value):
+                expr = value
+            case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _SHARING.split():
+                expr = value
+            case _:
+                return None

@@ -1,0 +1,92 @@
+"""What a function changes in place after it handed it to `take`."""
+
+import ast
+import textwrap
+
+import pytest
+
+from slapo_rewrite.code.handed import Handed
+from slapo_rewrite.code.names import is_name
+
+CHANGED = {
+    "ctx = {}\ny = take(ctx)\nctx['k'] = y": "ctx['k']",
+    "ctx = {}\ny = take(x, ctx=ctx)\nctx.update(k=y)": "ctx",
+    "ctx = {}\nother = ctx\ny = take(ctx)\nother['k'] = y": "other['k']",
+    "take(o)\no.k = 1": "o.k",
+    "take(o)\ndel o['k']": "o['k']",
+    "for i in range(2):\n    hs.append(x)\n    x = take(x, hs)": "hs",
+    "hs = [x]\ntake(hs)\nx.add_(1)": "x",
+    "hs = [x]\ntake(x)\nhs[0].add_(1)": "hs[0]",
+    "take(self.hs)\nself.hs.append(1)": "self.hs",
+    "take(x)\nx += 1": "x",
+    "x += take(x)": "x",
+    "x[0] = take(x)": "x[0]",
+    "v = x.view(-1)\ntake(x)\nv[0] = 1": "v[0]",
+    "take(x.transpose(0, 1))\nx.data.mul_(2)": "x.data",
+    "take(x)\ntorch.add(x, 1, out=x)": "x",
+    "take(x)\nx = F.relu(x, inplace=True)": "x",
+    "take(x)\nx = torch.relu_(x)": "x",
+    "take(x)\nif y:\n    x = x.clone()\nx += 1": "x",
+    "if y:\n    take(x)\nx += 1": "x",
+    "for n in y:\n    v = x\n    x = take(x)\nv += 1": "v",
+    "hs = [x]\nif y:\n    take(x)\nhs[0].add_(1)": "hs[0]",
+    "ctx = dict(k=y)\ntake(ctx)\ny.append(x)": "y",
+    "ctx = {}\nctx['k'] = x\ntake(ctx)\nx.add_(1)": "x",
+    "hs = []\nhs.append(x)\ntake(hs)\nx.add_(1)": "x",
+    "hs = [x]\ntake(*hs)\nhs[0].add_(1)": "hs[0]",
+    "f = lambda v: v * y[0]\ntake(x, f)\ny[0] = 1": "y[0]",
+    "def f(v):\n    return v * y[0]\ntake(x, f)\ny[0] = 1": "y[0]",
+    "o.k = 1\ntake(o)\no.k = 2": "o.k",
+    "self.o.k = 1\ntake(self.o)\nself.o.k = 2": "self.o.k",
+    "ys = [take(x, n) for n in y]\nx += 1": "x",
+    "try:\n    take(x)\nfinally:\n    x += 1": "x",
+}
+LEFT = [
+    "ctx = {}\nctx['k'] = x\ntake(ctx)",
+    "take(ctx)\nctx = {}\nctx['k'] = x",
+    "hs = [x]\ny = take(x)\nhs.append(y)",
+    "hs = ()\nfor _ in y:\n    x = take(x, hs)\n    hs += (x,)",
+    "n = 0\nfor _ in y:\n    x = take(x, n)\n    n += 1",
+    "n = x.shape[0]\ntake(x)\nn += 1",
+    "for _ in y:\n    x = take(x)\n    x += 1",
+    "for _ in y:\n    h = take(x)\n    x = x.clone()\n    x += h",
+    "if y:\n    take(x)\nelse:\n    x += 1",
+    "x = x * 2\nz = take(x)\nz += 1",
+    "hs = [x]\ntake(*hs)\nhs.append(y)",
+    "take(y[-2])\ny.append(x)",
+    "y, z = take(x.mul_(2)), 1",
+    "for n in y:\n    x += n\n    x, n = take(x)",
+    "for n in y:\n    x = take(x)\nx += 1",
+    "if y:\n    x = take(x)\nx += 1",
+    "self.n = []\ntake(self.m)\nself.n.append(1)",
+]
+
+
+def changed(body: str) -> str | None:
+    text = f"def forward(self, x, y):\n{textwrap.indent(body, '    ')}"
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+
+    def handed(node: ast.expr) -> list[ast.expr]:
+        if not (isinstance(node, ast.Call) and is_name(node.func, "take")):
+            return []
+        return [*node.args, *(keyword.value for keyword in node.keywords)]
+
+    found = Handed(handed).changed_later(function)
+    return found.words if found else None
+
+
+@pytest.mark.parametrize("body", CHANGED)
+def test_what_is_changed_later(body):
+    assert changed(body) == f"changes `{CHANGED[body]}` in place"
+
+
+@pytest.mark.parametrize("body", LEFT)
+def test_what_is_left_as_it_was(body):
+    assert changed(body) is None
+
+
+def test_arguments_that_count_as_handed():
+    (function,) = ast.parse("def fill(t, u):\n    v = t.view(-1)\n    v[0] = u\n").body
+    assert isinstance(function, ast.FunctionDef)
+    assert Handed().changed_later(function, {"t"}) and not Handed().changed_later(function, {"u"})
