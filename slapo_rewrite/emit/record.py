@@ -6,7 +6,6 @@ import base64
 import bz2
 import functools
 import hashlib
-import functools
 import importlib.metadata
 import json
 import re
