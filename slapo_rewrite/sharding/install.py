@@ -24,6 +24,7 @@ from slapo_rewrite.model.layers import Layer, Unit, layer_below, replicated
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import HOOKS
+from slapo_rewrite.runtime.guards import watch_registrations
 from slapo_rewrite.sharding.boundaries import (
     cross_value,
     enter_border,
@@ -56,7 +57,7 @@ from slapo_rewrite.sharding.types import (
 @contextlib.contextmanager
 def installed(run: Run, device: torch.device) -> Iterator[None]:
     """The model with sharded layers, split parameters and marked integers, during a run."""
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], None]] = [_stop_watching]
     try:
         with device:
             places = _places(run)
@@ -81,6 +82,12 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
     finally:
         for action in reversed(undo):
             action()
+
+
+def _stop_watching() -> None:
+    """Has the layers no longer look at each module that is put into another, as in training."""
+    watch_registrations().remove()
+    watch_registrations.cache_clear()
 
 
 def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
