@@ -8,13 +8,14 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import argument_of, parameters
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
-from slapo_rewrite.code.effects import plain_calls, stored
+from slapo_rewrite.code.effects import own_calls, plain_calls, stored
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.lines import Causes
@@ -44,6 +45,8 @@ MOST_CALLS = 3  # inside of one another, that are followed to what they change
 CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
 CALLS = ("forward", "__call__", "__init__")
 TORCH = ("torch", "F", "nn", "math")
+# What may run with the model of some files, by name.
+_NAMED: WeakKeyDictionary[OutputFiles, frozenset[str]] = WeakKeyDictionary()
 
 
 def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
@@ -341,10 +344,50 @@ def _running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.F
     home = files.of(node.cls)
     for method in home.classes.methods(node.cls.__name__) if home is not None else ():
         assert home is not None
-        if method.name not in CONSTRUCTING:
+        if method.name in _named_while_running(files, node):
             functions = home.file.functions
             yield home.file, method
             yield from ((home.file, functions[n]) for n in plain_calls(method) if n in functions)
+
+
+def _named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
+    """What may run with a model: `forward`, what that names anywhere, and so on."""
+    if files in _NAMED:
+        return _NAMED[files]
+    while node.parent is not None:
+        node = node.parent
+    functions: dict[str, list[ast.FunctionDef]] = {}
+    new = {"forward"}
+    for cls in {inner.cls for inner in node.walk()}:
+        if (home := files.of(cls)) is None:
+            continue
+        methods = home.classes.methods(cls.__name__)
+        # A `forward` that is not read here may call any of them.
+        is_read = any(method.name == "forward" for method in methods)
+        for method in methods:
+            functions.setdefault(method.name, []).append(method)
+            if method.name in CONSTRUCTING:
+                new |= _names(method) - {*own_calls(method)}  # hooks, say
+            elif method.name.startswith("__") or not is_read:
+                new.add(method.name)
+        for name, function in home.file.functions.items():
+            functions.setdefault(name, []).append(function)
+    named: set[str] = set()
+    while new:
+        named |= new
+        new = {n for name in new for f in functions.get(name, ()) for n in _names(f)} - named
+    _NAMED[files] = frozenset(named - {*CONSTRUCTING})
+    return _NAMED[files]
+
+
+def _names(function: ast.FunctionDef) -> set[str]:
+    """The names of attributes and variables in a function, and words that may be some."""
+    found = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
+                found.add(name)
+    return found
 
 
 def _change(forward: ast.FunctionDef, given: set[str], node: Node) -> Obstacle | None:

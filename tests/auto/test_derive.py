@@ -180,16 +180,20 @@ def test_the_file_gives_the_same_bytes_and_is_verified(tmp_path, capsys):
 
 
 def test_a_file_that_was_edited_is_not_written_over(tmp_path, capsys):
-    out, kept = tmp_path / "out", tmp_path / "out_schedule.py"
-    assert main([GPT, "--schedule", "auto", "-o", str(out)]) == 0
+    out, kept, other = tmp_path / "out", tmp_path / "out_schedule.py", tmp_path / "other.py"
+    net = tmp_path / "net.py"
+    net.write_text(MLP)
+
+    def asked(schedule, *more):
+        return main([str(net), "--schedule", schedule, *more, "-o", str(out)])
+
+    assert asked("auto") == 0
     kept.write_text(kept.read_text().replace("axis=0", "axis=0 "))
-    assert main([GPT, "--schedule", "auto", "-o", str(out)]) == 2
+    assert asked("auto") == 2
     said = capsys.readouterr().err
     assert "is not what was worked out" in said and "--write-schedule" in said
-    assert main([GPT, "--schedule", str(kept), "-o", str(out)]) == 0
-    other = tmp_path / "other.py"
-    asked = [GPT, "--schedule", "auto", "--write-schedule", str(other), "-o", str(out)]
-    assert main(asked) == 0 and other.is_file()
+    assert asked(str(kept)) == 0
+    assert asked("auto", "--write-schedule", str(other)) == 0 and other.is_file()
 
 
 def test_a_name_that_no_output_can_have_is_refused_before_the_work(tmp_path, capsys, monkeypatch):

@@ -287,6 +287,22 @@ def test_what_a_module_around_changes_of_it_is_not_checkpointed(tmp_path, change
     assert f"`{shown}` changes what may be other by the backward pass" in words
 
 
+def test_what_does_not_run_with_the_model_may_change_it(tmp_path):
+    """A method that `forward` leads to by no name; not one that is put on as a hook."""
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "    def forward(self, x):\n        for",
+        "    def freeze(self, *_):\n        self.blocks[0].up.requires_grad_(False)\n\n"
+        "    def forward(self, x):\n        for",
+    )
+    rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    listed = "self.blocks = nn.ModuleList([Block(8) for _ in range(3)])\n"
+    hooked = source.replace(
+        listed, f"{listed}        self.blocks[1].register_forward_pre_hook(self.freeze)\n"
+    )
+    words = refused(tmp_path, hooked, SCHEDULE.format(arguments=""), "SR305")
+    assert "`self.blocks[0].up.requires_grad_(False)` changes what may be other" in words
+
+
 @pytest.mark.parametrize("change", ["SCALE[0] = 2", "scale(2)"])
 def test_what_the_file_holds_stays_as_it_is(tmp_path, change):
     source = NET.format(norm="LayerNorm", update="pass")
