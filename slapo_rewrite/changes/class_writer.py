@@ -58,7 +58,8 @@ class ClassWriter:
         if around is None:
             inner = self._lines(class_name, whole.only(extra), indices)
         lines = self._lines(class_name, whole, indices)
-        changed = {s: _in_subclass(lines[s], inner[s]) for s in inner}
+        # A loop that counts elements for some changes alone need not where all are made.
+        changed = {s: _in_subclass(lines[s], inner[s]) for s in inner if s in lines}
         for method in self.classes.methods(class_name):
             # A constructor goes on from its base's; any other method is written anew as a whole.
             if method.name != "__init__" and any(within(method, s) for s in inner):

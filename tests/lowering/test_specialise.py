@@ -737,3 +737,46 @@ def test_modules_that_are_given_to_another_one(lines, made, tmp_path):
     else:
         text = rewritten(tmp_path, HANDED, schedule).files["source_0.py"]
         assert made in " ".join(text.split()), text
+
+
+DEPTHS = """\
+import torch
+from torch import nn
+
+
+class Encoder(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        layers = []
+        for _ in range(depth):
+            layers.append(nn.Sequential(nn.Linear(8, 8)))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.deep = Encoder(4)
+        self.flat = Encoder(2)
+
+    def forward(self, x):
+        return self.flat(self.deep(x))
+"""
+
+
+def test_elements_that_one_of_two_instances_has_alone(tmp_path):
+    """The last ones of the deep encoder could change in the class, the first ones could not."""
+    start = "import torch\n\n\ndef model(m):\n    return m.Net()\n\n\n"
+    start += 'def inputs(model):\n    return {"x": torch.randn(2, 8)}\n\n\ndef schedule(s):\n'
+    line = '    s["deep.layers.*"].checkpoint()\n'
+    words = refused(tmp_path, DEPTHS, start + line, "SR103")
+    assert "some instances of `Encoder` differ in what is made here" in words
+    both = start + line + line.replace("deep", "flat")
+    assert "layers.append(CheckpointedSequential(" in changed_lines(
+        rewritten(tmp_path, DEPTHS, both)
+    )
