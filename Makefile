@@ -41,7 +41,8 @@ example: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt/train.py --tensor 2
 
 # One file after the other, in their order, goes to whichever of the processes is free. Threads of
-# torch would only wait for those of the other one.
+# torch would only wait for those of another one. Three for two cores: of a test with ranks or files
+# a third is waiting.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # TESTS="tests/rules tests/test_docs.py" runs these alone.

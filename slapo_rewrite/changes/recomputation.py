@@ -141,13 +141,8 @@ def _refuse_set(
             case _:
                 continue
         if any(_leads_to(relative, path) for path in _paths(owner, function)):
-            raise errors.Unsupported(
-                f"`{ast.unparse(each)}` {words} by the backward pass, where `{node.path}` is "
-                "computed again",
-                at=file.at(each),
-                cause=cause,
-                hint="hand it to the module as an argument, or checkpoint modules beside it",
-            )
+            words = f"`{ast.unparse(each)}` {words} by the backward pass, where `{node.path}` is "
+            raise _not_the_same(file, each, f"{words}computed again", cause)
 
 
 def _refuse_global(
@@ -171,13 +166,22 @@ def _refuse_global(
     for inner in {each.cls: each for each in node.walk()}.values():
         for at, method in _running(files, inner):
             if at is file and (read := sorted(changed & read_in(method))):
-                raise errors.Unsupported(
+                words = (
                     f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
-                    f"pass, where `{node.path}` is computed again and reads it",
-                    at=file.at(function),
-                    cause=cause,
-                    hint="hand it to the module as an argument, or checkpoint modules beside it",
                 )
+                words += f"pass, where `{node.path}` is computed again and reads it"
+                raise _not_the_same(file, function, words, cause)
+
+
+def _not_the_same(
+    file: SourceFile, at: ast.AST, words: str, cause: Directive
+) -> errors.RewriteError:
+    return errors.Unsupported(
+        words,
+        at=file.at(at),
+        cause=cause,
+        hint="hand it to the module as an argument, or checkpoint modules beside it",
+    )
 
 
 def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:

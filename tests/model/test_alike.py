@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.construction_calls import recorded
+from slapo_rewrite.model.repeated_calls import repeated
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Tree
 
@@ -72,3 +73,37 @@ def test_everything_is_put_back():
     assert list(tree.nodes) == paths
     assert list(tree.nodes["layers"].children) == children
     assert len(live.layers) == 4
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x, held):
+        self.runs += 1
+        return x + len(held)
+
+
+class Growing(nn.Module):
+    """Gives one layer the same list six times, which has grown by the fifth."""
+
+    def __init__(self, grows):
+        super().__init__()
+        self.layer, self.grows = Counting(), grows
+
+    def forward(self, x):
+        held: list[int] = []
+        for number in range(6):
+            if number == 4 and self.grows:
+                held.append(number)
+            last = self.layer(x, held)
+        return last
+
+
+def test_a_layer_runs_again_where_what_it_is_given_has_changed():
+    for grows, runs in ((False, 2), (True, 4)):
+        model = Growing(grows)
+        with repeated(model, {model.layer: 6}):
+            assert model(torch.zeros(1)) == grows
+        assert model.layer.runs == runs

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes import recomputation
@@ -16,6 +17,7 @@ from slapo_rewrite.model import rehearsal
 from slapo_rewrite.model.rehearsal import _references
 from slapo_rewrite.model.simulated_ranks import on_ranks
 from slapo_rewrite.model.step_results import worst
+from slapo_rewrite.runtime import guards
 from tests.rewriting import SPLITTING, refused, rewritten
 
 DRAWING = """\
@@ -318,3 +320,9 @@ def test_a_small_model_that_is_too_large_to_be_run_is_warned_of(most, monkeypatc
     monkeypatch.setattr(rehearsal, most, 10)
     (warning,) = rewritten(tmp_path, source, smaller).warnings
     assert "the small model has" in warning and "was left out" in warning
+
+
+def test_nothing_is_left_behind_that_looks_at_modules(tmp_path):
+    """Layers that hold parts look at what is put into modules; a program's own go on without."""
+    rewritten(tmp_path, DRAWING.replace("ASKED", "False"), SPLIT)
+    assert guards.refuse_wrappers not in module._global_module_registration_hooks.values()
