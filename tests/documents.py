@@ -29,6 +29,7 @@ import yaml
 from slapo_rewrite import cli
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.parsers import PARSERS
+from tests import forked
 from tests.golden import GENERATED, ROOT
 
 BLOCK = re.compile(
@@ -123,10 +124,13 @@ class Reader:
         folder: An empty one, in which this process is.
         capsys: What tells of the printed.
         patient: Whether to run what is long.
+        by_torchrun: Whether it starts the ranks where a command says so. Each of its processes
+            imports torch anew, for seconds; those that are forked have done that.
     """
 
-    def __init__(self, folder: Path, capsys: Any, patient: bool) -> None:
+    def __init__(self, folder: Path, capsys: Any, patient: bool, by_torchrun: bool = False) -> None:
         self.folder, self.capsys, self.patient = folder, capsys, patient
+        self.by_torchrun = by_torchrun
         self.source = ""  # of transformers where no file is shown
         self.names: dict[str, Any] = {}
 
@@ -193,12 +197,19 @@ class Reader:
                 scripts = [a for a in arguments if a.endswith(".py")]
                 assert all((self.folder / name).exists() for name in scripts), command
                 return
-            found = shutil.which(program, path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-            assert found, program
+            printed = self.ran(program, arguments, exits)
+            assert not shown or shows(shown, printed), f"{command}\n{printed}"
+
+    def ran(self, program: str, arguments: list[str], exits: int) -> str:
+        """What another program prints that ends as it should."""
+        if program == "torchrun" and not self.by_torchrun:
+            assert arguments[0] == "--nproc-per-node", arguments
+            return forked.printed(self.folder / arguments[2], int(arguments[1]), *arguments[3:])
+        found = shutil.which(program, path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+        assert found, program
+        for _ in range(2):
             done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=900)
-            if ABORTED in done.stderr:
-                done = subprocess.run(
-                    [found, *arguments], capture_output=True, text=True, timeout=900
-                )
-            assert done.returncode == exits, done.stdout + done.stderr
-            assert not shown or shows(shown, done.stdout), f"{command}\n{done.stdout}"
+            if ABORTED not in done.stderr:
+                break
+        assert done.returncode == exits, done.stdout + done.stderr
+        return done.stdout

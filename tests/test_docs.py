@@ -71,7 +71,7 @@ def test_what_is_shown(document, folder, capsys):
 @pytest.mark.parametrize("document", [d for d in READ if any(b.long for b in read(ROOT / d))])
 @pytest.mark.filterwarnings("ignore")  # PEFT asks transformers for what is deprecated there
 def test_what_is_shown_and_takes_long(document, folder, capsys):
-    reader = Reader(folder, capsys, patient=True)
+    reader = Reader(folder, capsys, patient=True, by_torchrun=document == "README.md")
     for block in read(ROOT / document):
         reader.follow(block)
 

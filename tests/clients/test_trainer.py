@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slapo_rewrite import cli
-from tests.examples.forked import printed
+from tests.forked import printed
 from tests.golden import ROOT
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -31,12 +31,14 @@ def test_trainer_on_shared_layers_is_that_of_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     assert cli.main([LLAMA, "--schedule", "llama", "-o", "parallel"]) == cli.DONE
-    single = figures(printed(folder, 1, "--single", "--steps", "4", "--save", "single"))
+    single = figures(
+        printed(folder / "train.py", 1, "--single", "--steps", "4", "--save", "single")
+    )
     assert len(single) == 9 and single[6] < single[0] - 0.5
     weights = load_file("single/model.safetensors")
     for world in (2, 4):  # one replica, and two
         run = ["--tensor", "2", "--steps", "4", "--save", f"of_{world}"]
-        assert figures(printed(folder, world, *run)) == pytest.approx(single, abs=2e-4)
+        assert figures(printed(folder / "train.py", world, *run)) == pytest.approx(single, abs=2e-4)
         found = load_file(f"of_{world}/model.safetensors")
         assert found.keys() == weights.keys()
         # Adam divides by a gradient's own size, so what is but rounding counts as much.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import cli
-from tests.examples.forked import printed
+from tests.forked import printed
 from tests.golden import ROOT
 
 EXAMPLE = ROOT / "examples" / "train_gpt"
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def by_forked(folder: Path, world: int, *arguments: str) -> list[float]:
     """What `world` processes print of their steps."""
-    return losses_in(printed(folder, world, *arguments))
+    return losses_in(printed(folder / "train.py", world, *arguments))
 
 
 @pytest.mark.long
