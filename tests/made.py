@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite.emit.rewrite import Output, rewrite
+from slapo_rewrite.emit.write import write
 from tests.golden import ROOT
 
 
@@ -40,3 +41,23 @@ class Made:
                 kept.write_bytes(pickle.dumps(made))
         output: Output = pickle.loads(kept.read_bytes())
         return output
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Outputs in a folder, each written when it is first asked for: few tests want all of them.
+
+    Attributes:
+        folder: Where they stand.
+        files: Gives the files of one, by its name.
+    """
+
+    folder: Path
+    files: Callable[[str], Mapping[str, str]]
+
+    def __call__(self, *names: str) -> Path:
+        """The folder, once these are there."""
+        for name in names:
+            if not (self.folder / name).exists():
+                write(self.folder / name, self.files(name))
+        return self.folder

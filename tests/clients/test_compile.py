@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
-from slapo_rewrite.emit.write import write
+from tests.made import Packages
 from tests.marks import all_but
 from tests.processes import run
 
@@ -46,13 +46,13 @@ LIMIT = 1e-6  # the norm of Llama computes in float32
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, made) -> Path:
-    path = tmp_path_factory.mktemp("compile")
-    for name in MODELS:
-        for variant, settings in VARIANTS.items():
-            source = f"transformers.models.{name}.modeling_{name}"
-            write(path / f"{name}_{variant}", made(source, name, settings).files)
-    return path
+def packages(tmp_path_factory, made) -> Packages:
+    def files(package: str) -> Any:
+        name, _, variant = package.partition("_")
+        source = f"transformers.models.{name}.modeling_{name}"
+        return made(source, name, VARIANTS[variant]).files
+
+    return Packages(tmp_path_factory.mktemp("compile"), files)
 
 
 def pair(folder: Path, name: str, variant: str) -> tuple[Any, Any, Any]:
@@ -114,16 +114,17 @@ def check_compiled(folder: Path, name: str, variant: str, backend: str) -> None:
         ("llama", "split", 2, "inductor"),
     ],
 )
-def test_compiled_as_a_whole(folder, name, variant, world, backend):
+def test_compiled_as_a_whole(packages, name, variant, world, backend):
     """Llama is one graph, as its original is. What inductor compiles went through AOT before."""
+    folder = packages(f"{name}_{variant}")
     run(check_compiled, world, folder, name, variant, backend, timeout_s=500)
 
 
 @pytest.mark.parametrize("variant", all_but(["fused"], VARIANTS))
 @pytest.mark.parametrize("name", all_but(["llama"], MODELS))
-def test_no_more_graphs_than_the_original(folder, name, variant):
+def test_no_more_graphs_than_the_original(packages, name, variant):
     counts = []
-    for model in pair(folder, name, variant)[:2]:
+    for model in pair(packages(f"{name}_{variant}"), name, variant)[:2]:
         torch.compiler.reset()
         counts.append(torch._dynamo.explain(model)(**batch()).graph_count)
     assert counts[1] <= counts[0] + 2 * (name == "bert") <= 3, counts
@@ -153,6 +154,7 @@ def check_exported(folder: Path, names: tuple[str, ...], variant: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("variant", all_but(["split"], ["split", "fused"]))
 @pytest.mark.parametrize("world", all_but([1], [1, 2]))
-def test_exported(folder, world, variant):
+def test_exported(packages, world, variant):
     """At several ranks for running alone, since programs keep no gradients of collectives."""
+    folder = packages(*(f"{name}_{variant}" for name in MODELS))
     run(check_exported, world, folder, tuple(MODELS), variant)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
-from slapo_rewrite.emit.write import write
+from tests.made import Packages
 from tests.marks import long
 from tests.processes import run
 
@@ -43,14 +43,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, made) -> Path:
-    """The rewritten models, and an adapter of each original that is not at its beginning."""
-    path = tmp_path_factory.mktemp("lora")
-    for case, settings in SETTINGS.items():
+def packages(tmp_path_factory, made) -> Packages:
+    def files(package: str) -> Any:
+        case = package.removesuffix("_lora")
         name = case.partition("_")[0]
         source = f"transformers.models.{name}.modeling_{name}"
-        write(path / f"{case}_lora", made(source, name, settings, "add_adapters").files)
-    return path
+        return made(source, name, SETTINGS[case], "add_adapters").files
+
+    return Packages(tmp_path_factory.mktemp("lora"), files)
 
 
 def load(folder: Path, case: str, file: str) -> Any:
@@ -187,8 +187,8 @@ def check_all(folder: Path, cases: tuple[str, ...]) -> None:
         long(4, ("gpt2", "llama", "llama_sequence")),
     ],
 )
-def test_an_adapter_is_that_of_one_process(folder, world, cases):
-    run(check_all, world, folder, cases)
+def test_an_adapter_is_that_of_one_process(packages, world, cases):
+    run(check_all, world, packages(*(f"{case}_lora" for case in cases)), cases)
 
 
 REFUSED = {
@@ -238,5 +238,5 @@ def check_what_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_would_train_otherwise_is_refused(folder):
-    run(check_what_is_refused, 2, folder)
+def test_what_would_train_otherwise_is_refused(packages):
+    run(check_what_is_refused, 2, packages("llama_lora"))

@@ -331,11 +331,11 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory) -> Path:
+def outputs(tmp_path_factory, made) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
     for name, (source, schedule) in CASES.items():
         settings = ["ckpt_ratio=0.5"]
-        write(folder / f"{name}_parallel", rewrite(source, schedule, settings).files)
+        write(folder / f"{name}_parallel", made(source, schedule, settings).files)
     return folder
 
 
