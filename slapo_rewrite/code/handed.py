@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.liveness import blocks
-from slapo_rewrite.code.subgraphs import MUTATING, Obstacle, changing, is_size, own_nodes
+from slapo_rewrite.code.subgraphs import (
+    MUTATING,
+    OF_TORCH,
+    Obstacle,
+    changing,
+    is_size,
+    own_nodes,
+    root_of,
+)
 
 # Methods whose result may be what they are called on, or share memory with it.
 _SHARING = """
@@ -126,22 +134,34 @@ class Handed:
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 return self._bound([target], value, state)
             case ast.For(target=target, iter=value):
-                return self._bound([target], value, state)
+                return self._bound([target], value, state, is_element=True)
             case ast.FunctionDef(name=name):  # which finds what it reads as it is by then
                 read = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
                 return _State({**state.means, name: self._holding(read, state)}, state.handed)
         return state
 
-    def _bound(self, targets: Iterable[ast.expr], value: ast.expr, state: _State) -> _State:
+    def _bound(
+        self,
+        targets: Iterable[ast.expr],
+        value: ast.expr,
+        state: _State,
+        is_element: bool = False,
+    ) -> _State:
         means = dict(state.means)
         for target in targets:
             match target, value:
-                case ast.Tuple(elts=names), ast.Tuple(elts=values) if len(names) == len(values):
+                case ast.Tuple(elts=names), ast.Tuple(elts=values) if (
+                    len(names) == len(values) and not is_element
+                ):
                     pairs = [*zip(names, values, strict=True)]
                 case _:
                     pairs = [(target, value)]
             for one, its in pairs:
                 known = self._values(its, state)
+                if is_element or (
+                    isinstance(one, ast.Tuple | ast.List) and not isinstance(its, ast.Call)
+                ):
+                    known |= self._values(ast.Starred(its), state)
                 for name in ast.walk(one):
                     match name:
                         case (
@@ -162,7 +182,7 @@ class Handed:
 
         def root(expr: ast.expr) -> str | None:
             is_handed = self._values(expr, state) & state.handed
-            return _key(expr) if is_handed else None
+            return ast.unparse(expr) if is_handed else None
 
         found = changing(statement, root)
         for call in (node for node in own_nodes(statement) if isinstance(node, ast.Call)):
@@ -185,6 +205,13 @@ class Handed:
                 return self._holding([n for n in ast.walk(body) if isinstance(n, ast.Name)], state)
             case ast.Call(func=func) if not isinstance(func, ast.Attribute) or _is_made(func):
                 return self._holding(values_given(expr), state)  # an object of a class, say
+            case (
+                ast.ListComp(elt=element, generators=over)
+                | ast.GeneratorExp(elt=element, generators=over)
+            ):  # each of what it goes through, or something that is made of it
+                return self._holding([element, *(ast.Starred(each.iter) for each in over)], state)
+            case ast.Call(func=ast.Name(id="enumerate" | "zip" | "reversed"), args=args):
+                return self._holding([ast.Starred(each) for each in args], state)
             case ast.Starred(value=value):  # what is in it, not the list itself
                 values = self._values(value, state)
                 return frozenset(
@@ -192,8 +219,12 @@ class Handed:
                 )
             case ast.IfExp(body=one, orelse=other):
                 return self._values(one, state) | self._values(other, state)
+            case ast.BoolOp(values=parts):
+                return _NONE.union(*(self._values(part, state) for part in parts))
             case ast.NamedExpr(value=value):
                 return self._values(value, state)
+            case ast.Call() if (shared := _shared(expr)) is not None and _key(shared) is None:
+                return self._whole(self._values(shared, state))
         key = None if is_size(expr) else _key(expr)
         if key is None:
             return frozenset({next(self._numbers)})
@@ -227,10 +258,7 @@ class Handed:
 
 def _is_made(function: ast.Attribute) -> bool:
     """Whether what is called may make an object of what it is given, and is none of torch's."""
-    root: ast.expr = function
-    while isinstance(root, ast.Attribute):
-        root = root.value
-    return isinstance(root, ast.Name) and root.id in ("functools", "collections", "copy")
+    return root_of(function) in ("functools", "collections", "copy")
 
 
 def _base(value: object) -> object:
@@ -248,7 +276,21 @@ def _key(expr: ast.expr) -> str | None:
                 return f"self.{attr}"
             case ast.Attribute(value=value) | ast.Subscript(value=value):
                 expr = value
-            case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _SHARING.split():
-                expr = value
+            case ast.Call() if (shared := _shared(expr)) is not None:
+                expr = shared
             case _:
                 return None
+
+
+def _shared(call: ast.Call) -> ast.expr | None:
+    """What the result of a method, or of a function of torch, may share memory with."""
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    name = call.func.attr
+    is_marked = name.endswith("_") and not name.endswith("__")
+    if not (
+        is_marked or name in _SHARING.split() or any(k.arg == "inplace" for k in call.keywords)
+    ):
+        return None
+    is_torchs = root_of(call.func) in OF_TORCH
+    return next(iter(values_given(call)), None) if is_torchs else call.func.value

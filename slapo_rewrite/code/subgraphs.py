@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import blocks, statements
@@ -105,6 +106,7 @@ def _holds(statement: ast.stmt, call: ast.Call) -> bool:
 # them, which draws none itself.
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SOURCES = {"Random", "RandomState", "Generator", "default_rng", "SeedSequence"}
+OF_TORCH = ("torch", "F", "nn")
 # Changes of a value in place, beside methods whose names end with an underscore.
 MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
 
@@ -159,7 +161,7 @@ def change_of_given(
             return found
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             # The name means what is given, or no longer does.
-            means_it = _root(statement.value) in given and not is_size(statement.value)
+            means_it = root_of(statement.value) in given and not is_size(statement.value)
             (given.add if means_it else given.discard)(statement.targets[0].id)
     return None
 
@@ -184,7 +186,7 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
         if name == "next":
             taken += node.args[:1]
         drawn = name.startswith(_OTHER_RANDOM) and name.rpartition(".")[2] not in _SOURCES
-        if drawn or any((root := _root(value)) and root not in own for value in taken):
+        if drawn or any((root := root_of(value)) and root not in own for value in taken):
             words = f"takes `{ast.unparse(node)}`, which gives something else the second time"
             return Obstacle(node, words, "draw by torch, without a generator, or outside of it")
     return None
@@ -225,7 +227,7 @@ def _leaving(run: tuple[ast.stmt, ...], statement: ast.stmt) -> Obstacle | None:
 
 
 def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
-    found = changing(statement, lambda node: root if (root := _root(node)) in given else None)
+    found = changing(statement, lambda node: root if (root := root_of(node)) in given else None)
     return replace(found, words=f"{found.words}, and would do so twice") if found else None
 
 
@@ -279,13 +281,16 @@ def _changed_by(
             hint = f"call `{name.rstrip('_')}`, or {hint}"
         if root(call.func.value):
             return call.func.value, hint
-        of_torch = is_marked and _root(call.func) in ("torch", "F", "nn")
-        if of_torch and call.args and root(call.args[0]):  # `torch.relu_(x)`
-            return call.args[0], hint
+        if (
+            is_marked and root_of(call.func) in OF_TORCH
+        ):  # `torch.relu_(x)`, or of a list of tensors
+            first = next(iter(values_given(call)), None)
+            parts = first.elts if isinstance(first, ast.List | ast.Tuple) else [first]
+            return next((part for part in parts if part is not None and root(part)), None), hint
     return None, ""
 
 
-def _root(node: ast.expr) -> str | None:
+def root_of(node: ast.expr) -> str | None:
     """The name that an attribute or element is one of."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
