@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.save_policy import SavePolicy
-from slapo_rewrite.code.arguments import argument_of, parameters
+from slapo_rewrite.code.arguments import argument_of, parameters, values_given
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.effects import own_calls, plain_calls, stored
 from slapo_rewrite.code.file import SourceFile
@@ -44,7 +44,11 @@ MOST_CALLS = 3  # inside of one another, that are followed to what they change
 # What changes a module, beside methods whose names end with an underscore.
 CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
 CALLS = ("forward", "__call__", "__init__")
-TORCH = ("torch", "F", "nn", "math")
+# What leads to the buffers of a module, whatever their names.
+OF_ALL = ("buffers", "named_buffers", "_buffers", "state_dict", "__dict__")
+# Of Python's own functions those that call nothing that they are given.
+READING = {"len", "int", "float", "bool", "str", "print", "isinstance", "list", "tuple", "zip"}
+READING |= {"enumerate", "range", "min", "max", "sum", "abs", "super", "type"}
 # What may run with the model of some files, by name.
 _NAMED: WeakKeyDictionary[OutputFiles, frozenset[str]] = WeakKeyDictionary()
 
@@ -423,8 +427,7 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     _check_hooks(node, cause)
     if kept is not None:
         _check_kept(node, cause)
-    named = _named_while_running(files, node)
-    updates = any(_updates_own(files, each, named) for each in node.live.modules())
+    updates = any(_updates_own(files, each) for each in node.walk())
     if updates and kept is not None:
         raise errors.Unsupported(
             f"`{node.path}` updates buffers as it runs, which `save` cannot keep from "
@@ -500,13 +503,13 @@ def without_caches(
     return [*lines, *(f'{rest}.pop("{name}", None)' for name in more)]
 
 
-def _updates_own(files: OutputFiles, module: Any, running: Collection[str]) -> bool:
-    names = {name for name, _ in module.named_buffers(recurse=False)}
-    if not names:
-        return False
-    if module._forward_pre_hooks:
+def _updates_own(files: OutputFiles, node: Node) -> bool:
+    """Whether a module may change its buffers, or those of modules in it."""
+    live = node.live
+    own = [name for name, _ in live.named_buffers(recurse=False)]
+    if own and live._forward_pre_hooks:
         return True  # as those of `spectral_norm` do
-    for cls in type(module).__mro__:
+    for cls in node.cls.__mro__ if own else ():
         if cls.__module__ == "torch.nn.modules.module":
             break
         if cls.__module__.startswith("torch.nn.modules."):
@@ -514,51 +517,49 @@ def _updates_own(files: OutputFiles, module: Any, running: Collection[str]) -> b
         home = files.of(cls)
         if home is None or cls.__name__ not in home.file.classes:
             return True  # not known not to
-        for method in home.file.methods(cls.__name__):
-            if method.name in running and any(_changes(method, names)):
-                return True
-    return False
+    names = {path.rpartition(".")[2] for path, _ in live.named_buffers()}
+    around = [name for name, child in live.named_children() if [*child.buffers()]]
+    given = {f"self.{name}" for name in (*own, *around)}
+    return bool(names) and any(
+        any(_may_be_set(each, names) for each in ast.walk(method))
+        or Handed(changed=functools.partial(_may_be_changed_by, files, node, method)).changed_later(
+            method, given
+        )
+        for _, method in _running(files, node)
+    )
 
 
-def _changes(method: ast.FunctionDef, names: set[str]) -> Iterator[bool]:
-    """For each place where a method names a buffer, whether it may change it there."""
-    above = {child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in names
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            yield not isinstance(node.ctx, ast.Load) or _may_change(node, above)
-        elif isinstance(node, ast.Constant) and node.value in names:
-            yield True  # setattr, register_buffer
-
-
-def _may_change(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
-    """Whether what is done with a value may change it."""
-    parent = above[node]
-    match parent:
-        case ast.Attribute(attr=attr, ctx=ast.Load()):
-            changes = attr.endswith("_") and not attr.endswith("__")
-            return changes or _may_change(parent, above)
-        case ast.Attribute() | ast.AugAssign() | ast.Assign() | ast.NamedExpr():
+def _may_be_set(expr: ast.AST, names: set[str]) -> bool:
+    """Whether a buffer may be another after an expression, of these names or of any."""
+    match expr:
+        case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()) | ast.Constant(value=name):
+            return name in names
+        case ast.Attribute(attr=name):
+            return name in OF_ALL
+        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(), *_]):
+            return False
+        case ast.Call(func=ast.Name(id="getattr" | "setattr" | "vars")):
             return True
-        case ast.Subscript(value=value, ctx=ctx) if value is node:
-            return not isinstance(ctx, ast.Load) or _may_change(parent, above)
-        case ast.Call(func=func) if func is node:
-            return False  # a method that makes another tensor
-        case ast.keyword(arg=arg):
-            return arg == "out" or _may_change_argument(above[parent])
-        case ast.Call():
-            return _may_change_argument(parent)
     return False
 
 
-def _may_change_argument(call: ast.AST) -> bool:
-    """Whether a call may change what it is given: what torch and tensors compute does not."""
-    assert isinstance(call, ast.Call)
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    text = ast.unparse(call.func)
-    pure = text.partition(".")[0] in TORCH or not text.startswith("self.")
-    return not name or name in UPDATING or not pure
+def _may_be_changed_by(
+    files: OutputFiles, node: Node, method: ast.FunctionDef, call: ast.Call
+) -> Iterator[ast.expr]:
+    """The arguments of a call that it changes, or of which nothing is known.
+
+    What torch and tensors compute changes nothing, but by the names of their methods.
+    """
+    home = files.of(node.cls)
+    assert home is not None
+    name = home.file.qualified(call.func) or ""
+    match call.func:
+        case ast.Name(id=plain) if plain not in home.file.functions:
+            known = name.startswith("torch.") or plain in READING
+        case ast.Attribute(value=ast.Name(id="self"), attr=attr) if attr not in node.children:
+            known = home.classes.method(node.cls.__name__, attr) is not None
+        case ast.Attribute() | ast.Subscript():
+            known = name.rpartition(".")[2] not in UPDATING
+        case _:
+            known = False
+    yield from _changed_by(call, files, node, method) if known else values_given(call)

@@ -186,8 +186,10 @@ class Handed:
 
         found = changing(statement, root)
         for call in (node for node in own_nodes(statement) if isinstance(node, ast.Call)):
-            for each in self.changed(call):
-                if root(each) is not None and found is None:
+            for given in self.changed(call):
+                parts = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
+                each = next((part for part in parts if root(part) is not None), None)
+                if each is not None and found is None:
                     found = Obstacle(call, f"changes `{ast.unparse(each)}` in place", "")
         if found is not None:
             self._found.append(found)

@@ -68,6 +68,13 @@ UPDATES = {
     "anew": "self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)",
     "by element": "self.mean[:] = 0.9 * self.mean + 0.1 * x.detach().mean(0)",
     "by out": "torch.add(0.9 * self.mean, 0.1 * x.detach().mean(0), out=self.mean)",
+    "in a loop": "for each in [self.mean]: each.mul_(0.9).add_(x.detach().mean(0))",
+    "in a list": "torch._foreach_add_([self.mean], x.detach().mean())",
+    "all of them": "next(self.buffers()).mul_(0.9).add_(x.detach().mean(0))",
+    "by a name": "getattr(self, 'me' + 'an').add_(x.detach().mean(0))",
+    "a view": "torch.flatten(self.mean).add_(x.detach().mean(0))",
+    "one of two": "(self.mean if x is not y else y).add_(x.detach().mean(0))",
+    "by what is called": "list(map(lambda each: each.mul_(0.9), (self.mean,)))",
 }
 
 
@@ -81,10 +88,12 @@ def trained(module):
 
 
 @pytest.mark.parametrize("arguments", ["", '["norm", "track"]'])
-@pytest.mark.parametrize("update", UPDATES)
-def test_buffers_are_updated_once(tmp_path, arguments, update):
+@pytest.mark.parametrize(
+    ("norm", "update"), [("BatchNorm1d", "pass"), *(("LayerNorm", each) for each in UPDATES)]
+)
+def test_buffers_are_updated_once(tmp_path, arguments, norm, update):
     """Batch norms', and those of a module whose result depends on what they were."""
-    source = NET.format(norm="BatchNorm1d", update=UPDATES[update])
+    source = NET.format(norm=norm, update=UPDATES.get(update, update))
     output = rewritten(tmp_path, source, SCHEDULE.format(arguments=arguments))
     assert "context_fn=update_buffers_once(self)" in changed_lines(output)
     ours = trained(imported(written(tmp_path, output)))
@@ -95,8 +104,17 @@ def test_buffers_are_updated_once(tmp_path, arguments, update):
         assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
 
 
-def test_buffers_that_are_read_are_left_alone(tmp_path):
-    source = NET.format(norm="LayerNorm", update="y = torch.where(self.scale > 0, y, -y)")
+@pytest.mark.parametrize(
+    "reading",
+    [
+        "y = torch.where(self.scale > 0, y, -y)",
+        "y = y + torch.stack([self.mean, self.scale]).sum(0)",
+        "mean = self.mean.to(y.dtype); y = y + mean.view(1, -1)",
+        "for each in (self.mean, self.scale): y = y + each",
+    ],
+)
+def test_buffers_that_are_read_are_left_alone(tmp_path, reading):
+    source = NET.format(norm="LayerNorm", update=reading)
     output = rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
     assert "update_buffers_once" not in changed_lines(output)
 
