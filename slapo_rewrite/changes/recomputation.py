@@ -40,6 +40,8 @@ TRANSFORMS = (
 )
 # Of these what torch cannot do inside of what is computed again: it hooks what it keeps.
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
+OVER_MODULES = ("modules", "children", "named_modules", "named_children")
+DEEPEST = 12  # modules in one another, of which any may be meant
 MOST_CALLS = 3  # inside of one another, that are followed to what they change
 # What changes a module, beside methods whose names end with an underscore.
 CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
@@ -130,8 +132,20 @@ def _refuse_set(
 ) -> None:
     """Refuses what a module around sets or changes, which may be other by then."""
     relative = with_wildcards(_relative(node, outer))
+    read = {
+        name
+        for cls in {inner.cls: inner for inner in node.walk()}.values()
+        for _, method in _running(files, cls)
+        for name in _names(method)
+    }
     for each in ast.walk(function):
         match each:
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()) if (
+                name in read and _is_shared(owner, file, function, node, outer)
+            ):
+                words = f"`{ast.unparse(each)}` is set while the model runs, and may be another by "
+                words += f"the backward pass, where `{node.path}` is computed again and reads it"
+                raise _not_the_same(file, each, words, cause)
             case (
                 ast.Attribute(value=owner, ctx=ast.Store() | ast.Del())
                 | ast.Subscript(value=owner, ctx=ast.Store() | ast.Del())
@@ -147,6 +161,21 @@ def _refuse_set(
         if any(_leads_to(relative, path) for path in _paths(owner, function)):
             words = f"`{ast.unparse(each)}` {words} by the backward pass, where `{node.path}` is "
             raise _not_the_same(file, each, f"{words}computed again", cause)
+
+
+def _is_shared(
+    owner: ast.expr, file: SourceFile, function: ast.FunctionDef, node: Node, outer: Node
+) -> bool:
+    """Whether a module and one around may share what has an attribute: a class, a configuration."""
+    match owner:
+        case ast.Call(func=ast.Name(id="type")) | ast.Attribute(attr="__class__"):
+            return True
+        case ast.Name(id=name) if name in file.classes:
+            return True
+    inside = {*node.live.modules()}
+    apart = {name for name, child in outer.children.items() if child.live not in inside}
+    first = {path.partition(".")[0] for path in module_paths(owner, function)}
+    return bool(first - {"", *apart})
 
 
 def _refuse_global(
@@ -224,8 +253,10 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> list[str]:
         case ast.Name(id=name):
             for loop in ast.walk(function):
                 if isinstance(loop, ast.For | ast.comprehension) and name in bound_in(loop.target):
-                    over = (n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute))
+                    over = [n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute)]
                     paths += (f"{path}.0" for n in over for path in module_paths(n, function))
+                    if any(n.attr in OVER_MODULES for n in over):
+                        paths += (".".join("0" * depth) for depth in range(1, DEEPEST))
     return [with_wildcards(path) for path in paths]
 
 

@@ -294,6 +294,48 @@ def test_a_module_that_calls_itself_otherwise_is_not_checkpointed(tmp_path, valu
         assert words in refused(tmp_path, source, schedule, "SR305")
 
 
+@pytest.mark.parametrize(
+    ("owner", "read", "made"),
+    [
+        ("type(block)", "self.shift", "None"),
+        ("Block", "self.shift", "None"),
+        ("self.config", "self.config.shift", "type('Config', (), {})()"),
+        ("self.config", "self.config.shift", "nn.Identity()"),
+        ("type(block)", None, "None"),
+        ("self.config", None, "nn.Identity()"),
+    ],
+)
+def test_what_modules_share_is_not_set_around_a_checkpoint(tmp_path, owner, read, made):
+    """Attributes of a class, or of a configuration, that what is computed again reads."""
+    source = NET.format(norm="LayerNorm", update="pass")
+    source = source.replace("x = block(x)", f"{owner}.shift = x.mean()\n            x = block(x)")
+    source = source.replace(
+        "        self.blocks =", "        self.config = CONFIG\n        self.blocks ="
+    )
+    source = source.replace("        self.up =", "        self.config = CONFIG\n        self.up =")
+    source = source.replace("class Track", f"CONFIG = {made}\n\n\nclass Track")
+    schedule = SCHEDULE.format(arguments="")
+    if read is None:
+        rewritten(tmp_path, source, schedule)
+        return
+    words = refused(
+        tmp_path, source.replace("return x + self", f"return {read} + x + self"), schedule, "SR305"
+    )
+    assert f"`{owner}.shift` is set while the model runs" in words
+
+
+@pytest.mark.parametrize(
+    "modules", ["self.modules()", "self.blocks.children()", "block.children()"]
+)
+def test_what_is_set_on_all_modules_is_not_checkpointed(tmp_path, modules):
+    source = NET.format(norm="LayerNorm", update="pass").replace(
+        "x = block(x)",
+        f"for each in {modules}:\n                each.shift = x\n            x = block(x)",
+    )
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert "`each.shift` is set while the model runs" in words
+
+
 @pytest.mark.parametrize("where", ["block", "self.blocks[1].track", "self.blocks[0].norm"])
 def test_what_a_module_around_sets_is_not_checkpointed(tmp_path, where):
     source = NET.format(norm="LayerNorm", update="pass").replace(
