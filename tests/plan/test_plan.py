@@ -127,7 +127,7 @@ def test_less_memory_is_bought_with_time(tmp_path, capsys):
     [
         (["--gpu", "h1000"], "there is no GPU `h1000`"),
         (["--memory", "lots"], "`--memory lots` is no size"),
-        (["--memory", "1MiB"], "nothing fits 8 x 0.0 GiB: the smallest"),
+        (["--memory", "1MiB"], "nothing fits 8 x 1.00 MiB: the smallest"),
         (["--batch", "3"], "a batch of 3 cannot be divided over 8 GPUs"),
         (["--gpus", "0"], "--gpus is at least 1"),
         (["--sequence", "4096"], "a step of 4096 tokens a row does not run"),
