@@ -141,12 +141,10 @@ def _near_modules(name: str) -> str | None:
         names = {p.stem for p in parent.parent.glob("*.py")}
         names |= {p.parent.name for p in parent.parent.glob("*/__init__.py")}
         head, asked = ".".join(parts[:count]), parts[count]
-        near = errors.nearest(asked, names - {"__init__"})
-        return errors.did_you_mean(asked, near) and (
-            "did you mean "
-            + " or ".join("`" + ".".join([head, n, *parts[count + 1 :]]) + "`" for n in near)
-            + "?"
-        )
+        near = [f"{head}.{n}" for n in errors.nearest(asked, names - {"__init__"})]
+        whole = [".".join([n, *parts[count + 1 :]]) for n in near]
+        there = [name for name in whole if _find_module(name)] or near
+        return "did you mean " + " or ".join(f"`{n}`" for n in there) + "?" if near else None
     return None
 
 

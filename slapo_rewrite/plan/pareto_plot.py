@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogFormatter
 
 from slapo_rewrite.plan.candidates import Predicted
 from slapo_rewrite.plan.planning import Planned
@@ -44,6 +45,8 @@ def draw(planned: Planned, path: Path) -> None:
                       textcoords="offset points")  # fmt: skip
     plot.axvline(planned.wanted.memory / gib, ls="--", lw=1, c="gray")
     plot.set_yscale("log")
+    for formatted in (plot.yaxis.set_major_formatter, plot.yaxis.set_minor_formatter):
+        formatted(LogFormatter(minor_thresholds=(2, 0.5)))  # 90, not a product with a power
     plot.set_xlabel("memory of the fullest rank, GiB")
     plot.set_ylabel("seconds a step")
     plot.set_title(

@@ -249,6 +249,14 @@ class _Planner:
             "are 2 and 12 for the optimizer, of gradients 2, with ZeRO 1 4 (float32 sums)"
             if wanted.precision != "fp32"
             else "trained in float32 by DeepSpeed with an Adam",
+            *(
+                [
+                    f"matrix products are taken to be as fast as in {wanted.hardware.precision}, "
+                    "and take several times as long: compare plans, not the times"
+                ]
+                if wanted.precision == "fp32" != wanted.hardware.precision
+                else []
+            ),
             "pipelines run one forward, one backward, as DeepSpeed's; stages are cut as "
             "cut_evenly cuts them",
             "work and memory are those of the rewritten model's operators, counted without data; "

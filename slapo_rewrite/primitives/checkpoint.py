@@ -102,7 +102,8 @@ class Checkpoint(Primitive):
         place afterwards, what gives something else the second time (random numbers of Python, of
         NumPy or of a generator, an iterator); SR202 calls that no method makes, an operation that
         there is not; SR206 what these arguments cannot be; SR306 parts that overlap, a
-        budget beside stages; SR605 a budget that nothing fits.
+        budget beside stages, or for a step in half precision beside `autocast`; SR605 a budget that
+        nothing fits.
 
     Source: Chen et al., arXiv 1604.06174; torch.utils.checkpoint.
     """

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Chosen, DoesNotFit
@@ -75,12 +76,14 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
 
     Raises:
         BadArgument: The step is not one.
+        ConflictingEdits: It is one in half precision, beside `autocast`.
         Unsupported: What was selected are no layers of lists, or no step of the model can be
             counted.
         NothingFits: Whatever is recomputed, it takes more.
     """
     step = _step(call)
     _check_layers(call, nodes)
+    _check_precision(call, step)
     if step.ranks > 1 and call.on_ranks is None:
         return Chosen((), f"nothing is recomputed yet: it is counted what {step} take")
     from slapo_rewrite.model.folded_step import DoesNotRun
@@ -160,6 +163,18 @@ def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
                 "how many of those are recomputed",
                 hint=f'select layers: s["{min(lists)}.*"]' if lists else None,
             )
+
+
+def _check_precision(call: Call, step: Step) -> None:
+    """Weights stay in float32 beside `autocast`, and so do many of the values that are kept."""
+    casts = [cause for state in call.states.values() for _, cause in state.asks(HalfPrecision)]
+    if casts and step.precision != "fp32":
+        raise errors.ConflictingEdits(
+            f"the budget is for a step in {step.precision}, and `autocast` leaves weights and what "
+            "it does not cast in float32",
+            cause=casts[0],
+            hint='count it in float32: checkpoint(budget=..., precision="fp32")',
+        )
 
 
 def counted(

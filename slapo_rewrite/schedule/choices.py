@@ -49,6 +49,8 @@ class Range(Choices):
     def __init__(
         self, first: int, last: int, step: int = 1, memory: Direction | None = None
     ) -> None:
+        if not all(type(each) is int for each in (first, last, step)):
+            raise _wrong("`Range` takes whole numbers: for others, write `Choices(0.0, 0.5, 1.0)`")
         if step < 1 or last < first:
             raise _wrong(f"`Range({first}, {last}, {step})` holds no number")
         super().__init__(*range(first, last + 1, step), memory=memory)

@@ -16,8 +16,8 @@ def byte_size(text: str) -> float | None:
 
 
 def gib(size: float) -> str:
-    """A number of bytes, to be read."""
-    return f"{size / 2**30:.1f} GiB"
+    """A number of bytes, to be read beside others in GiB; one that would be none is not."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 20 else shown_size(size)
 
 
 def shown_size(size: float) -> str:

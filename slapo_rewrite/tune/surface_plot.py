@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +15,8 @@ from slapo_rewrite.tune.knob_space import shown, shown_value
 from slapo_rewrite.tune.predicted_first import expected_throughputs
 from slapo_rewrite.tune.tuning_loop import Searched
 
+LETTERS = 16  # of a title that an inch holds
+
 
 def draw(searched: Searched, path: Path) -> None:
     """Writes a picture: a cell for each pair of values of the two knobs that have the most.
@@ -21,6 +24,11 @@ def draw(searched: Searched, path: Path) -> None:
     Other knobs are at the best point's values. Cells are coloured by the throughput that is
     expected; those that were tried say what was measured, in bold where it is the best.
     """
+    with matplotlib.rc_context({"text.parse_math": False}):  # a knob may be any text, `$HOME` say
+        _draw(searched, path)
+
+
+def _draw(searched: Searched, path: Path) -> None:
     space, best = searched.space, searched.best
     if best is None:
         return
@@ -45,9 +53,8 @@ def draw(searched: Searched, path: Path) -> None:
         if trial := trials.get(number):
             figures[row, column] = trial.throughput if trial.counts else np.nan
             words[row, column] = f"{trial.throughput:.4g}" if trial.counts else f"{trial.kind}"
-    figure, plot = plt.subplots(
-        figsize=(1.5 + 0.8 * shape[1], 1.8 + 0.5 * shape[0]), layout="constrained"
-    )
+    width = max(4.0, 1.5 + 0.8 * shape[1])
+    figure, plot = plt.subplots(figsize=(width, 1.8 + 0.5 * shape[0]), layout="constrained")
     image = plot.imshow(figures, aspect="auto", cmap="viridis")
     middle = (np.nanmin(figures) + np.nanmax(figures)) / 2
     for (row, column), text in np.ndenumerate(words):
@@ -68,7 +75,9 @@ def draw(searched: Searched, path: Path) -> None:
     plot.set_ylabel(down.name if down else "")
     others = [name for name in at if name not in {axis.name for axis in axes}]
     title = f"{len(searched.trials)} of {len(space)} points tried; best: {shown(at)}"
-    plot.set_title(title + (f"\nwith {shown(at, others)}" if others else ""), fontsize=8)
+    lines = [title, *([f"with {shown(at, others)}"] if others else [])]
+    wrapped = [textwrap.fill(line, int(LETTERS * width)) for line in lines]
+    figure.suptitle("\n".join(wrapped), fontsize=8)
     figure.colorbar(image).set_label("throughput: as written,\nelse as expected", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -17,7 +17,8 @@ import shlex
 import signal
 import string
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slapo_rewrite import errors
@@ -58,6 +59,11 @@ def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -
     Raises:
         UsageError: It is such a command.
     """
+    if OUT in of_run:
+        raise errors.UsageError(
+            f"`{OUT}` is a knob of the run, and {{{OUT}}} is the folder of the rewritten model",
+            hint="call the knob something else",
+        )
     known = {OUT, *of_schedule, *of_run}
     named = fields(command)
     for name in named:
@@ -100,7 +106,7 @@ def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
         RunFails: It fails otherwise than for memory, or reports no throughput.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as file:
+    with open(log, "wb") as file, _ended_as_by_hand():
         process = subprocess.Popen(
             command,
             shell=True,
@@ -138,10 +144,29 @@ def throughput_in(text: str) -> float | None:
         # Launchers may put the rank before a line.
         start = line.find("{")
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            value = float(json.loads(line[start:])["throughput"]) if start >= 0 else -1.0
+            said = json.loads(line[start:])["throughput"] if start >= 0 else -1.0
+            value = -1.0 if isinstance(said, bool) else float(said)
             if 0 <= value < float("inf"):
                 return value
     return None
+
+
+@contextlib.contextmanager
+def _ended_as_by_hand() -> Iterator[None]:
+    """Meanwhile `kill`, or a terminal that is closed, does what Ctrl-C does.
+
+    A command in a session of its own hears of neither, and would train on by itself.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    asked = [signal.SIGTERM, signal.SIGHUP] if is_main else []
+    ours = [number for number in asked if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

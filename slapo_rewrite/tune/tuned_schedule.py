@@ -71,6 +71,8 @@ def read(name: str, fixed: Sequence[str]) -> Tuned:
     if unknown := known & runs.keys():
         raise errors.BadSpace(f"`--set {min(unknown)}` is a knob of the run, not of the schedule")
     free = {n: choices for n, choices in own.items() if n not in known}
+    for n, choices in free.items():  # now, and not when the search comes to it
+        schedule.settings([f"{n}={shown_value(value)}" for value in choices.values])
     axes = [Axis(n, c.values, c.memory) for n, c in {**free, **runs}.items()]
     if not axes:
         raise errors.BadSpace(

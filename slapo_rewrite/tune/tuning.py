@@ -14,7 +14,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.tune import training_command
-from slapo_rewrite.tune.knob_space import shown_value
+from slapo_rewrite.tune.knob_space import shown, shown_value
 from slapo_rewrite.tune.outcome import Trial
 from slapo_rewrite.tune.strategies import made
 from slapo_rewrite.tune.trial_record import TrialRecord, header
@@ -83,7 +83,12 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
 
     def attempt(number: int) -> tuple[Trial, float]:
         start = time.monotonic()
-        trial = _tried(wanted, tuned, source, number)
+        try:
+            trial = _tried(wanted, tuned, source, number)
+        except errors.RewriteError as error:
+            error.message = f"at {shown(tuned.space.points[number])}: {error.message}"
+            error.hint = error.hint or "have `space(knobs)` return False for what cannot be"
+            raise
         return trial, time.monotonic() - start
 
     searched = search(tuned.space, strategy, record, attempt, wanted.most, say)

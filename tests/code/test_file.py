@@ -185,6 +185,22 @@ def test_locating_a_module_imports_nothing(tmp_path, monkeypatch):
     assert caught.value.hint == "did you mean `heavy.model`?"
 
 
+def test_modules_that_are_offered_exist(tmp_path, monkeypatch):
+    for name in ("bert", "berd"):
+        (tmp_path / "zoo" / name).mkdir(parents=True)
+        (tmp_path / "zoo" / name / "__init__.py").touch()
+    (tmp_path / "zoo" / "__init__.py").touch()
+    (tmp_path / "zoo" / "bert" / "modeling_bert.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hints = []
+    for asked in ("zoo.bertt.modeling_bert", "zoo.bertt.modeling_bertt"):
+        with pytest.raises(errors.SourceError) as caught:
+            locate(asked)
+        hints.append(caught.value.hint)
+    one, both = "did you mean `zoo.bert.modeling_bert`?", "did you mean `zoo.bert` or `zoo.berd`?"
+    assert hints == [one, both]
+
+
 @pytest.mark.parametrize("source", ["no_such_package.model", "not-a-name", "", "a..b", "sys"])
 def test_what_is_no_source_is_refused(source):
     with pytest.raises(errors.SourceError):

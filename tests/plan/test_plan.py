@@ -12,6 +12,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.plan import planning
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.project import Project
+from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
@@ -127,7 +128,7 @@ def test_less_memory_is_bought_with_time(tmp_path, capsys):
     [
         (["--gpu", "h1000"], "there is no GPU `h1000`"),
         (["--memory", "lots"], "`--memory lots` is no size"),
-        (["--memory", "1MiB"], "nothing fits 8 x 0.0 GiB: the smallest"),
+        (["--memory", "1MiB"], "nothing fits 8 x 1.00 MiB: the smallest"),
         (["--batch", "3"], "a batch of 3 cannot be divided over 8 GPUs"),
         (["--gpus", "0"], "--gpus is at least 1"),
         (["--sequence", "4096"], "a step of 4096 tokens a row does not run"),
@@ -139,6 +140,17 @@ def test_what_cannot_be_planned_is_refused_in_words(tmp_path, capsys, more, said
     fixed = ["--set", "tensor_parallel=false", "--set", "pipeline_stages=1"]
     assert planned(tmp_path, *fixed, *more) == 2
     assert said in capsys.readouterr().err
+
+
+def test_how_fast_float32_is_taken_to_be_is_said(tmp_path):
+    schedule = ScheduleFile.load(written_schedule("gpt2", tmp_path))
+    words = "products are taken to be as fast as in bf16"
+    for precision in ("bf16", "fp32"):
+        wanted = planning.Wanted(
+            source_of("gpt2"), "", [], 8, hardware("h100"), 1e9, 8, 64, 8, precision
+        )
+        assumed = planning._Planner(wanted, schedule, print).assumptions()
+        assert any(words in each for each in assumed) == (precision == "fp32")
 
 
 @pytest.mark.long

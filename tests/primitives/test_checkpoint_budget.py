@@ -293,6 +293,15 @@ def test_what_no_budget_can_be_for_is_refused(tmp_path, line, code, said):
     assert said in refused(tmp_path, BLOCKS, HEAD + f"    {line}\n", code)
 
 
+def test_weights_stay_in_float32_beside_autocast(tmp_path):
+    """Counted in bfloat16, what no cast is written for was taken for half of what it takes."""
+    line = HEAD + "    s.autocast()\n" + BUDGET.format("10MiB")
+    assert 'precision="fp32"' in refused(
+        tmp_path, BLOCKS, line.replace(', precision="fp32"', ""), "SR306"
+    )
+    rewritten(tmp_path, BLOCKS, line)
+
+
 def test_without_inputs_it_has_to_be_said_what_a_step_is(tmp_path):
     head = HEAD.replace("def inputs", "def other")
     line = '    s["blocks.*"].checkpoint(budget="1GiB")\n'

@@ -1,13 +1,22 @@
 """Searches that run a command: what schedules declare, what is tried, kept and refused."""
 
+import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
 from slapo_rewrite import cli
+from slapo_rewrite.tune.knob_space import Axis, KnobSpace
+from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.surface_plot import draw
 from slapo_rewrite.tune.training_command import throughput_in
+from slapo_rewrite.tune.tuning_loop import Searched
 
 MODEL = """\
 from torch import nn
@@ -182,11 +191,42 @@ def test_what_fails_otherwise_ends_the_search(old, new, words, folder, capsys):
         ("Range(1, 4)", "Range(4, 1)", "holds no number"),
         ("Choices(0.0, 0.5, 1.0)", "Choices()", "at least one value"),
         ("Range(1, 4)", "Range(1, 9000)", "at most 20,000"),
+        ("Range(1, 4)", "Range(0.0, 1.0, 0.5)", "takes whole numbers"),
+        ("0.0, 0.5, 1.0", "0.0, 1.0, 'half'", "`half` is not a value for knob `ratio`"),
     ],
 )
 def test_spaces_that_are_none(old, new, words, folder, capsys):
     edit(folder / "s.py", old, new)
-    assert re.search(words, refused(capsys, *SEARCH))
+    error = refused(capsys, *SEARCH, "--strategy", "exhaustive")
+    assert re.search(words, error) and "trial 1" not in error
+
+
+def test_a_knob_that_is_called_as_the_folder(folder, capsys):
+    edit(folder / "s.py", "space(knobs, ", "space(knobs, out: Annotated[int, Choices(1)] = 1, ")
+    assert "`out` is a knob of the run, and {out}" in refused(capsys, *SEARCH)
+
+
+def test_what_no_rewrite_can_be_made_of_says_where_it_was(folder, capsys):
+    edit(folder / "s.py", "    if ratio:", "    s['layers'][int(8 * ratio)]\n    if ratio:")
+    error = refused(capsys, *SEARCH, "--strategy", "exhaustive")
+    assert "at ratio=0.5 batch=1: `layers` has 4 modules" in error
+    assert "have `space(knobs)` return False" in error
+
+
+def test_texts_are_drawn_as_they_are_and_as_wide_as_there_is_room(folder, monkeypatch):
+    texts = ["$HOME", "$x_1$", "a long text of a knob that nobody shortens"]
+    space = KnobSpace([Axis("text", tuple(texts)), Axis("n", (1,))])
+    trials = [Trial(number, "ok", 1.0 + number) for number in range(3)]
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda f, *_, **__: drawn.append(f))
+    draw(Searched(space, trials, "all"), folder / "surface.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    title, room = figure._suptitle.get_window_extent(), figure.bbox
+    assert room.x0 <= title.x0 and title.x1 <= room.x1
+    labels = figure.axes[0].get_xticklabels()
+    assert [label.get_text() for label in labels] == texts
+    assert not any(label.get_parse_math() for label in labels)
 
 
 def test_knobs_without_choices(folder, capsys):
@@ -227,3 +267,24 @@ def test_the_last_line_of_json_counts():
     assert throughput_in(text) == 2.5
     assert throughput_in("throughput 3\n{}") is None
     assert throughput_in('{"throughput": NaN}') is None
+    assert throughput_in('{"throughput": true}') is None
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_the_search_ends_what_it_runs(asked, folder):
+    """A command in a session of its own hears of neither by itself."""
+    code = "from pathlib import Path; from slapo_rewrite.tune.training_command import run; "
+    code += "run('echo $$; exec sleep 60', None, Path('log.txt'))"
+    search = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    log = folder / "log.txt"
+    while not (log.is_file() and log.read_text().endswith("\n")):
+        time.sleep(0.02)
+    started = int(log.read_text())
+    search.send_signal(asked)
+    search.wait()
+    try:
+        with pytest.raises(ProcessLookupError):
+            os.kill(started, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started, signal.SIGKILL)
