@@ -188,8 +188,10 @@ class _Recorder(TorchFunctionMode):
                 if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                     self._note(args[:1], made)
                 self._note(output, made)
-                if name in _APART and len(made) == 1:
+                if len(made) == 1 and name in _APART:
                     self._note_pieces(next(iter(made)), args[0], output)
+                elif len(made) == 1 and name == "__getitem__" and type(args[1]) is int:
+                    self._note_equal(next(iter(made)), len(args[0]))  # `qkv[0]`
         return output
 
     def _note_pieces(self, layer: str, tensor: torch.Tensor, pieces: Any) -> None:
@@ -200,11 +202,13 @@ class _Recorder(TorchFunctionMode):
             known = self.flow.layers[layer].pieces
             if sizes not in known and sum(sizes) == tensor.shape[-1]:
                 known.append(sizes)
-        if (
-            len({*shapes}) == 1
-            and (equal := (1,) * len(shapes)) not in self.flow.layers[layer].pieces
-        ):
-            self.flow.layers[layer].pieces.append(equal)
+        if len({*shapes}) == 1:
+            self._note_equal(layer, len(shapes))
+
+    def _note_equal(self, layer: str, count: int) -> None:
+        known = self.flow.layers[layer].pieces
+        if (equal := (1,) * count) not in known:
+            known.append(equal)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

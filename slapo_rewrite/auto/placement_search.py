@@ -35,6 +35,7 @@ from slapo_rewrite.auto.shard_groups import (
     with_parts,
 )
 from slapo_rewrite.changes.change_set import stands_in_its_class
+from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.layers import Split, splits_of
 from slapo_rewrite.model.tree import Node
@@ -54,6 +55,9 @@ MOST_ASKED = 60
 MOST_WAYS = 24
 # How many components are tried in every combination.
 MOST_TOGETHER = 14
+
+# Producers, and the consumers that they reach.
+Component = tuple[frozenset[str], frozenset[str]]
 
 
 class Search:
@@ -79,6 +83,8 @@ class Search:
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
         self.scale = TOKENS / max(1, most)
         self._refusals: dict[str, tuple[int, str]] = {}
+        # Whether what was tried of a component was refused for what other instances have.
+        self._is_uncounted = False
         self._way: dict[tuple[str, ...], int | None] = {}  # which was legal, by what it looks like
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
@@ -126,6 +132,7 @@ class Search:
         refused = self.oracle.refusal(lines_of([group]))
         if refused is not None:
             self._refuse([group], refused.message)
+            self._is_uncounted |= isinstance(refused, errors.UnfollowableConstruction)
         return refused is None
 
     def _refuse(self, groups: Sequence[Group], why: str) -> None:
@@ -141,7 +148,7 @@ class Search:
         """The components that are split: the best independent set of what is legal."""
         wanted = self._components()
         worth = {pair: self._worth(*pair) for pair in wanted}
-        legal: dict[tuple[frozenset[str], frozenset[str]], Group] = {}
+        legal: dict[Component, Group] = {}
         left = [pair for pair in wanted if worth[pair] > 0]
         while True:
             best = _independent(left, worth)
@@ -151,11 +158,12 @@ class Search:
             for pair in unknown:
                 group = self._first(*pair)
                 if group is None:
-                    left.remove(pair)
+                    left = self._without(pair, left)
+                    worth |= {each: self._worth(*each) for each in left if each not in worth}
                 else:
                     legal[pair] = group
 
-    def _components(self) -> list[tuple[frozenset[str], frozenset[str]]]:
+    def _components(self) -> list[Component]:
         heads = self._heads()
         found = [
             (producers, consumers)
@@ -168,11 +176,40 @@ class Search:
 
     def _function_of(self, pattern: str) -> ast.expr | None:
         """The call in a function that makes the layers of a pattern, and is changed for all."""
+        site = self._site(pattern)
+        return None if site is None or stands_in_its_class(site) else site.value
+
+    def _maker_of(self, pattern: str) -> ast.expr | None:
+        site = self._site(pattern)
+        return None if site is None else site.value
+
+    def _site(self, pattern: str) -> Site | None:
         try:
-            site = find_site(self.oracle.project.sources, self._first_of[pattern])
+            return find_site(self.oracle.project.sources, self._first_of[pattern])
         except errors.UnfollowableConstruction:
             return None
-        return None if stands_in_its_class(site) else site.value
+
+    def _without(self, refused: Component, left: list[Component]) -> list[Component]:
+        """What is left of some components without a refused one.
+
+        Where it was refused since other instances of a class have the same, it is tried with them.
+        """
+        rest = [pair for pair in left if pair != refused]
+        made = self._made_by(refused)
+        if not self._is_uncounted or any(None in each for each in made):
+            return rest
+        alike = [pair for pair in rest if self._made_by(pair) == made]
+        if not alike:
+            return rest
+        producers, consumers = (
+            frozenset(pattern for pair in (refused, *alike) for pattern in pair[number])
+            for number in (0, 1)
+        )
+        return [*(pair for pair in rest if pair not in alike), (producers, consumers)]
+
+    def _made_by(self, pair: Component) -> list[set[ast.expr | None]]:
+        """The calls that make a component's producers, and those that make its consumers."""
+        return [{self._maker_of(pattern) for pattern in patterns} for patterns in pair]
 
     def _enough(self, groups: list[Group]) -> list[Group]:
         """Adds what does not pay, the largest first, while little of the model is split.
@@ -189,8 +226,12 @@ class Search:
             hopeful = [pair for pair in left if self._way.get(shape_of(*pair), 0) is not None]
             producers, consumers = pair = (hopeful or left)[-1]
             left.remove(pair)
-            group = None if known & (producers | consumers) else self._first(*pair)
-            if group is not None and self._fits([*groups, group]):
+            if known & (producers | consumers):
+                continue
+            group = self._first(*pair)
+            if group is None:
+                left = self._without(pair, [*left, pair])
+            elif self._fits([*groups, group]):
                 groups = [*groups, replace(group, pays=False)]
                 known.update(group.patterns)
         return groups
@@ -198,6 +239,7 @@ class Search:
     def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
         """The fullest way to split a component that is legal; of those like it, the same first."""
         ways = [*itertools.islice(self._ways_of(producers, consumers), MOST_WAYS)]
+        self._is_uncounted = False
         shape = shape_of(producers, consumers)
         likely = self._way.get(shape)
         order = sorted(range(len(ways)), key=lambda number: number != likely)
@@ -284,49 +326,67 @@ class Search:
         inside = f"{common_pattern(producers)}."
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
-        own = self._for_each_head(common_pattern((*producers, *consumers)), producers)
+        path = common_pattern((*producers, *consumers))
+        first, last = (self._for_each_head(path, producers, axis) for axis in (0, -1))
         more = (*carried, *joined)
-        for among in dict.fromkeys([(), carried, more, *([own, (*more, *own)] if own else [])]):
+        ways = [(), carried, more]
+        for own in dict.fromkeys([first, last, (*first, *last)]):
+            ways += [own, (*more, *own)]
+        for among in dict.fromkeys(ways):
             for packed in self._packings(columns):
                 yield Group((*packed, *among, *ends))
 
-    def _for_each_head(self, path: str, producers: Iterable[str]) -> tuple[Shard, ...]:
-        """What the module around a component has for each head or feature: sinks, scales."""
+    def _for_each_head(self, path: str, producers: Iterable[str], axis: int) -> tuple[Shard, ...]:
+        """What the module around a component has for each head or feature: sinks, scales, tables.
+
+        Args:
+            path: The module.
+            producers: The layers of the component that give parts.
+            axis: Which axis counts heads, the first one or the last.
+        """
         widths = [self._sizes(pattern)[1] for pattern in producers]
-        names = [
-            name
-            for module in self.modules.get(path, ())[:1]
-            for name, own in module.named_parameters(recurse=False)
-            if own.dim() and len(own) > 1
-            if any(w % len(own) == 0 if own.dim() == 1 else w == len(own) for w in widths)
-        ]
-        return (Shard(path, tuple(names), 0),) if names else ()
+        found: dict[int, list[str]] = {}
+        for module in self.modules.get(path, ())[:1]:
+            for name, own in module.named_parameters(recurse=False):
+                size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
+                is_alone = own.numel() == size
+                if size < 2 or (axis < 0 and (is_alone or size == rows)):
+                    continue  # it is counted by its first axis
+                may_share = is_alone or axis < 0
+                if any(w % size == 0 if may_share else w == size for w in widths):
+                    found.setdefault(axis % own.dim(), []).append(name)
+        return tuple(Shard(path, tuple(names), axis) for axis, names in found.items())
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
         """The producers, as one block each, and as packed as what takes them apart says."""
         # Where several producers meet, none of them stands for two unless it is seen to.
         guesses = (3, 2) if len(columns) == 1 else ()
-        options = [
-            [
-                column,
-                *(with_parts(column, parts) for parts in self._parts(column[0].pattern, guesses)),
-            ]
-            for column in columns
-        ]
+        options = []
+        for column in columns:
+            pattern = column[0].pattern
+            # What is seen comes first: its refusal says most, too.
+            seen = dict.fromkeys(self._parts(pattern))
+            guessed = (parts for parts in self._equal(pattern, guesses) if parts not in seen)
+            ways = (*seen, (), *guessed)
+            options.append([with_parts(column, parts) for parts in ways])
         for way in itertools.islice(itertools.product(*options), 8):
             yield tuple(shard for column in way for shard in column)
 
-    def _parts(self, pattern: str, guesses: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    def _parts(self, pattern: str) -> Iterator[tuple[int, ...]]:
+        """How a layer's result was seen to be packed."""
         pieces = self.flow.layers[pattern].pieces
         size = self._sizes(pattern)[1]
-        counts = dict.fromkeys(len(sizes) for sizes in pieces if len(set(sizes)) == 1)
-        for count in dict.fromkeys((*counts, *guesses)):
-            if 1 < count < 8 and size % count == 0:
-                yield (size // count,) * count
+        yield from self._equal(pattern, [len(s) for s in pieces if len(set(s)) == 1])
         # Queries beside keys and values that several of them share.
         for sizes in pieces:
             if len(set(sizes)) > 1 and size % (sum(sizes) // math.gcd(*sizes)) == 0:
                 yield tuple(piece * size // sum(sizes) for piece in sizes)
+
+    def _equal(self, pattern: str, counts: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        size = self._sizes(pattern)[1]
+        for count in dict.fromkeys(counts):
+            if 1 < count < 8 and size % count == 0:
+                yield (size // count,) * count
 
     def _shards(self, pattern: str, wanted: Callable[[Split], bool]) -> tuple[Shard, ...]:
         """A layer split over its outputs, or its inputs; empty where it cannot be."""
@@ -518,9 +578,9 @@ def _has_column(module: nn.Module) -> bool:
 
 
 def _independent(
-    pairs: Sequence[tuple[frozenset[str], frozenset[str]]],
-    worth: dict[tuple[frozenset[str], frozenset[str]], float],
-) -> list[tuple[frozenset[str], frozenset[str]]]:
+    pairs: Sequence[Component],
+    worth: dict[Component, float],
+) -> list[Component]:
     """The components of the largest worth together of which no two need one layer in two ways."""
     known = sorted(pairs, key=lambda pair: -worth[pair])[:MOST_TOGETHER]
 

@@ -62,7 +62,8 @@ class Causes:
             at=at,
             also=also,
             hint="it is imported beside the original, as another module and from another folder: "
-            "move a line that does not stand this into a module that both import",
+            "change a line that does not stand this (a registry that refuses a name that it has "
+            "may take the new one), or move it into a module that both import",
         )
 
     def _causes(self, name: str, line: int) -> Sequence[Directive]:

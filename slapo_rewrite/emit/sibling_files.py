@@ -258,7 +258,7 @@ class SiblingFiles:
 
         Raises:
             SourceError: A relative import in a file that lies in no package.
-            Unsupported: An import that hides what it takes from a copied file.
+            Unsupported: A use that hides what it takes from a copied file.
         """
         if len(self.files) == 1:
             return absolute_imports(file)
@@ -286,11 +286,11 @@ class SiblingFiles:
         targets: list[str] = []
         if imports is None or is_remarked(file, node):
             idle = frozenset()  # as `idle_imports` does
-        for alias in node.names:
+        by_star = self._changed_by_star(file, base) if node.names[0].name == "*" else ()
+        for alias in (*node.names, *map(ast.alias, by_star)):
             if (alias.asname or alias.name) in idle:
                 continue
             if alias.name == "*":
-                self._check_star(file, node, base)
                 groups.setdefault(base, []).append(alias)
                 continue
             module, name = _chased(self.sources, base, alias.name)
@@ -324,19 +324,16 @@ class SiblingFiles:
         ]
         yield instead(file, node, lines).caused_by(causes, why)
 
-    def _check_star(self, file: SourceFile, node: ast.ImportFrom, base: str) -> None:
-        """A star may not bring in what changed: no one sees which names those are."""
+    def _changed_by_star(self, file: SourceFile, base: str) -> Iterator[str]:
+        """The names that a file uses, and a star brings, of what is in copied files."""
         module = sys.modules.get(base)
         shown = getattr(module, "__all__", None) or [
             n for n in vars(module or file) if not n.startswith("_")
         ]
-        for name in shown:
-            if base in self.files or _chased(self.sources, base, name)[0] in self.files:
-                raise errors.Unsupported(
-                    f"`{name}` comes by a star from `{base}`, which is rewritten as well",
-                    at=file.at(node),
-                    hint="import the names that are used: from ... import " + name,
-                )
+        used = {n.id for n in ast.walk(file.tree) if isinstance(n, ast.Name)}
+        for name in sorted(used.intersection(shown)):
+            if _chased(self.sources, base, name)[0] in self.files:
+                yield name
 
     def _module_imports(self, file: SourceFile, node: ast.Import) -> Iterator[Edit]:
         """`import layers` of a module that is copied."""

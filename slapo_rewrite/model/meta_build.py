@@ -73,7 +73,12 @@ class _OnMeta(TorchFunctionMode):
         values = self._values_of(func, args, kwargs)
         if getattr(func, "__name__", "") in _READS and values is not None:
             return values
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError:  # on the meta device, as of `to_sparse`
+            if not isinstance(values, Tensor):
+                raise
+            result = values.to("meta")
         self._note(result, values)
         return result
 

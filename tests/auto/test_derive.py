@@ -342,6 +342,111 @@ def test_what_each_head_has_is_split_with_the_heads(tmp_path):
     assert found.share > 0.9
 
 
+BY_DISTANCE = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads, most=9):
+        super().__init__()
+        self.heads = heads
+        self.by_distance = nn.Parameter(torch.zeros(most, heads))
+        self.temperature = nn.Parameter(torch.ones(heads, 1, 1))
+        self.query = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, width = x.shape
+        packed = self.query(x).reshape(b, t, 3, self.heads, width // self.heads)
+        packed = packed.permute(2, 0, 3, 1, 4)
+        q, k, v = packed[0], packed[1], packed[2]
+        places = torch.arange(t, device=x.device)
+        bias = self.by_distance[(places[:, None] - places).abs()].permute(2, 0, 1)
+        weights = (q @ k.transpose(2, 3) * self.temperature + bias).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, width))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+
+def test_the_columns_of_a_table_are_split_with_the_heads_that_they_count(tmp_path):
+    found = derived(tmp_path, BY_DISTANCE, STEP.replace("WIDTH", "1024"))
+    assert {
+        'attention.query ["weight", "bias"], axis=0, parts=3',
+        'attention "temperature", axis=0',
+        'attention "by_distance", axis=1',
+    } < shards(found.text)
+
+
+def test_of_what_cannot_be_split_the_refusal_of_the_likeliest_way_is_said(tmp_path):
+    source = BY_DISTANCE.replace("zeros(most, heads)", "zeros(most, 1)")
+    source = source.replace("* self.temperature", "* self.temperature.softmax(0)")
+    found = derived(tmp_path, source, STEP.replace("WIDTH", "1024"))
+    said = " ".join(found.text.replace("#", " ").split())
+    assert "`attention.out`: `mul` joins a part" in said
+
+
+GIVEN = """
+from torch import nn
+
+
+class MLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(MLP(width)) for _ in range(depth)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.query = nn.Identity()
+        self.query.in_features = width
+        self.first, self.second = Stack(width, 2), Stack(width, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+"""
+
+
+@pytest.mark.parametrize("width", ["1024", "64"])
+def test_what_other_instances_have_too_is_split_in_all_of_them(width, tmp_path):
+    step = STEP.replace("WIDTH", width).replace("attention.query", "query")
+    found = derived(tmp_path, GIVEN, step)
+    assert found.share == 1
+
+
 def test_where_nothing_pays_everything_is_split_and_says_so_once(tmp_path):
     found = derived(tmp_path, SINKS, STEP.replace("WIDTH", "64"))
     assert found.share > 0.9

@@ -64,6 +64,7 @@ def test_what_the_source_does_fails(tmp_path):
     source = "if __name__ != 'source_0':\n    raise RuntimeError('moved')\n" + MLP
     words = refused(tmp_path, source, MODEL + "def schedule(s):\n    pass\n", "SR404")
     assert "RuntimeError: moved" in words and "rewritten/source_0.py:2" in words
+    assert "registry" in words and "into a module that both import" in words
 
 
 TANH = "lambda self, x: self.down(torch.tanh(self.up(x)))"

@@ -346,11 +346,15 @@ def test_ways_to_import_what_changes(line, use, becomes, tmp_path):
     torch.testing.assert_close(model(x), other(x))
 
 
-def test_a_star_is_refused(tmp_path):
+def test_what_changed_is_imported_by_name_after_a_star(tmp_path):
     text = MODEL.replace("import Block\n", "import *\n")
     package = Package(tmp_path, model=text, blocks=BLOCKS, parts=PARTS)
-    shown = package.refused(SCHEDULE, "SR305")
-    assert "by a star" in shown and "model.py:5" in shown and "import the names" in shown
+    output = package.rewritten()
+    star = f"from {package.path.name}.blocks import *"
+    assert f"{star}\nfrom .blocks import Block\n" in output.files["model.py"]
+    out = package.written(output)
+    model = imported(out, "model").Model()
+    assert type(model.blocks[0]).__module__ == f"{out.name}.blocks"
 
 
 REGISTRY = """from .blocks import Block

@@ -48,6 +48,16 @@ def test_constants_can_be_read(case):
     assert have == (read() if want is None else want)
 
 
+def test_what_torch_cannot_do_without_values_is_done_with_those_of_constants():
+    with on_meta():
+        mask = torch.zeros(2, 3, dtype=torch.bool)
+        mask[1:] = True
+        sparse = mask.to_sparse()
+        assert sparse.is_meta and sparse.is_sparse and sparse.shape == (2, 3)
+        with pytest.raises(NotImplementedError, match="Meta tensors"):
+            torch.rand(2, 3).to_sparse()
+
+
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_nothing_else_has_values(case):
     before = torch.get_rng_state()
