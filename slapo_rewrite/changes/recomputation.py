@@ -423,7 +423,8 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     _check_hooks(node, cause)
     if kept is not None:
         _check_kept(node, cause)
-    updates = any(_updates_own(files, each) for each in node.live.modules())
+    named = _named_while_running(files, node)
+    updates = any(_updates_own(files, each, named) for each in node.live.modules())
     if updates and kept is not None:
         raise errors.Unsupported(
             f"`{node.path}` updates buffers as it runs, which `save` cannot keep from "
@@ -499,7 +500,7 @@ def without_caches(
     return [*lines, *(f'{rest}.pop("{name}", None)' for name in more)]
 
 
-def _updates_own(files: OutputFiles, module: Any) -> bool:
+def _updates_own(files: OutputFiles, module: Any, running: Collection[str]) -> bool:
     names = {name for name, _ in module.named_buffers(recurse=False)}
     if not names:
         return False
@@ -514,7 +515,7 @@ def _updates_own(files: OutputFiles, module: Any) -> bool:
         if home is None or cls.__name__ not in home.file.classes:
             return True  # not known not to
         for method in home.file.methods(cls.__name__):
-            if method.name not in CONSTRUCTING and any(_changes(method, names)):
+            if method.name in running and any(_changes(method, names)):
                 return True
     return False
 

@@ -115,6 +115,29 @@ def test_buffers_and_results_that_are_kept(tmp_path, layer, words):
     assert words in refused(tmp_path, source, SCHEDULE.format(arguments='save="mm"'), "SR305")
 
 
+@pytest.mark.parametrize(
+    ("call", "is_reached"),
+    [
+        ("", False),
+        ("self.track.note(x)", True),
+        ("getattr(self.track, 'note')(x)", True),
+        ("note(self.track, x)", True),
+    ],
+)
+def test_a_method_that_never_runs_updates_no_buffer(tmp_path, call, is_reached):
+    source = NET.format(norm="LayerNorm", update="pass")
+    source = source.replace(
+        "class Block",
+        "    def note(self, x):\n        self.mean = 0.9 * self.mean + x.mean()\n\n\n"
+        "def note(track, x):\n    track.note(x)\n\n\nclass Block",
+    ).replace("        h = self", f"        {call}\n        h = self")
+    schedule = SCHEDULE.format(arguments='save="mm"')
+    if is_reached:
+        assert "updates buffers as it runs" in refused(tmp_path, source, schedule, "SR305")
+    else:
+        assert "keep_mm" in changed_lines(rewritten(tmp_path, source, schedule))
+
+
 HOOKED = {
     "self.up = nn.utils.spectral_norm(self.up)": None,
     "self.register_forward_hook(print)": None,
