@@ -283,25 +283,31 @@ class Trial:
                 at=self.cause,
                 hint="cut elsewhere, or write the modules on the way to the cut more plainly",
             )
-        self.check_later_steps(models, functions[-1], stages)
+        whole = copy.deepcopy(self.pristine).train()
+        self.check_later_steps(whole, models, functions[-1], stages)
+        self.check_buffers(whole, models, held)
 
     def check_later_steps(
-        self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
+        self,
+        whole: nn.Module,
+        models: Sequence[nn.Module],
+        loss: Callable[..., Any],
+        stages: Stages,
     ) -> None:
-        """After a step the stages' buffers and next losses must be the model's, in eval mode too.
+        """After a step the stages' next loss must be the model's, in eval mode too.
 
         What one stage changes is not changed in the others, and what does not run in training may.
 
         Raises:
             CannotCut: They are not.
         """
-        whole = copy.deepcopy(self.pristine).train()
         data = other_data(self.inputs, self.more_inputs)
-        with torch.no_grad():
-            self._loss(whole, self.inputs)
-            for mode in ("training", "eval mode"):
-                for model in (whole, *models):
-                    model.train(mode == "training")
+        self._loss(whole, self.inputs)
+        for mode in ("training", "eval mode"):
+            trains = mode == "training"
+            for model in (whole, *models):
+                model.train(trains)
+            with torch.set_grad_enabled(trains):
                 try:
                     wanted = self._loss(whole, data)
                 except Exception:  # it has no loss in eval mode, say
@@ -311,17 +317,32 @@ class Trial:
                     result = self.chained(models, loss, stages, scene)
                 except Exception as error:
                     raise self.failing(error, f" in {mode}") from error
-                if not is_close(result, wanted):
-                    raise errors.CannotCut(
-                        f"the stages compute something else in {mode} after a step: what runs "
-                        "around the model's `forward`, or what one stage changes and another reads",
-                        at=self.cause,
-                        hint="cut so that one stage reads and changes it, or hand it on as a value",
-                    )
-        own = dict(whole.named_buffers(remove_duplicate=False))
-        for number, model in enumerate(models):
+            if not is_close(result, wanted):
+                raise errors.CannotCut(
+                    f"the stages compute something else in {mode} after a step: what runs around "
+                    "the model's `forward`, or what one stage changes and another reads",
+                    at=self.cause,
+                    hint="cut so that one stage reads and changes it, or hand it on as a value",
+                )
+
+    def check_buffers(
+        self, whole: nn.Module, models: Sequence[nn.Module], held: Sequence[Sequence[str]]
+    ) -> None:
+        """After some steps each buffer must be the model's, wherever it is held.
+
+        Raises:
+            CannotCut: A stage has other updates of it than the others.
+        """
+        own, first = (
+            dict(model.named_buffers(remove_duplicate=False)) for model in (whole, self.pristine)
+        )
+        for number, (model, paths) in enumerate(zip(models, held, strict=True)):
+            found = {path: attrgetter(path)(model) for path in paths}
+            lists = tuple(f"{p}." for p, each in found.items() if isinstance(each, nn.ModuleList))
             for name, buffer in model.named_buffers(remove_duplicate=False):
-                if not is_close(buffer, own[name]):
+                # Of a list all layers are here, and those of other stages did not run.
+                is_idle = name.startswith(lists) and is_close(buffer, first[name])
+                if not (is_idle or is_close(buffer, own[name])):
                     raise errors.CannotCut(
                         f"`{name}` is updated as the model runs, and stage {number} would not have "
                         "all of the updates",

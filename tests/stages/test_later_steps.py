@@ -82,6 +82,30 @@ def test_buffers_that_two_stages_update(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("first", "layer"),
+    [("nn.Linear(width, width)", "Normed(width)"), ("Hooked(width, width)", "nn.Linear(width, 8)")],
+)
+def test_buffers_of_layers_and_hooks_of_values_are_no_obstacle(tmp_path, first, layer):
+    made = """\
+class Normed(nn.BatchNorm1d):
+    pass
+
+
+class Hooked(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        if self.training:
+            x.register_hook(lambda gradient: gradient / 2)
+        return x
+
+
+class Model"""
+    text = parts().replace("class Model", made).replace("= nn.Linear(width, width)", f"= {first}")
+    text = text.replace("nn.Linear(width, width) for", f"{layer} for")
+    rewritten(tmp_path, text, SCHEDULE.format(target="torch"))
+
+
+@pytest.mark.parametrize(
     "before", ["n = ids.add_(1)", "n = self.mean.new_ones(1) * ids.mul_(3)", "ids += 1"]
 )
 def test_arguments_are_each_stage_s_own(tmp_path, before):
