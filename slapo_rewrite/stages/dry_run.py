@@ -260,8 +260,10 @@ class Trial:
         Raises:
             CannotCut: They do not.
         """
+        whole = copy.deepcopy(self.pristine).train()
+        expected = self._loss(whole, self.inputs)
         try:
-            wanted = gradients(self.model, self.expected)
+            wanted = gradients(whole, expected)
         except RuntimeError as error:
             raise errors.CannotCut(
                 f"the model's own backward pass fails: {error}", at=self.cause
@@ -271,8 +273,11 @@ class Trial:
             result = self.chained(models, functions[-1], stages, self.scene())
         except Exception as error:
             raise self.failing(error) from error
-        close = is_close(result, self.expected)
-        had = gradients(self.model, result) if close else {}
+        close = is_close(result, expected)
+        had: dict[str, Tensor] = {}
+        for model in models if close else ():
+            for name, gradient in gradients(model, result).items():
+                had[name] = had[name] + gradient if name in had else gradient
         for name, gradient in wanted.items():
             if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
                 close = False
@@ -283,9 +288,8 @@ class Trial:
                 at=self.cause,
                 hint="cut elsewhere, or write the modules on the way to the cut more plainly",
             )
-        whole = copy.deepcopy(self.pristine).train()
         self.check_later_steps(whole, models, functions[-1], stages)
-        self.check_buffers(whole, models, held)
+        self.check_state(whole, models, held)
 
     def check_later_steps(
         self,
@@ -294,7 +298,7 @@ class Trial:
         loss: Callable[..., Any],
         stages: Stages,
     ) -> None:
-        """After a step the stages' next loss must be the model's, in eval mode too.
+        """After the first step the next loss must be the model's, in eval mode too.
 
         What one stage changes is not changed in the others, and what does not run in training may.
 
@@ -302,7 +306,6 @@ class Trial:
             CannotCut: They are not.
         """
         data = other_data(self.inputs, self.more_inputs)
-        self._loss(whole, self.inputs)
         for mode in ("training", "eval mode"):
             trains = mode == "training"
             for model in (whole, *models):
@@ -325,24 +328,22 @@ class Trial:
                     hint="cut so that one stage reads and changes it, or hand it on as a value",
                 )
 
-    def check_buffers(
+    def check_state(
         self, whole: nn.Module, models: Sequence[nn.Module], held: Sequence[Sequence[str]]
     ) -> None:
-        """After some steps each buffer must be the model's, wherever it is held.
+        """After some steps buffers and weights must be the model's, wherever they are held.
 
         Raises:
-            CannotCut: A stage has other updates of it than the others.
+            CannotCut: A stage has other updates of one than the others.
         """
-        own, first = (
-            dict(model.named_buffers(remove_duplicate=False)) for model in (whole, self.pristine)
-        )
+        own, first = state(whole), state(self.pristine)
         for number, (model, paths) in enumerate(zip(models, held, strict=True)):
             found = {path: attrgetter(path)(model) for path in paths}
             lists = tuple(f"{p}." for p, each in found.items() if isinstance(each, nn.ModuleList))
-            for name, buffer in model.named_buffers(remove_duplicate=False):
+            for name, tensor in state(model).items():
                 # Of a list all layers are here, and those of other stages did not run.
-                is_idle = name.startswith(lists) and is_close(buffer, first[name])
-                if not (is_idle or is_close(buffer, own[name])):
+                is_idle = name.startswith(lists) and is_close(tensor, first[name])
+                if not (is_idle or is_close(tensor, own[name])):
                     raise errors.CannotCut(
                         f"`{name}` is updated as the model runs, and stage {number} would not have "
                         "all of the updates",
@@ -371,14 +372,10 @@ class Trial:
         held: Sequence[Sequence[str]],
         sizes: Sequence[Sequence[str]],
     ) -> list[nn.Module]:
-        """A model for each stage, with the parameters that it holds of this one."""
-        shared = {id(p): p for p in self.pristine.parameters()}
-        own = dict(self.pristine.named_parameters(remove_duplicate=False))
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            shared[id(own[name])] = parameter
+        """A model for each stage, as in a process of its own."""
         models = []
         for function, paths, shells in zip(functions[:-1], held, sizes, strict=True):
-            model: Any = copy.deepcopy(self.pristine, dict(shared))
+            model: Any = copy.deepcopy(self.pristine)
             keep(model, [attrgetter(path)(model) for path in paths], shells)
             # What is around the model's `forward`, hooks say, is around that of each stage.
             model.__class__ = type("Stage", (type(model),), {"forward": function})
@@ -414,6 +411,12 @@ class Trial:
                 given[0] if len(given) == 1 else given,
                 labels[0] if len(labels) == 1 else labels,
             )
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers of a model, by all of their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {**dict(named), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def is_close(one: Any, other: Tensor) -> bool:

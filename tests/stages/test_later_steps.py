@@ -81,6 +81,18 @@ def test_buffers_that_two_stages_update(tmp_path):
     assert "`mean` is updated as the model runs, and stage 0 would not have all" in words
 
 
+@pytest.mark.parametrize("mode", ["self.training", "not self.training"])
+def test_weights_that_one_stage_scales_for_the_others(tmp_path, mode):
+    scale = f"if {mode}:\n            self.scaled()"
+    scaled = (
+        "    @torch.no_grad()\n    def scaled(self):\n        for layer in self.layers:\n"
+        "            layer.weight.mul_(0.5)\n\n    def forward"
+    )
+    text = parts(scale).replace("    def forward", scaled)
+    words = refused(tmp_path, text, SCHEDULE.format(target="torch"), "SR310")
+    assert "after a step" in words or "not compute what the model computes" in words
+
+
 @pytest.mark.parametrize(
     ("first", "layer"),
     [("nn.Linear(width, width)", "Normed(width)"), ("Hooked(width, width)", "nn.Linear(width, 8)")],
