@@ -506,5 +506,7 @@ def other_data(inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of each parameter that takes part."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not named:  # of a stage that is frozen, say
+        return {}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
     return {n: g for n, g in zip(named, found, strict=True) if g is not None}

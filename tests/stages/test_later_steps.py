@@ -81,6 +81,12 @@ def test_buffers_that_two_stages_update(tmp_path):
     assert "`mean` is updated as the model runs, and stage 0 would not have all" in words
 
 
+def test_a_stage_may_be_frozen(tmp_path):
+    text = parts(end="self.first.requires_grad_(False)")
+    schedule = SCHEDULE.format(target="torch").replace('s["layers"][1]', 's["first"]')
+    rewritten(tmp_path, text, schedule)
+
+
 @pytest.mark.parametrize("mode", ["self.training", "not self.training"])
 def test_weights_that_one_stage_scales_for_the_others(tmp_path, mode):
     scale = f"if {mode}:\n            self.scaled()"
