@@ -62,7 +62,8 @@ class CutPipelineStage(Primitive):
       torch's, and adds up the gradients of what several stages hold.
 
     The stages are written for the arguments that the schedule's `inputs` give; all others have
-    their defaults. They are run on a small model before they are written, against the model itself.
+    their defaults. They are run on a small model before they are written, against the model itself:
+    for two steps and in eval mode, each with weights and buffers of its own.
     `slapo-rewrite verify OUT --pp 2 --tp 2 --dp 2` trains them in real processes, against it.
 
     Rewrite:
@@ -88,9 +89,10 @@ class CutPipelineStage(Primitive):
 
     Raises:
         SR310 a module inside a branch or a loop that is not over layers, or called twice; a value
-        that cannot get across; parameters shared in more ways than DeepSpeed has ties; SR306 two
-        cuts after one module, or for different targets; SR305 a module list (select one of its
-        elements); SR206 a target that there is not.
+        that cannot get across; a buffer, weight, attribute or argument that one stage changes and
+        another reads or changes as well; parameters shared in more ways than DeepSpeed has ties;
+        SR306 two cuts after one module, or for different targets; SR305 a module list (select one
+        of its elements); SR206 a target that there is not.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.3; deepspeed.pipe; torch.distributed.pipelining.
     """

@@ -52,7 +52,7 @@ class Trial:
         cause: Span | None,
         kept: Kept | None = None,
     ) -> None:
-        self.full, self.cause, self.kept = full, cause, kept or {}
+        self.schedule, self.full, self.cause, self.kept = schedule, full, cause, kept or {}
         self.world = vars(module)
         try:
             try:
@@ -260,19 +260,24 @@ class Trial:
         Raises:
             CannotCut: They do not.
         """
-        wanted = gradients(self.model, self.expected)
+        whole = copy.deepcopy(self.pristine).train()
+        expected = self._loss(whole, self.inputs)
         try:
-            result = self.chained(functions, stages, held, sizes)
-        except Exception as error:
+            wanted = gradients(whole, expected)
+        except RuntimeError as error:
             raise errors.CannotCut(
-                f"the stages fail where the model does not: {type(error).__name__}: {error}",
-                at=self.cause,
-                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+                f"the model's own backward pass fails: {error}", at=self.cause
             ) from error
-        close = isinstance(result, Tensor) and torch.allclose(
-            result, self.expected, rtol=1e-5, atol=1e-6
-        )
-        had = gradients(self.model, result) if close else {}
+        models = self.apart_in_stages(functions, held, sizes)
+        try:
+            result = self.chained(models, functions[-1], stages, self.scene())
+        except Exception as error:
+            raise self.failing(error) from error
+        close = is_close(result, expected)
+        had: dict[str, Tensor] = {}
+        for model in models if close else ():
+            for name, gradient in gradients(model, result).items():
+                had[name] = had[name] + gradient if name in had else gradient
         for name, gradient in wanted.items():
             if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
                 close = False
@@ -283,35 +288,124 @@ class Trial:
                 at=self.cause,
                 hint="cut elsewhere, or write the modules on the way to the cut more plainly",
             )
+        self.check_later_steps(whole, models, functions[-1], stages)
+        self.check_state(whole, models, held)
+
+    def check_later_steps(
+        self,
+        whole: nn.Module,
+        models: Sequence[nn.Module],
+        loss: Callable[..., Any],
+        stages: Stages,
+    ) -> None:
+        """After the first step the next loss must be the model's, in eval mode too.
+
+        What one stage changes is not changed in the others, and what does not run in training may.
+
+        Raises:
+            CannotCut: They are not.
+        """
+        data = other_data(self.inputs, self.more_inputs)
+        for mode in ("training", "eval mode"):
+            trains = mode == "training"
+            for model in (whole, *models):
+                model.train(trains)
+            with torch.set_grad_enabled(trains):
+                try:
+                    wanted = self._loss(whole, data)
+                except Exception:  # it has no loss in eval mode, say
+                    continue
+                scene = {**self.world, **copy.deepcopy(data)}
+                try:
+                    result = self.chained(models, loss, stages, scene)
+                except Exception as error:
+                    raise self.failing(error, f" in {mode}") from error
+            if not is_close(result, wanted):
+                raise errors.CannotCut(
+                    f"the stages compute something else in {mode} after a step: what runs around "
+                    "the model's `forward`, or what one stage changes and another reads",
+                    at=self.cause,
+                    hint="cut so that one stage reads and changes it, or hand it on as a value",
+                )
+
+    def check_state(
+        self, whole: nn.Module, models: Sequence[nn.Module], held: Sequence[Sequence[str]]
+    ) -> None:
+        """After some steps buffers and weights must be the model's, wherever they are held.
+
+        Raises:
+            CannotCut: A stage has other updates of one than the others.
+        """
+        own, first = state(whole), state(self.pristine)
+        for number, (model, paths) in enumerate(zip(models, held, strict=True)):
+            found = {path: attrgetter(path)(model) for path in paths}
+            lists = tuple(f"{p}." for p, each in found.items() if isinstance(each, nn.ModuleList))
+            for name, tensor in state(model).items():
+                # Of a list all layers are here, and those of other stages did not run.
+                is_idle = name.startswith(lists) and is_close(tensor, first[name])
+                if not (is_idle or is_close(tensor, own[name])):
+                    raise errors.CannotCut(
+                        f"`{name}` is updated as the model runs, and stage {number} would not have "
+                        "all of the updates",
+                        at=self.cause,
+                        hint="cut so that one stage holds it, and no other",
+                    )
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss that a whole model gives."""
+        inputs = copy.deepcopy(inputs)
+        with self.seeded():
+            outputs = model(**{name: inputs[name] for name in self.given})
+        return small_model.loss_of(self.schedule, outputs, inputs)
+
+    def failing(self, error: Exception, mode: str = "") -> errors.CannotCut:
+        """The error for stages that fail."""
+        return errors.CannotCut(
+            f"the stages fail{mode} where the model does not: {type(error).__name__}: {error}",
+            at=self.cause,
+            hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+        )
+
+    def apart_in_stages(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        held: Sequence[Sequence[str]],
+        sizes: Sequence[Sequence[str]],
+    ) -> list[nn.Module]:
+        """A model for each stage, as in a process of its own."""
+        models = []
+        for function, paths, shells in zip(functions[:-1], held, sizes, strict=True):
+            model: Any = copy.deepcopy(self.pristine)
+            keep(model, [attrgetter(path)(model) for path in paths], shells)
+            # What is around the model's `forward`, hooks say, is around that of each stage.
+            model.__class__ = type("Stage", (type(model),), {"forward": function})
+            models.append(model.train())
+        return models
 
     def chained(
         self,
-        functions: Sequence[Callable[..., Any]],
+        models: Sequence[nn.Module],
+        loss: Callable[..., Any],
         stages: Stages,
-        held: Sequence[Sequence[str]],
-        sizes: Sequence[Sequence[str]],
+        inputs: Mapping[str, Any],
     ) -> Any:
-        """The loss that the stages give, one after the other."""
-        shared = {id(p): p for p in self.pristine.parameters()}
-        inputs = self.scene()
-        own = dict(self.pristine.named_parameters(remove_duplicate=False))
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            shared[id(own[name])] = parameter
-        models = []
-        for paths, shells in zip(held, sizes, strict=True):
-            models.append(copy.deepcopy(self.pristine, dict(shared)))
-            keep(models[-1], [attrgetter(path)(models[-1]) for path in paths], shells)
-        given: Any = tuple(inputs[name] for name, _ in stages.stages[0].given)
-        named = {name: inputs[given] for name, given in stages.arguments().items()}
-        *forwards, loss = functions
-        labels = tuple(inputs[name] for name in stages.labels)
+        """The loss that the stages give, one after the other; what one alters no other sees."""
+
+        def copied(names: Sequence[str]) -> tuple[Any, ...]:
+            return tuple(copy.deepcopy(inputs[name]) for name in names)
+
+        given = copied([name for name, _ in stages.stages[0].given])
+        arguments = stages.arguments()
+        labels = copied(stages.labels)
         with self.seeded():
-            for function, model in zip(forwards, models, strict=True):
+            for model in models:
                 if stages.by_name:
-                    given = function(model, *given, **named)
+                    named = dict(zip(arguments, copied([*arguments.values()]), strict=True))
+                    given = model(*given, **named)
                 else:
-                    given = function(model, given[0] if len(given) == 1 else given)
+                    given = model(given[0] if len(given) == 1 else given)
                 given = given if isinstance(given, tuple) else (given,)
+                given = tuple(v.clone() if isinstance(v, Tensor) else v for v in given)
             return loss(
                 models[-1],
                 given[0] if len(given) == 1 else given,
@@ -319,11 +413,26 @@ class Trial:
             )
 
 
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers of a model, by all of their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {**dict(named), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def is_close(one: Any, other: Tensor) -> bool:
+    """Whether something is another tensor, but for rounding."""
+    if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def is_same(one: Any, other: Any) -> bool:
     """Whether two values are equal, those inside tuples among them."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
-        return same and torch.equal(one.nan_to_num(), other.nan_to_num())
+        return same and torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -397,5 +506,7 @@ def other_data(inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of each parameter that takes part."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not named:  # of a stage that is frozen, say
+        return {}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
     return {n: g for n, g in zip(named, found, strict=True) if g is not None}

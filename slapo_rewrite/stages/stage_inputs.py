@@ -219,7 +219,10 @@ class Planner:
         number = version[1]
         if number == ARGUMENT or version in self.wholes or number in self.once:
             return False
-        return not self.seen[version].is_drawn and not self.trains(self.program.pieces[number])
+        piece, seen = self.program.pieces[number], self.seen[version]
+        if isinstance(piece.node, ast.AugAssign) and seen.like and self.is_sendable(version):
+            return False  # in place, in what is handed on beside it
+        return not seen.is_drawn and not self.trains(piece)
 
     def is_sendable(self, version: Version) -> bool:
         """Whether a value can be sent: as it is, as the shape of a tensor, or in parts."""
@@ -245,9 +248,11 @@ class Planner:
         """The error for a value that a stage needs."""
         name, number = version
         self.stuck.append(version)
-        what = {"float": "a float without gradient", "int": "a tensor without gradient"}.get(
-            self.seen[version].kind, "no tensor"
-        )
+        what = {
+            "float": "a float without gradient",
+            "int": "a tensor without gradient",
+            "complex": "complex, so that its gradient would not come back",
+        }.get(self.seen[version].kind, "no tensor")
         at = self.program.pieces[number].at if number != ARGUMENT else None
         also = [self.cuts[min(stage, len(self.cuts)) - 1]]
         places = [p for p in (at, *also) if p]

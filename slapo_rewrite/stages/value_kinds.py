@@ -23,7 +23,8 @@ class ValueKind:
 
     Attributes:
         kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
-            tensors, booleans among the latter; `shape` for a number or two that may be a shape;
+            tensors, booleans among the latter; `complex` for one that takes part in the backward
+            pass; `shape` for a number or two that may be a shape;
             `several` for a tuple or list of all these; `record` for an object of a data class;
             `other` for what else there is.
         like: Shape and type of a tensor.
@@ -92,7 +93,8 @@ def described(value: object, is_drawn: bool = False) -> ValueKind:
     if isinstance(value, Tensor):
         like = (tuple(value.shape), value.dtype)
         kind = "float" if value.is_floating_point() else "int"
-        kind = "grad" if value.requires_grad else kind
+        if value.requires_grad:  # of which complex ones come without it
+            kind = "complex" if value.is_complex() else "grad"
         return ValueKind(kind, like, not value.is_contiguous(), is_drawn)
     made_by = type(value)
     elements: tuple[Any, ...] = (value,) if made_by is int else ()

@@ -195,6 +195,20 @@ def tensors_of(held: Iterable[nn.Module | Tensor]) -> list[Tensor]:
     return found
 
 
+class SendableGradients(torch.autograd.Function):
+    """Gives each tensor its gradient in one piece of memory; zeros where it has none."""
+
+    @staticmethod
+    def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The same values, not as views: a stage may write into what it is given."""
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Those that there are, and zeros."""
+        return tuple(gradient.contiguous() for gradient in gradients)
+
+
 def check_names(inputs: Iterable[str], names: set[str]) -> None:
     """Refuses other arguments of a step than the stages were written for.
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .deferred_init import default_generator
 from .recomputation import EarlierBuffers
 from .shards import set_group
-from .stages import Stage, check_names, gathered, load_held
+from .stages import SendableGradients, Stage, check_names, gathered, load_held
 
 
 class Pipeline:
@@ -184,25 +184,12 @@ def own_numbers(mesh: DeviceMesh, count: int) -> range:
     return range(mesh.get_local_rank("pp"), count, ranks)
 
 
-class _SendableGradients(torch.autograd.Function):
-    """Gives each tensor its gradient in one piece of memory; zeros where it has none."""
-
-    @staticmethod
-    def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # No views: a stage may write into what it is given.
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.contiguous() for gradient in gradients)
-
-
 def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
     """Lets what a stage is given have gradients that torch sends to the stage before.
 
     It sends no others, and some versions wait for all of them.
     """
-    return _SendableGradients.apply(*given) if given else None  # type: ignore[no-untyped-call]
+    return SendableGradients.apply(*given) if given else None  # type: ignore[no-untyped-call]
 
 
 class SameSizes:

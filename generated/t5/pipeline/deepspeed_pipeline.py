@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from .checkpoints import joined, layer_files, write_layers
 from .shards import set_group, world_of
-from .stages import Stage, check_names, gathered, load_held, model_class
+from .stages import (
+    SendableGradients,
+    Stage,
+    check_names,
+    gathered,
+    load_held,
+    model_class,
+)
 
 
 class Pipeline:
@@ -96,6 +103,7 @@ class Pipeline:
         )
         stage = self.stage_of(module)
         self.ready(stage)
+        stage.register_forward_pre_hook(with_all_gradients)
         count_once(module, stage, self.shared)
         seed_apart(module)
         return module
@@ -243,6 +251,15 @@ def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
     wanted = count if topology is None else topology.world_size()
     if world % wanted or (topology is not None and world != wanted):
         raise ValueError(f"{world} processes do not make up a layout of {wanted} ranks")
+
+
+def with_all_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
+    """Lets all that a stage is given have gradients, zeros where it needs none of a value.
+
+    DeepSpeed sends that of every tensor back, and stops where there is none.
+    """
+    several = isinstance(given[0], tuple)
+    return (SendableGradients.apply(*given[0]),) if several else None  # type: ignore[no-untyped-call]
 
 
 def seed_apart(module: Any) -> None:
