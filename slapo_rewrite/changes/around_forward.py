@@ -7,17 +7,13 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from slapo_rewrite.changes.around_checkpoint import check_transformed
+from slapo_rewrite.changes.buffer_updates import updates_buffers
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
-from slapo_rewrite.changes.recomputation import (
-    caches_taken,
-    check_recomputed,
-    check_repeats,
-    check_transformed,
-    updates_buffers,
-)
+from slapo_rewrite.changes.recomputation import caches_taken, check_recomputed, check_repeats
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive

@@ -10,19 +10,14 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.around_checkpoint import check_transformed, check_unchanged
+from slapo_rewrite.changes.buffer_updates import updates_buffers
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.changes.recomputation import (
-    caches_taken,
-    check_repeats,
-    check_transformed,
-    check_unchanged,
-    updates_buffers,
-    without_caches,
-)
+from slapo_rewrite.changes.recomputation import caches_taken, check_repeats, without_caches
 from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, context
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import call as call_of

@@ -84,3 +84,14 @@ def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
             and node.func.value.id == "self"
         )
     )
+
+
+@_CACHED
+def words_of(function: ast.FunctionDef) -> frozenset[str]:
+    """The names of attributes and variables in a function, and words that may be some."""
+    found = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
+                found.add(name)
+    return frozenset(found)
