@@ -6,6 +6,9 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
+# Every process that is started imports the package: its bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help demo example test test-long test-all fuzz lint check check-all docs generated bench
 
 help:
