@@ -12,7 +12,7 @@ from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import changed_by, running
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import values_given
-from slapo_rewrite.code.handed import Handed
+from slapo_rewrite.code.handed import ANY_OF_SELF, Handed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
 
@@ -21,7 +21,19 @@ UPDATING = ("batch_norm", "instance_norm")
 # What leads to the buffers of a module, whatever their names.
 OF_ALL = ("buffers", "named_buffers", "_buffers", "state_dict", "__dict__")
 # Of Python's own functions those that call nothing that they are given.
-READING = {"len", "int", "float", "bool", "str", "print", "isinstance", "list", "tuple", "zip"}
+READING = {
+    "len",
+    "getattr",
+    "int",
+    "float",
+    "bool",
+    "str",
+    "print",
+    "isinstance",
+    "list",
+    "tuple",
+    "zip",
+}
 READING |= {"enumerate", "range", "min", "max", "sum", "abs", "super", "type"}
 
 
@@ -94,7 +106,7 @@ def _updates_own(files: OutputFiles, node: Node) -> bool:
             return True  # not known not to
     names = {path.rpartition(".")[2] for path, _ in live.named_buffers()}
     around = [name for name, child in live.named_children() if [*child.buffers()]]
-    given = {f"self.{name}" for name in (*own, *around)}
+    given = {ANY_OF_SELF, *(f"self.{name}" for name in (*own, *around))}
     return bool(names) and any(
         any(_may_be_set(each, names) for each in ast.walk(method))
         or Handed(changed=functools.partial(_may_be_changed_by, files, node, method)).changed_later(
@@ -111,9 +123,7 @@ def _may_be_set(expr: ast.AST, names: set[str]) -> bool:
             return name in names
         case ast.Attribute(attr=name):
             return name in OF_ALL
-        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(), *_]):
-            return False
-        case ast.Call(func=ast.Name(id="getattr" | "setattr" | "vars")):
+        case ast.Call(func=ast.Name(id="setattr" | "vars")):
             return True
     return False
 

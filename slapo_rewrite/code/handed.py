@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.liveness import blocks
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.subgraphs import (
     MUTATING,
     OF_TORCH,
@@ -29,6 +30,7 @@ _Values = frozenset[object]
 _NONE: _Values = frozenset()
 # What a value is called that was handed on by one way alone, and one that is part of another.
 HANDED, PART = "handed", "part"
+ANY_OF_SELF = "self.*"  # the attribute of a name that is worked out
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,9 @@ class Handed:
                 return self._holding(parts, state)
             case ast.Lambda(body=body):
                 return self._holding([n for n in ast.walk(body) if isinstance(n, ast.Name)], state)
-            case ast.Call(func=func) if not isinstance(func, ast.Attribute) or _is_made(func):
+            case ast.Call(func=func) if not (
+                isinstance(func, ast.Attribute) or is_name(func, "getattr")
+            ) or _is_made(func):
                 return self._holding(values_given(expr), state)  # an object of a class, say
             case (
                 ast.ListComp(elt=element, generators=over)
@@ -276,6 +280,15 @@ def _key(expr: ast.expr) -> str | None:
                 return name
             case ast.Attribute(value=ast.Name(id="self"), attr=attr):
                 return f"self.{attr}"
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[ast.Name(id="self"), ast.Constant(value=str(attr)), *_],
+            ):
+                return f"self.{attr}"
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), *_]):
+                return ANY_OF_SELF
+            case ast.Call(func=ast.Name(id="getattr"), args=[value, *_]):
+                expr = value
             case ast.Attribute(value=value) | ast.Subscript(value=value):
                 expr = value
             case ast.Call() if (shared := _shared(expr)) is not None:

@@ -54,6 +54,8 @@ CHANGED = {
     "take(x)\ntorch.relu_(input=x)": "x",
     "take(x)\ntorch.Tensor.add_(x, 1)": "x",
     "v = torch.transpose(x, 0, 1)\ntake(x)\nv.add_(1)": "v",
+    "take(self.k)\ngetattr(self, 'k').add_(1)": "getattr(self, 'k')",
+    "take(x)\ngetattr(x, y)[0] = 1": "getattr(x, y)[0]",
     "h = x.add_(1)\ntake(h)\nx.mul_(2)": "x",
     "h = F.relu(x, inplace=True)\ntake(h)\nx.mul_(2)": "x",
 }

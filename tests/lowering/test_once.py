@@ -111,6 +111,7 @@ def test_buffers_are_updated_once(tmp_path, arguments, norm, update):
         "y = y + torch.stack([self.mean, self.scale]).sum(0)",
         "mean = self.mean.to(y.dtype); y = y + mean.view(1, -1)",
         "for each in (self.mean, self.scale): y = y + each",
+        "mean = getattr(self, 'me' + 'an'); y = y + mean",
     ],
 )
 def test_buffers_that_are_read_are_left_alone(tmp_path, reading):
