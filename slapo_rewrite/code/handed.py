@@ -262,7 +262,7 @@ class Handed:
         return values if held <= values else self._whole(values | held)
 
 
-def _is_made(function: ast.Attribute) -> bool:
+def _is_made(function: ast.expr) -> bool:
     """Whether what is called may make an object of what it is given, and is none of torch's."""
     return root_of(function) in ("functools", "collections", "copy")
 
