@@ -120,9 +120,16 @@ def rehearsed(
         return
     with project.timed("rehearse"):
         try:
-            _rehearse(project, original, plan, emitted, sizes)
+            unfit = _rehearse(project, original, plan, emitted, sizes)
         except TooLargeError:
             draft.warnings.append(TOO_LARGE)
+            return
+    if unfit:
+        tried = " or ".join(map(str, sizes))
+        draft.warnings.append(
+            "what is split was not compared with the original: the small model does not fit "
+            f"{tried} ranks ({unfit}): define a verify_model(m) that does, and verify the output"
+        )
 
 
 TOO_LARGE = (
@@ -138,13 +145,13 @@ def _rehearse(
     plan: Plan,
     emitted: Emitted,
     sizes: tuple[int, ...],
-) -> None:
+) -> str:
     try:
         draws_alike = not any(state.replacement for state in plan.states.values())
         depth = needed_depth(plan.directives)
         is_mixed = any(state.asks(HalfPrecision) for state in plan.states.values())
         schedule = project.schedule.module
-        rehearse(schedule, original, emitted, sizes, depth, draws_alike, is_mixed)
+        return rehearse(schedule, original, emitted, sizes, depth, draws_alike, is_mixed)
     except OtherNumbersError as error:
         inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
         near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

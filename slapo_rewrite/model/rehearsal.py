@@ -54,7 +54,7 @@ def rehearse(
     depth: int = 2,
     draws_alike: bool = True,
     is_mixed: bool = False,
-) -> None:
+) -> str:
     """Runs the output's small model against the original's.
 
     Nothing is said of a model that does not run on a CPU. One that draws
@@ -70,6 +70,10 @@ def rehearse(
             brings modules along, which draw more or fewer, so that those after them differ.
         is_mixed: Whether the output computes in half precision. It is compared with its casts left
             out, and has to run with them.
+
+    Returns:
+        Why no ranks shared the model, in the words of the output, which fits none of the sizes;
+        "" where some did, or nothing is split.
 
     Raises:
         OtherNumbersError: They differ.
@@ -87,11 +91,11 @@ def rehearse(
         references = [r for r in references if draws_alike or not r.want.draws]
         if draws_alike and references:
             _check_start(references[0], schedule, original, output)
-        for reference in references:
-            _check_step(reference, schedule, original, output, sizes)
+        unfit = [_check_step(each, schedule, original, output, sizes) for each in references]
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
             _check_mixed(references[0], schedule, output)
+    return unfit[0] if all(unfit) and unfit else ""
 
 
 def _check_step(
@@ -100,24 +104,33 @@ def _check_step(
     original: types.ModuleType,
     output: Emitted,
     sizes: tuple[int, ...],
-) -> None:
+) -> str:
     """A step of the output on every rank is the original's.
+
+    Returns:
+        Why it fits none of several ranks, which says so; "" where it was compared.
 
     Raises:
         OtherNumbersError: It is not.
     """
     parallel = _helper(output, "to_full") is not None
-    for world in sizes if parallel and not reference.want.draws else (1,):
+    unfit: list[UnfitError] = []
+    tried = sizes if parallel and not reference.want.draws else (1,)
+    for world in tried:
         try:
             steps = on_ranks(world, _Rank(reference, schedule, output, world))
+        except UnfitError as misfit:
+            unfit.append(misfit)
+            continue
         except OtherNumbersError:
             if world == 3:
                 continue  # few sizes divide by it, and those that do not fail when they are run
             raise
-        for step in steps or ():
+        for step in steps:
             error, name, what = worst(reference.want, step)
             if error > LIMIT[reference.dtype] and reference.repeats(schedule, original):
                 raise OtherNumbersError(world, name, error, what)
+    return str(unfit[0].__cause__) if len(unfit) == len(tried) else ""
 
 
 def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:

@@ -19,14 +19,15 @@ class UnfitError(Exception):
     """The model does not fit so many ranks, as the error says that it is raised from."""
 
 
-def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step] | None:
-    """What every rank computes; None where the model does not fit so many.
+def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
+    """What every rank computes.
 
     One computes at a time, until it waits for the others: where several do, each operation is a
     fight for the interpreter, and takes more time than both.
 
     Raises:
         OtherNumbersError: A rank fails where the original does not.
+        UnfitError: The model does not fit so many.
     """
     # torch's own tests run ranks as threads so; none of it has annotations.
     from torch.testing._internal.distributed import multi_threaded_pg
@@ -83,8 +84,8 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step] | 
         group.reset()
         isolate(False)
         uninstall()
-    if any(isinstance(error, UnfitError) for error in failures):
-        return None
+    for unfit in (error for error in failures if isinstance(error, UnfitError)):
+        raise unfit
     failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
     first = next((e for e in failures if isinstance(e, Exception)), None)
     if stuck or first is not None:

@@ -322,6 +322,30 @@ def test_a_small_model_that_is_too_large_to_be_run_is_warned_of(most, monkeypatc
     assert "the small model has" in warning and "was left out" in warning
 
 
+HEADS = """import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = {0}
+        self.up = nn.Linear(8, 2 * {0})
+        self.down = nn.Linear(2 * {0}, 8)
+
+    def forward(self, x):
+        heads = self.up(x).view(len(x), self.heads, 2).softmax(-1)
+        return self.down(heads.flatten(1))
+"""
+
+
+def test_a_small_model_that_fits_no_ranks_is_warned_of(tmp_path):
+    """Five heads fit five ranks, which are not tried."""
+    (warning,) = rewritten(tmp_path, HEADS.format(5), SPLIT).warnings
+    assert "does not fit 2 or 3 or 4 ranks (10 = 5 heads of 2 " in warning
+    assert not rewritten(tmp_path, HEADS.format(6), SPLIT).warnings
+
+
 def test_nothing_is_left_behind_that_looks_at_modules(tmp_path):
     """Layers that hold parts look at what is put into modules; a program's own go on without."""
     rewritten(tmp_path, DRAWING.replace("ASKED", "False"), SPLIT)
