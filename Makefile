@@ -6,9 +6,6 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-# Every process that is started imports the package: its bytecode is kept, whatever the environment says.
-export PYTHONDONTWRITEBYTECODE =
-
 .PHONY: help demo example test test-long test-all fuzz lint check check-all docs generated bench
 
 help:
@@ -45,8 +42,8 @@ example: $(READY)
 
 # One file after the other, in their order, goes to whichever of the processes is free. Threads of
 # torch would only wait for those of another one. Three for two cores: of a test with ranks or files
-# a third is waiting.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# a third is waiting. Hundreds of processes import the package, and some environments keep no bytecode.
+PYTEST = $(BIN)/python -m compileall -q slapo_rewrite rules tests benchmark && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # TESTS="tests/rules tests/test_docs.py" runs these alone.
 test: $(READY)

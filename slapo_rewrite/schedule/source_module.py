@@ -36,11 +36,13 @@ def import_source(file: SourceFile) -> types.ModuleType:
             if Path(str(module.__file__)).resolve() == file.path.resolve():
                 return module
         spec = importlib.util.spec_from_file_location(file.name, file.path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None and spec.origin is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[file.name] = module
+        # The text that was read: bytecode that is kept of another of its size and second is not it.
+        code = compile(file.text, spec.origin, "exec", dont_inherit=True)
         with chdir("."):
-            spec.loader.exec_module(module)
+            exec(code, vars(module))
         return module
     except (errors.RewriteError, KeyboardInterrupt):
         raise

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import py_compile
 import sys
 
 import pytest
 
 from slapo_rewrite.cli import main
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs
 from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.schedule.source_module import import_source
 
 SCHEDULE = """\
 def schedule(s):
@@ -123,3 +127,14 @@ def test_a_record_that_was_tampered_with_imports_nothing(command, tmp_path, caps
 def test_what_is_installed_is_not_the_user_s(path):
     __import__(path)
     assert not is_own(str(sys.modules[path].__file__))
+
+
+def test_the_source_is_run_as_it_was_read(tmp_path, monkeypatch):
+    """Bytecode beside it may be of another text, of the same length and second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "of_one_second.py"
+    for value in ("1", "2"):
+        path.write_text(f"VALUE = {value}\n")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert str(import_source(SourceFile.read(path)).VALUE) == value
+        py_compile.compile(str(path))
