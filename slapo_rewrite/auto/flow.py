@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.layers import Split, splits_of
 from slapo_rewrite.model.results import tensors
@@ -185,7 +186,7 @@ class _Recorder(TorchFunctionMode):
             made = self._sources((args, kwargs))
             if made:
                 name = getattr(func, "__name__", "")
-                if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                if name == "__setitem__" or is_in_place(name):
                     self._note(args[:1], made)
                 self._note(output, made)
                 if len(made) == 1 and name in _APART:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
-from slapo_rewrite.changes.running_methods import changed_by, running
+from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
-from slapo_rewrite.code.effects import stored, words_of
+from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.liveness import local_names, statements
 from slapo_rewrite.code.names import is_name, module_paths
-from slapo_rewrite.code.subgraphs import changing
+from slapo_rewrite.code.subgraphs import changing, root_of
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import names_of_caches
@@ -73,17 +73,11 @@ def _refuse_set(
 ) -> None:
     """Refuses what a module around sets or changes, which may be other by then."""
     relative = with_wildcards(_relative(node, outer))
-    read = {
-        name
-        for cls in {inner.cls: inner for inner in node.walk()}.values()
-        for _, method in running(files, cls)
-        for name in words_of(method)
-    }
     for each in ast.walk(function):
         match each:
-            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()) if (
-                name in read and _is_shared(owner, file, function, node, outer)
-            ):
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()) if _is_shared(
+                owner, file, function, node, outer
+            ) and any(name in words_of(method) for _, method in running_inside(files, node)):
                 words = f"`{ast.unparse(each)}` is set while the model runs, and may be another by "
                 words += f"the backward pass, where `{node.path}` is computed again and reads it"
                 raise _not_the_same(file, each, words, cause)
@@ -129,22 +123,17 @@ def _refuse_global(
     own = local_names(function)
 
     def root(expr: ast.expr) -> str | None:
-        while isinstance(expr, ast.Attribute | ast.Subscript):
-            expr = expr.value
-        return expr.id if isinstance(expr, ast.Name) and expr.id in held - own else None
+        return name if (name := root_of(expr)) in held - own else None
 
     changed = named.union(*(names_in(found.node) for s in body if (found := changing(s, root))))
     changed &= named | held
     if not changed:
         return
-    for inner in {each.cls: each for each in node.walk()}.values():
-        for at, method in running(files, inner):
-            if at is file and (read := sorted(changed & read_in(method))):
-                words = (
-                    f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
-                )
-                words += f"pass, where `{node.path}` is computed again and reads it"
-                raise _not_the_same(file, function, words, cause)
+    for at, method in running_inside(files, node):
+        if at is file and (read := sorted(changed & read_in(method))):
+            words = f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
+            words += f"pass, where `{node.path}` is computed again and reads it"
+            raise _not_the_same(file, function, words, cause)
 
 
 def _not_the_same(
@@ -167,8 +156,7 @@ def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:
         and (home := files.of(cls)) is not None
         and (method := home.classes.method(cls.__name__, name)) is not None
     )
-    is_marked = name.endswith("_") and not name.endswith("__")
-    return name in CHANGING or is_marked or any(map(stored, methods))
+    return name in CHANGING or is_in_place(name) or any(map(stored, methods))
 
 
 def _leads_to(path: str, other: str) -> bool:

@@ -21,20 +21,8 @@ UPDATING = ("batch_norm", "instance_norm")
 # What leads to the buffers of a module, whatever their names.
 OF_ALL = ("buffers", "named_buffers", "_buffers", "state_dict", "__dict__")
 # Of Python's own functions those that call nothing that they are given.
-READING = {
-    "len",
-    "getattr",
-    "int",
-    "float",
-    "bool",
-    "str",
-    "print",
-    "isinstance",
-    "list",
-    "tuple",
-    "zip",
-}
-READING |= {"enumerate", "range", "min", "max", "sum", "abs", "super", "type"}
+READING = {"abs", "bool", "enumerate", "float", "getattr", "int", "isinstance", "len", "list"}
+READING |= {"max", "min", "print", "range", "str", "sum", "super", "tuple", "type", "zip"}
 
 
 def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Directive) -> bool:

@@ -33,6 +33,12 @@ def running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.Fu
             yield from ((home.file, functions[n]) for n in plain_calls(method) if n in functions)
 
 
+def running_inside(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.FunctionDef]]:
+    """What runs with a module, and with those inside of it, of each class once."""
+    for inner in {each.cls: each for each in node.walk()}.values():
+        yield from running(files, inner)
+
+
 def named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
     """What may run with a model: `forward`, what that names anywhere, and so on."""
     if files in _NAMED:

@@ -15,6 +15,11 @@ _REFUSED = (
 _CACHED = functools.lru_cache(maxsize=4096)
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a method or a function of torch, by its name, changes what it is given: `add_`."""
+    return name.endswith("_") and not name.endswith("__")
+
+
 @_CACHED
 def is_expression(function: ast.FunctionDef) -> bool:
     """Whether a function, by its syntax, is one value: no early way out, nothing else is done."""
@@ -44,8 +49,7 @@ def _writes(node: ast.AST) -> bool:
         case ast.Attribute(value=owner, ctx=ast.Store()):
             return not (isinstance(owner, ast.Name) and owner.id == "self")
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), keywords=keywords):
-            in_place = name.endswith("_") and not name.endswith("__")
-            return in_place or any(k.arg in ("out", "inplace") for k in keywords)
+            return is_in_place(name) or any(k.arg in ("out", "inplace") for k in keywords)
     return False
 
 

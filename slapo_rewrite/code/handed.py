@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.liveness import blocks
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.subgraphs import (
@@ -302,10 +303,8 @@ def _shared(call: ast.Call) -> ast.expr | None:
     if not isinstance(call.func, ast.Attribute):
         return None
     name = call.func.attr
-    is_marked = name.endswith("_") and not name.endswith("__")
-    if not (
-        is_marked or name in _SHARING.split() or any(k.arg == "inplace" for k in call.keywords)
-    ):
+    is_changed = is_in_place(name) or any(k.arg == "inplace" for k in call.keywords)
+    if not (is_changed or name in _SHARING.split()):
         return None
     is_torchs = root_of(call.func) in OF_TORCH
     return next(iter(values_given(call)), None) if is_torchs else call.func.value

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import blocks, statements
 
@@ -268,7 +269,7 @@ def _changed_by(
 ) -> tuple[ast.expr | None, str]:
     """What a call changes by its name, or by how it is called, and what to do about it."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    is_marked = name.endswith("_") and not name.endswith("__")
+    is_marked = is_in_place(name)
     for keyword in call.keywords:
         if keyword.arg == "out" and root(keyword.value):
             return keyword.value, "take `out` out"
@@ -281,9 +282,8 @@ def _changed_by(
             hint = f"call `{name.rstrip('_')}`, or {hint}"
         if root(call.func.value):
             return call.func.value, hint
-        if (
-            is_marked and root_of(call.func) in OF_TORCH
-        ):  # `torch.relu_(x)`, or of a list of tensors
+        if is_marked and root_of(call.func) in OF_TORCH:
+            # `torch.relu_(x)`, or of a list of tensors
             first = next(iter(values_given(call)), None)
             parts = first.elts if isinstance(first, ast.List | ast.Tuple) else [first]
             return next((part for part in parts if part is not None and root(part)), None), hint

@@ -95,7 +95,7 @@ def rehearse(
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
             _check_mixed(references[0], schedule, output)
-    return unfit[0] if all(unfit) and unfit else ""
+    return unfit[0] if unfit and all(unfit) else ""
 
 
 def _check_step(

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from slapo_rewrite.code.effects import writes
+from slapo_rewrite.code.effects import is_in_place, writes
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Function, Property, Submodule
 from slapo_rewrite.code.file import SourceFile, read_once
@@ -189,7 +189,7 @@ class Calls(Through):
 
     def _method(self, name: str, on: Value, given: Given, node: ast.AST) -> Value:
         given = [("", on), *given]
-        if name.endswith("_") and not name.endswith("__"):
+        if is_in_place(name):
             value = self._operation(name.rstrip("_"), given, node, overwrites=on)
             return value or self._unlisted(name, given, node, overwrites=on)
         return self._operation(name, given, node) or self._unlisted(name, given, node)

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.liveness import part_of
 from slapo_rewrite.stages.program import ARGUMENT, Depth, Program, Version
 from slapo_rewrite.stages.value_kinds import Like, ValueKind
@@ -188,6 +189,5 @@ def is_plain(statement: ast.stmt) -> bool:
     names = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
     calls = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
     return all(isinstance(n, ast.Name) for n in names) and not any(
-        isinstance(f, ast.Attribute) and f.attr.endswith("_") and not f.attr.endswith("__")
-        for f in calls
+        isinstance(f, ast.Attribute) and is_in_place(f.attr) for f in calls
     )
