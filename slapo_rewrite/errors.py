@@ -44,6 +44,11 @@ class Span:
         return f"{self.path}:{self.line}:{self.column}"
 
 
+def warning(text: str, at: Span | None) -> str:
+    """A warning in words, behind its place if it has one: `file.py:3: text`."""
+    return f"{at.path}:{at.line}: {text}" if at is not None else text
+
+
 def first_line(error: BaseException) -> str:
     """What an error of somebody else's code says, in its first line; its type where it is mute."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -297,7 +297,7 @@ def _plan() -> Parser:
     parser.option("--memory", "SIZE", "what a rank may hold, 70GiB say (default: all)")
     parser.number("--nodes-of", "GPUs of a node (default: 8)", default=8)
     parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="default: bf16, on v100 fp16"
+        "--precision", choices=("bf16", "fp16", "fp32", "tf32"), help="default: bf16, on v100 fp16"
     )
     parser.several("--set", "K=V", "fix a knob (repeatable)", default=[])
     parser.path(

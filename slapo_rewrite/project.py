@@ -109,7 +109,7 @@ class Project:
         except errors.RewriteError as error:
             self._point_at(error)
             raise
-        plan.check_cuts()
+        plan.check()
         return plan
 
     def _point_at(self, error: errors.RewriteError) -> None:

@@ -29,6 +29,7 @@ from slapo_rewrite.auto.shard_groups import (
     Shard,
     common_pattern,
     lines_of,
+    rows_of,
     shape_of,
     shards_as_one,
     shards_of_experts,
@@ -192,13 +193,15 @@ class Search:
     def _without(self, refused: Component, left: list[Component]) -> list[Component]:
         """What is left of some components without a refused one.
 
-        Where it was refused since other instances of a class have the same, it is tried with them.
+        Where it was refused since other instances of a class have the same, it is tried with all of
+        them, also with those that by themselves would not pay: the first stages of a ResNet.
         """
         rest = [pair for pair in left if pair != refused]
         made = self._made_by(refused)
         if not self._is_uncounted or any(None in each for each in made):
             return rest
-        alike = [pair for pair in rest if self._made_by(pair) == made]
+        others = (pair for pair in self._components() if not pair[0] <= refused[0])
+        alike = [pair for pair in others if self._made_by(pair) == made]
         if not alike:
             return rest
         producers, consumers = (
@@ -234,6 +237,10 @@ class Search:
             elif self._fits([*groups, group]):
                 groups = [*groups, replace(group, pays=False)]
                 known.update(group.patterns)
+        if least * self.total > sum(g.parameters for g in groups):
+            for group in self._vocabulary(known, paying=False):
+                if self._fits([*groups, group]):
+                    groups = [*groups, replace(group, pays=False)]
         return groups
 
     def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
@@ -480,12 +487,17 @@ class Search:
         own = [g for g in groups if all(p.startswith(inside) for p in g.patterns)]
         return [*own, *(group for group in further if group is not None)]
 
-    def _vocabulary(self, taken: set[str]) -> list[Group]:
-        """Embeddings over the vocabulary, and the heads that give a number for each word."""
+    def _vocabulary(self, taken: set[str], paying: bool = True) -> list[Group]:
+        """Embeddings over the vocabulary, and the heads that give a number for each word.
+
+        Args:
+            taken: What is split already.
+            paying: Whether only what saves more than it takes is wanted.
+        """
         tables = [
             Shard(p, ("weight",), 0)
             for p in self.flow.tables
-            if p in self.modules and self._pays(p)
+            if p not in taken and p in self.modules and (self._pays(p) or not paying)
         ]
         sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
         heads = [
@@ -510,7 +522,8 @@ class Search:
             if group.shards and not known & set(group.patterns) and self._legal(group):
                 known |= set(group.patterns)
                 size = self._size(group.patterns)
-                found.append(replace(group, parameters=size, is_vocabulary=True))
+                rows = rows_of(group.patterns, *([t.pattern for t in ts] for ts in (tables, words)))
+                found.append(replace(group, parameters=size, rows=rows))
         return found
 
     def _alone(self, taken: set[str]) -> list[Group]:

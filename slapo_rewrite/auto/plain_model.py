@@ -88,27 +88,26 @@ def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: boo
             config = next((v for v in named if isinstance(v, type)), None)
     if config is not None and parameter.default is parameter.empty:
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-        inner = [
-            f"{f.name}={_smaller(f.name, f.default)}"
-            for f in fields
-            if (small or f.default is dataclasses.MISSING)
-            and _smaller(f.name, f.default) is not None
-        ]
+        inner = []
+        for field in fields:
+            is_made = field.default_factory is not dataclasses.MISSING
+            needed = field.default is dataclasses.MISSING and not is_made
+            value = _smaller(field.name, parameter.empty if needed else field.default)
+            if value is not None and (small or needed):
+                inner.append(f"{field.name}={value}")
         return f"m.{config.__name__}({', '.join(inner)})"
     if parameter.default is parameter.empty:
-        value = _smaller(parameter.name, None)
-        return str(64 if value is None else value)
+        return _smaller(parameter.name, parameter.empty) or "64"
     return _smaller(parameter.name, parameter.default) if small else None
 
 
 def _smaller(name: str, default: Any) -> str | None:
-    """A small number for an argument; None where its default may stay."""
-    if default is not None and (isinstance(default, bool) or not isinstance(default, (int, float))):
-        if default is not dataclasses.MISSING:
-            return None
-        default = None
+    """A small number for an argument; None where its default may stay, as `None` of one has to."""
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if not is_number and default is not inspect.Parameter.empty:
+        return None
     value = next((v for part, v in SMALL.items() if part in name.lower()), None)
-    if value is None or (isinstance(default, (int, float)) and default <= value):
+    if value is None or (is_number and default <= value):
         return None
     return str(float(value) if isinstance(default, float) else value)
 

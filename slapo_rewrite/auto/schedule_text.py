@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from slapo_rewrite import __version__
-from slapo_rewrite.auto.shard_groups import Found, Group, Shard
+from slapo_rewrite.auto.shard_groups import Found, Group
+from slapo_rewrite.code.text import with_wildcards
 
 LINE_LENGTH = 100
 NONE_PAYS = (
@@ -70,12 +72,14 @@ def schedule_text(
         none_pays = not any(group.pays for group in found.groups)
         if none_pays:
             body += [*(f"    {line}" for line in _comment(NONE_PAYS, LINE_LENGTH - 8)), ""]
-        for group in found.groups:
+        for group in _together(found.groups):
             body += [f"    {line}" for line in _written(group, main, none_pays)]
         body += [f"    {line}" for line in _left(found)]
         body.append("    s.infer_sync()")
     else:
         body += [*_left(found)]
+    # A budget that comes after them counts what they cast.
+    body += ["if autocast:", "    s.autocast(autocast)"]
     shares = [
         f"{_selected(path, main)}[:ckpt_ratio]{parts}.checkpoint()"
         for path, parts in lists.items()
@@ -98,7 +102,6 @@ def schedule_text(
         ]
     if not lists:
         body += _comment(why)
-    body += ["if autocast:", "    s.autocast(autocast)"]
     if cuts:
         body += [
             "if pipeline_stages != 1:",
@@ -174,19 +177,38 @@ def _selected(path: str, main: str | None) -> str:
     return f's["{path}"]'
 
 
+def _together(groups: Iterable[Group]) -> Iterator[Group]:
+    """The groups, those that are alike but for the numbers in their paths as one."""
+    alike: dict[object, list[Group]] = {}
+    for group in groups:
+        shards = tuple((with_wildcards(s.pattern), s.arguments()) for s in group.shards)
+        syncs = (tuple(map(with_wildcards, paths)) for paths in (group.results, group.summed))
+        said = (group.rows, group.is_experts, group.pays, group.head)
+        alike.setdefault((shards, *syncs, said), []).append(group)
+    for same in alike.values():
+        by_place = zip(*(group.shards for group in same), strict=True)
+        yield replace(
+            same[0],
+            shards=tuple(itertools.chain(*by_place)),
+            summed=tuple(path for group in same for path in group.summed),
+            results=tuple(path for group in same for path in group.results),
+            parameters=sum(group.parameters for group in same),
+        )
+
+
 def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
     """The lines of a group, modules that are split alike in one."""
     slow = "" if group.pays or none_pays else " It takes longer than it saves, and is for memory."
     lines = _comment(_reason(group) + slow, LINE_LENGTH - 8)
-
-    def alike(shard: Shard) -> tuple[str, str]:
-        return shard.pattern.rpartition(".")[0], shard.arguments()
-
-    for (_, arguments), shards in groupby(group.shards, alike):
-        (path,) = _joined(shard.pattern for shard in shards)
-        lines.append(f"{_selected(path, main)}.shard({arguments})")
+    alike: dict[str, list[str]] = {}
+    for shard in group.shards:
+        alike.setdefault(shard.arguments(), []).append(shard.pattern)
+    for arguments, patterns in alike.items():
+        lines += [f"{_selected(path, main)}.shard({arguments})" for path in _joined(patterns)]
     for mode, paths in (("fwd_post", group.results), ("bwd_post", group.summed)):
-        lines += [f'{_selected(path, main)}.sync("{mode}", "all_reduce")' for path in paths]
+        lines += [
+            f'{_selected(path, main)}.sync("{mode}", "all_reduce")' for path in _joined(paths)
+        ]
     if group.head is not None:
         at = _selected(group.head, main)
         lines += ["if parallel_loss:", f'    {at}.sync("bwd_post", "all_reduce")']
@@ -195,13 +217,13 @@ def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
 
 def _reason(group: Group) -> str:
     size = f"{_spoken(group.parameters)} parameters"
-    if group.is_vocabulary:
-        return f"{size}: each rank has as many words of the vocabulary."
+    if group.rows:
+        return f"{size}: each rank has as many {group.rows}."
     if group.is_experts:
         more = len({*group.patterns}) > 1 and not {*group.results} <= {*group.patterns}
         beside = " and of what runs beside them, and the sum of all is taken once" if more else ""
         return f"{size}: each rank has a part of every expert{beside}."
-    if len(group.patterns) == 1:
+    if len({*map(with_wildcards, group.patterns)}) == 1:
         return f"{size}, whose results are put together."
     once = "; the gradient of what goes in is summed once" if group.summed else ""
     return f"{size}: outputs are split, then inputs, and what comes out is summed{once}."
@@ -238,8 +260,10 @@ def _joined(paths: Iterable[str]) -> list[str]:
         for same in alike.values():
             first = same[0]
             if len(same) > 1:
-                names = ",".join(path[place] for path in same)
-                first = [*first[:place], f"{{{names}}}", *first[len(first) + place + 1 :]]
+                names = [path[place] for path in same]
+                if all(map(str.isdigit, names)):
+                    names.sort(key=int)
+                first = [*first[:place], f"{{{','.join(names)}}}", *first[len(first) + place + 1 :]]
             found.append(first)
     return [".".join(path) for path in found]
 

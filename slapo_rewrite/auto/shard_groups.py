@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slapo_rewrite.model.layers import INNER, qualified
+from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.model.layers import inner_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Group:
         results: The modules whose result is summed.
         head: The head whose parts go into the loss, if any.
         parameters: How many they have.
-        is_vocabulary: Whether they are tables of words, and heads that give a number for each.
+        rows: What the rows of their weights are where each rank has as many of them: words, say.
         is_experts: Whether they are the experts of mixtures.
         pays: Whether the split saves more than its collectives take.
     """
@@ -59,7 +60,7 @@ class Group:
     results: tuple[str, ...] = ()
     head: str | None = None
     parameters: int = 0
-    is_vocabulary: bool = False
+    rows: str = ""
     is_experts: bool = False
     pays: bool = True
 
@@ -142,6 +143,22 @@ def shape_of(producers: Iterable[str], consumers: Iterable[str]) -> tuple[str, .
     return tuple(re.sub(r"\d+", "0", name) for name in names)
 
 
+def rows_of(split: Iterable[str], tables: Iterable[str], words: Iterable[str]) -> str:
+    """What the rows are of which each rank has as many.
+
+    Args:
+        split: The tables and heads.
+        tables: All tables of the model.
+        words: Those of them with a row for each number that a head gives.
+    """
+    own = {*split}
+    if own <= {*tables}:
+        return "rows of the table" if len(own) == 1 else "rows of each table"
+    of_words = own & {*words}
+    first = "words of the vocabulary" if of_words else "outputs"
+    return first if own & {*tables} == of_words else f"{first}, and as many rows of other tables"
+
+
 def common_pattern(patterns: Iterable[str]) -> str:
     """The longest path that all of them lie below."""
     segments = [pattern.split(".")[:-1] for pattern in patterns]
@@ -157,15 +174,16 @@ def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
         module: The layer.
     """
     found: dict[tuple[str, int, int], list[str]] = {}
-    for (path, name), (axis, blocks) in INNER.get(qualified(type(module)), {}).items():
+    for (path, name), (axis, blocks) in inner_of(module).items():
         held = module.get_submodule(path)
         if not isinstance(getattr(held, name, None), torch.Tensor):
             if name in ("in_proj_weight", "weight"):
                 return ()  # several projections in the place of a packed one
             continue
-        found.setdefault((f"{pattern}.{path}".rstrip("."), axis, blocks), []).append(name)
+        key = f"{pattern}.{with_wildcards(path)}".strip("."), axis, blocks
+        found.setdefault(key, []).append(name)
     return tuple(
-        Shard(path, tuple(names), axis, (1,) * blocks if blocks > 1 else ())
+        Shard(path, tuple(dict.fromkeys(names)), axis, (1,) * blocks if blocks > 1 else ())
         for (path, axis, blocks), names in found.items()
     )
 

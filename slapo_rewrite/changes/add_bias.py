@@ -108,7 +108,7 @@ def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
     if hooks or wraps or around is None:
         others = [*hooks, *wraps, *state.causes()]
         raise errors.Unsupported(
-            f"`{node.path}` cannot be decomposed: what else is asked of it needs the layer "
+            f"{node.shown} cannot be decomposed: what else is asked of it needs the layer "
             "to be called",
             at=cause.at,
             cause=others,

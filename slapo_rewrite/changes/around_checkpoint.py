@@ -49,7 +49,7 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
             for call, name in transforms(file, function):
                 if _may_take(call, inner):
                     raise errors.Unsupported(
-                        f"`{name}` may call `{node.path or 's'}`: what it changes is no longer so "
+                        f"`{name}` may call {node.shown}: what it changes is no longer so "
                         "in the backward pass, where that is computed again",
                         at=file.at(call),
                         cause=cause,
@@ -79,7 +79,7 @@ def _refuse_set(
                 owner, file, function, node, outer
             ) and any(name in words_of(method) for _, method in running_inside(files, node)):
                 words = f"`{ast.unparse(each)}` is set while the model runs, and may be another by "
-                words += f"the backward pass, where `{node.path}` is computed again and reads it"
+                words += f"the backward pass, where {node.shown} is computed again and reads it"
                 raise _not_the_same(file, each, words, cause)
             case (
                 ast.Attribute(value=owner, ctx=ast.Store() | ast.Del())
@@ -94,7 +94,7 @@ def _refuse_set(
             case _:
                 continue
         if any(_leads_to(relative, path) for path in _paths(owner, function)):
-            words = f"`{ast.unparse(each)}` {words} by the backward pass, where `{node.path}` is "
+            words = f"`{ast.unparse(each)}` {words} by the backward pass, where {node.shown} is "
             raise _not_the_same(file, each, f"{words}computed again", cause)
 
 
@@ -132,7 +132,7 @@ def _refuse_global(
     for at, method in running_inside(files, node):
         if at is file and (read := sorted(changed & read_in(method))):
             words = f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
-            words += f"pass, where `{node.path}` is computed again and reads it"
+            words += f"pass, where {node.shown} is computed again and reads it"
             raise _not_the_same(file, function, words, cause)
 
 
@@ -171,7 +171,12 @@ def _relative(node: Node, outer: Node) -> str:
     return node.path[len(outer.path) + 1 if outer.path else 0 :]
 
 
-def _paths(expr: ast.expr, function: ast.FunctionDef) -> list[str]:
+# Both are asked of each call again, for every module that is checkpointed.
+_names_of = functools.lru_cache(maxsize=256)(local_names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
     """The paths of modules that an expression may mean, with wildcards; loops are followed."""
     paths = [*module_paths(expr, function)]
     match expr:
@@ -186,7 +191,7 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> list[str]:
                     paths += (f"{path}.0" for n in over for path in module_paths(n, function))
                     if any(n.attr in OVER_MODULES for n in over):
                         paths += (".".join("0" * depth) for depth in range(1, DEEPEST))
-    return [with_wildcards(path) for path in paths]
+    return tuple(with_wildcards(path) for path in paths)
 
 
 def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directive) -> None:
@@ -208,7 +213,7 @@ def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directiv
         unknown = isinstance(expr.func, ast.Call | ast.Lambda) or (
             isinstance(expr.func, ast.Name)
             and not of_function
-            and expr.func.id in local_names(function)
+            and expr.func.id in _names_of(function)
         )
         if not (unknown or any(p in through or _leads_to(p, relative) for p in called + taken)):
             return []
@@ -228,7 +233,7 @@ def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directiv
             functools.partial(handed, function=function),
             functools.partial(changed_by, files=files, outer=outer, function=function),
         )
-        check_unchanged(file, function, follow, f"`{node.path}`", (cause,))
+        check_unchanged(file, function, follow, node.shown, (cause,))
 
 
 def check_unchanged(

@@ -261,7 +261,7 @@ def _place_side(
         home.changes.add(node.path, AtForward(side, of or ""), what, causes)
     elif of is not None:
         raise errors.Unsupported(
-            f"`{of}` of `{node.path or 's'}` can only be synchronised where `forward` begins, and "
+            f"`{of}` of {node.shown} can only be synchronised where `forward` begins, and "
             "that is not written in a file that is rewritten",
             at=causes[0].at,
             hint="put the sync on a module around it that takes the value as an argument",

@@ -38,7 +38,7 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     updates = any(_updates_own(files, each) for each in node.walk())
     if updates and kept is not None:
         raise errors.Unsupported(
-            f"`{node.path}` updates buffers as it runs, which `save` cannot keep from "
+            f"{node.shown} updates buffers as it runs, which `save` cannot keep from "
             "happening twice",
             at=cause.at,
             hint="take `save` out: without it they are updated once",

@@ -67,7 +67,7 @@ class ChangeSet:
             raise
         if site.file is not self.file:
             raise errors.UnfollowableConstruction(
-                f"`{node.path}` is made in another file, {site.file.display}",
+                f"{node.shown} is made in another file, {site.file.display}",
                 at=site.file.at(site.value),
                 cause=causes,
                 hint=own_copy(site.class_name, self.file)
@@ -156,7 +156,7 @@ class ChangeSet:
         if called is not None and called is not getattr(site.callee, "value", None):
             return
         raise errors.UnfollowableConstruction(
-            f"`{node.path}` is a {node.cls.__name__}, but is not made by a call of that class here",
+            f"{node.shown} is a {node.cls.__name__}, but is not made by a call of that class here",
             at=self.file.at(site.value),
             cause=causes,
             hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
@@ -186,7 +186,7 @@ class ChangeSet:
         if site.callee is None or site.variable or self.class_called(site, node) is not None:
             return  # what a variable holds is looked at where it gets it
         raise errors.UnfollowableConstruction(
-            f"`{node.path}` needs a subclass of `{node.cls.__name__}`, and what is called here is "
+            f"{node.shown} needs a subclass of `{node.cls.__name__}`, and what is called here is "
             "not that class itself",
             at=self.file.at(site.value),
             cause=causes,
@@ -195,7 +195,7 @@ class ChangeSet:
 
     def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
         """Refuses constructor arguments that the sharded layer has no equal for."""
-        if not layer.arguments or not isinstance(site.value, ast.Call):
+        if not layer.arguments or not isinstance(site.call, ast.Call):
             return
         for keyword in site.arguments[1]:
             if keyword.arg is not None and keyword.arg not in layer.arguments:

@@ -117,7 +117,7 @@ class Construction(Change):
         odd = site.kind in ("alias", "factory") or (
             site.kind == "helper" and (bool(site.inner) or isinstance(self, ReplaceModule))
         )
-        if odd or not isinstance(site.value, ast.Call):
+        if odd or not isinstance(site.call, ast.Call):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
                 at=text.file.at(site.value),
@@ -378,6 +378,8 @@ def assigned(site: Site) -> list[ast.Assign]:
 
 def _call(original: cst.BaseExpression, callee: str, site: Site) -> cst.Call:
     """A call of another class with what the original's gets, by a `partial` too."""
+    if site.written_out is not None:
+        original = parsed(ast.unparse(site.written_out))
     made = with_callee(_call_of(original), callee)
     if site.partial is None:
         return made

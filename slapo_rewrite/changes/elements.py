@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from slapo_rewrite import errors
 from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Share
@@ -106,7 +107,7 @@ class IndexSets:
             at = site.file.at(site.value)
             shown = listed(dict.fromkeys(map(str, shares)))
             note = f"{shown} is written by the numbers of today's elements, since {reason}"
-            self.notes.append(f"{at.path}:{at.line}: {note}")
+            self.notes.append(errors.warning(note, at))
             return []
 
 

@@ -285,7 +285,7 @@ def _sizes(shard: Shard, full: int) -> tuple[int, ...]:
 
 def length_of(site: Site, axis: int) -> ast.expr | None:
     """The size of a tensor along an axis, where it is made by a call that says so."""
-    for call in ast.walk(site.value):
+    for call in ast.walk(site.call):
         if not isinstance(call, ast.Call):
             continue
         if site.file.qualified(call.func) in _MAKES_TENSORS:

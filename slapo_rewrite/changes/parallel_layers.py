@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,10 +13,10 @@ from slapo_rewrite.changes.packed_axes import place_blocks
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase
 from slapo_rewrite.changes.pretrained import MAPPED, keep_checkpoints
-from slapo_rewrite.code.arguments import argument_of
+from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.code.syntax import REPEATABLE
 from slapo_rewrite.code.text import within
+from slapo_rewrite.code.written_out import with_arguments
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, size_at
@@ -85,7 +84,7 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
     site, size = None, None
     if base_of(node.cls) is node.cls:
         site = find_site(to.files.sources, node)
-        made: ast.expr = site.value
+        made: ast.expr = site.call
         if state.replacement is not None and state.replacement.arguments is not None:
             made = ast.parse(f"_({state.replacement.arguments})", mode="eval").body
         size = size_of(layer, made) if isinstance(made, ast.Call) else None
@@ -125,23 +124,12 @@ def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> 
         what these are given may be another thing the second time.
     """
     maker = sources.maker(owner.cls)
-    constructor, call = maker.constructor, site.value
+    constructor, call = maker.constructor, site.call
     if constructor is None or not isinstance(call, ast.Call) or site.partial is not None:
         return None
     late = Late(maker.levels[0].file, constructor, constructor.body[-1])
     meaning = late.meaning(expr)
-    given = {name: argument_of(constructor, call, name) for name in names_in(meaning)}
-    for name, value in given.items():
-        is_there = isinstance(value, ast.Constant) or (value is not None and within(call, value))
-        plain = value is not None and all(isinstance(n, REPEATABLE) for n in ast.walk(value))
-        if name in late.bound or not is_there or not plain:
-            return None
-
-    class Writer(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.AST:
-            return given[node.id] or node
-
-    written: ast.expr = Writer().visit(copy.deepcopy(meaning))
-    for node in ast.walk(written):
-        ast.copy_location(node, call)
-    return written
+    names = {*names_in(meaning)}
+    if not names <= {*parameters(constructor)} or names & late.bound.keys():
+        return None
+    return with_arguments(meaning, constructor, call)

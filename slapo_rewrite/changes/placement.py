@@ -76,7 +76,7 @@ class Placement:
                 outer, name = self.caller(other)
                 if outer.live is not caller.live or name != relative:
                     raise errors.Unsupported(
-                        f"`{node.path}` is `{other.path}` too, and this is written where "
+                        f"{node.shown} is {other.shown} too, and this is written where "
                         f"`self.{relative}` is called",
                         at=self.states[node.path].causes()[0].at,
                         hint="put it on a module around the calls, or call the module by one name",
@@ -121,7 +121,7 @@ class Placement:
         home = self.files.computing(node.cls)
         if home is None:
             raise errors.Unsupported(
-                f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
+                f"{node.shown} is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
                 "no `forward` that could be rewritten, to take a part of",
                 at=cause.at,
                 hint=own_copy(node.cls.__name__, self.files.main.file),

@@ -30,7 +30,7 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     """
     if getattr(node.live, "inplace", False) is True:
         raise errors.Unsupported(
-            f"`{node.path}` changes its input in place, and would do so twice",
+            f"{node.shown} changes its input in place, and would do so twice",
             at=cause.at,
             hint="take `inplace` out, or checkpoint a module around it",
         )

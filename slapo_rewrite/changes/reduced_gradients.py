@@ -142,7 +142,7 @@ class _Gradients:
         if base is node.cls:
             if node.path in self.states and self.states[node.path].replacement:
                 raise errors.Unsupported(
-                    f"`{node.path}` runs on a part, and is replaced: its gradients cannot be "
+                    f"{node.shown} runs on a part, and is replaced: its gradients cannot be "
                     "added up",
                     at=causes[0].at if causes else None,
                     hint="sum them in the new class, or gather what goes into it",
@@ -153,7 +153,7 @@ class _Gradients:
             home.changes.add(node.path, AtBase(), what, causes)
         elif home and (state := self.states.get(node.path)) and state.inlined:
             raise errors.Unsupported(
-                f"`{node.path}.{name}` is used on parts, and `{node.path}` is inlined: its "
+                f"`{node.path}.{name}` is used on parts, and {node.shown} is inlined: its "
                 "gradients cannot be added up",
                 at=state.inlined.cause.at,
             )

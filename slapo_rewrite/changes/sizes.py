@@ -391,7 +391,7 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
                 continue  # the share was followed there, to wherever it is used
             if whole is None:
                 raise errors.UnfollowableSize(
-                    f"`{node.path}` is split, so its `{share}` is this rank's share, and is "
+                    f"{node.shown} is split, so its `{share}` is this rank's share, and is "
                     "read here",
                     at=home.file.at(reading),
                     cause=causes,

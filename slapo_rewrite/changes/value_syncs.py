@@ -65,7 +65,7 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
         raise errors.Unsupported(
-            f"`{node.path or 's'}` is a {node.cls.__module__}.{node.cls.__qualname__}: it has no "
+            f"{node.shown} is a {node.cls.__module__}.{node.cls.__qualname__}: it has no "
             f"`forward` in a file that is rewritten, to have `{sync.value}` in",
             at=sync.cause.at,
             hint="put the sync on a module around it, or state it without `of`",

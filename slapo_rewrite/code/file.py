@@ -87,9 +87,17 @@ class SourceFile:
 
     def edited(self, text: str) -> SourceFile:
         """The same file with another text."""
-        tree = _parse(text, self.path)
         own = (self.bom, self.line_end, self.line_length)
-        return SourceFile(self.path, self.name, text, tree, *own)
+        return SourceFile(self.path, self.name, text, self.parsed(text), *own)
+
+    def parsed(self, text: str) -> ast.Module:
+        """The syntax tree of another text of the file.
+
+        Raises:
+            Unsupported: The file is indented by tabs, and new lines are not.
+            BrokenOutput: The text does not parse: a defect.
+        """
+        return _parsed(text, self)
 
     def as_stored(self, text: str) -> str:
         """A text of this file as it is written, with its mark and its line ends."""
@@ -297,15 +305,40 @@ def _parse(text: str, path: Path) -> ast.Module:
             at=errors.Span(str(path), line, null - start + 1),
         )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape is the source's own affair
-            return ast.parse(text, str(path))
+        return _tree(text, path)
     except SyntaxError as error:
         raise errors.SourceError(
             f"the source does not parse: {error.msg}", at=_syntax_place(error, path)
         ) from error
     except (RecursionError, MemoryError) as error:
         raise errors.SourceError(f"`{path}` is nested too deeply to parse") from error
+
+
+def _tree(text: str, path: Path) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an invalid escape is the source's own affair
+        return ast.parse(text, str(path))
+
+
+@functools.lru_cache(maxsize=2)
+def _parsed(text: str, file: SourceFile) -> ast.Module:
+    try:
+        return _tree(text, file.path)
+    except SyntaxError as error:
+        line = lines_of(text)[(error.lineno or 1) - 1]
+        at = errors.Span(f"rewritten/{file.path.name}", error.lineno or 1, 1, len(line) or 1, line)
+        if tab := re.search(r"^ *\t", file.text, re.M):
+            number = file.text.count("\n", 0, tab.start()) + 1
+            raise errors.Unsupported(
+                f"{file.path.name} is indented by tabs, and a line that is put into it cannot be",
+                at=errors.Span(file.display, number, 1, 1, file.line(number)),
+                hint="indent the file by spaces",
+            ) from None
+        raise errors.BrokenOutput(
+            f"what was to be written does not parse: {error.msg}",
+            at=at,
+            hint="this is a defect of slapo-rewrite, not of your input; nothing was written",
+        ) from error
 
 
 def _syntax_place(error: SyntaxError, path: Path) -> errors.Span:

@@ -117,11 +117,12 @@ class Handed:
     def _own(self, statement: ast.stmt, state: _State) -> _State:
         """A statement without its blocks: what it changes, hands on and binds, in this order."""
         self._check(statement, state)
-        for node in own_nodes(statement):
+        nodes = [*own_nodes(statement)]
+        for node in nodes:
             match node:
                 case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in MUTATING:
                     self._hold(self._values(owner, state), values_given(node), state)
-        given = [each for node in own_nodes(statement) for each in self.handed(node)]
+        given = [each for node in nodes for each in self.handed(node)]
         values = self._whole(_NONE.union(*(self._values(each, state) for each in given)))
         state = _State(state.means, state.handed | values)
         match statement:
@@ -180,7 +181,8 @@ class Handed:
         return _State(means, state.handed)
 
     def _check(self, statement: ast.stmt, state: _State) -> None:
-        if isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.Tuple):
+        is_added = isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.Tuple)
+        if is_added or not state.handed:
             return
 
         def root(expr: ast.expr) -> str | None:

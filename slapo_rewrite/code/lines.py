@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,13 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.edit import Edit, Written, edited
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import fitted
-from slapo_rewrite.code.runs import past_comment
+from slapo_rewrite.code.liveness import blocks
+from slapo_rewrite.code.runs import Splice, past_comment
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Directive, merged_causes
 
 Causes = tuple[Directive, ...]
+PARTED = "a line of its own for each statement"
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,26 @@ def changed(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> dict[ast.stmt,
 
 
 def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]:
-    """The edits of the file that carry out what changes around its statements."""
+    """The edits of the file that carry out what changes around its statements.
+
+    Raises:
+        Unsupported: A statement shares its line with another, where it goes, or is written anew.
+    """
     edits = list(_removals(file, {s: c for s, c in lines.items() if c.gone}))
     anew = changed(file, {s: c for s, c in lines.items() if not c.gone})
+    parted: dict[tuple[int, int], TextEdit] = {}
     for statement, change in lines.items():
         start, end = file.span(statement)
         indent = statement.col_offset
+        if new := [*change.before, *change.after]:
+            indent, breaks = _on_own_lines(file, statement)
+            causes = merged_causes(*(line.causes for line in new))
+            for each in breaks:
+                parted.setdefault((each.start, each.end), each.caused_by(causes, PARTED))
         pad = "\n" + " " * indent
-        edits += change.around
+        for edit in change.around:
+            _check_alone(file, statement, edit.causes)
+            edits.append(edit)
         # A line before a statement that changes for the same reason is one change with it.
         own = change.causes(), "; ".join(dict.fromkeys(why for _, _, why in change.inside))
         above = ""
@@ -100,7 +115,33 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
             place = past_comment(file, end)
             text = pad + fitted(line.text, indent, file.line_length)
             edits.append(TextEdit(place, place, text, line.causes, line.why))
-    return edits
+    return [*edits, *parted.values()]
+
+
+def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Splice]]:
+    """The column of a statement once it stands on lines of its own, and the breaks that this takes.
+
+    Other statements may stand on its lines, and the header of the block that they make.
+    """
+    if not _shares_lines(file, statement):
+        return statement.col_offset, []
+    holding = ((s, block) for s in file.statements for block in blocks(s))
+    above, block = next((each for each in holding if statement in each[1]), (None, file.tree.body))
+    first = last = block.index(statement)
+    while first and block[first - 1].end_lineno == block[first].lineno:
+        first -= 1
+    while last + 1 < len(block) and block[last].end_lineno == block[last + 1].lineno:
+        last += 1
+    group = [file.span(each) for each in block[first : last + 1]]
+    line = file.offset(block[first].lineno, 0)
+    lead = file.text[line : group[0][0]]
+    column, breaks = len(lead), []
+    if above is not None and (header := lead.strip()):
+        # A header of several lines ends on one that is indented otherwise.
+        column = 4 + (lead.index(header) if header.startswith("case") else above.col_offset)
+        breaks.append((line + len(lead.rstrip()), group[0][0]))
+    breaks += [(end, start) for (_, end), (start, _) in itertools.pairwise(group)]
+    return column, [Splice(*place, "\n" + " " * column) for place in breaks]
 
 
 def _removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:
@@ -108,28 +149,15 @@ def _removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[Tex
 
     The comments on them stay, unless they go with them, then with those above. A blank line after
     them goes where none parts anything from anything then.
-
-    Raises:
-        Unsupported: One shares its line with another.
     """
     ends: dict[int, TextEdit] = {}
     for statement in sorted(lines, key=file.span):
         gone = lines[statement].gone
         assert gone is not None
         causes, why = gone
-        start, end = file.span(statement)
-        first = file.text.rfind("\n", 0, start) + 1
-        stop = file.text.find("\n", end)
-        stop = len(file.text) if stop < 0 else stop
-        rest = file.text[end:stop].strip()
-        if file.text[first:start].strip() or (rest and not rest.startswith("#")):
-            raise errors.Unsupported(
-                "a statement that has to go shares its line with another",
-                at=file.at(statement),
-                cause=causes,
-                hint="give each statement a line of its own",
-            )
-        indent = file.text[first:start]
+        _check_alone(file, statement, causes)
+        first, stop = _lines_of(file, statement)
+        indent = file.text[first : file.span(statement)[0]]
         kept = "".join(f"{indent}{comment}\n" for comment in comments(file.text[first:stop]))
         if lines[statement].moved:
             kept, first = "", _above(file.text, first)
@@ -140,6 +168,35 @@ def _removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[Tex
         edit = TextEdit(first, stop + 1, kept, causes, why)
         ends[edit.end] = edit
         yield edit
+
+
+def _lines_of(file: SourceFile, statement: ast.stmt) -> tuple[int, int]:
+    """Where the lines of a statement begin and end."""
+    start, end = file.span(statement)
+    stop = file.text.find("\n", end)
+    return file.text.rfind("\n", 0, start) + 1, len(file.text) if stop < 0 else stop
+
+
+def _shares_lines(file: SourceFile, statement: ast.stmt) -> bool:
+    """Whether something else stands on the lines of a statement than a comment."""
+    (start, end), (first, stop) = file.span(statement), _lines_of(file, statement)
+    rest = file.text[end:stop].strip()
+    return bool(file.text[first:start].strip() or (rest and not rest.startswith("#")))
+
+
+def _check_alone(file: SourceFile, statement: ast.stmt, causes: Causes) -> None:
+    """Refuses a statement that cannot go, or be written anew, for others on its lines.
+
+    Raises:
+        Unsupported: There are.
+    """
+    if _shares_lines(file, statement):
+        raise errors.Unsupported(
+            "a statement that changes as a whole shares its line with another",
+            at=file.at(statement),
+            cause=causes,
+            hint="give each statement a line of its own",
+        )
 
 
 def _above(text: str, first: int) -> int:

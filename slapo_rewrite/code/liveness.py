@@ -7,7 +7,7 @@ anywhere. Where a test decides, both ways are taken to be possible.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -38,24 +38,34 @@ def part_of(function: Function, run: Sequence[ast.stmt]) -> Part:
 
     A name that is bound on some ways through the run only, and read later, is an input as well.
     """
+    (part,) = parts_of(function, [run])
+    return part
+
+
+def parts_of(function: Function, runs: Iterable[Sequence[ast.stmt]]) -> list[Part]:
+    """What each of several runs of statements needs and gives, of one look at the function."""
     names = local_names(function)
     backward = _Backward(names)
-    after = backward.through(function)[run[-1]] | _captured(function, run)
-    bound = _first_places(run, (ast.Store,), names)
-    outputs = [name for name in bound if name in after]
-    needed = _Backward(names).before(run, frozenset(outputs))
+    live = backward.through(function)
     states = _Forward(names).through(function)
-    before = states.get(run[0], Bound())
-    used = _first_places(run, (ast.Load, ast.Del, ast.Store), names)
-    inputs = [name for name in used if name in needed & before.maybe]
-    there = Bound(before.sure | {n for n in needed if n not in before.maybe}, before.maybe)
-    end = _Forward(names).end(run, there)
-    unsure = {n for n in inputs if n not in before.sure}
-    if end is not None:
-        unsure |= {n for n in outputs if n not in end.sure or n in needed - before.maybe}
-    # Where a statement fails, what those before it bound would be lost.
-    unsure |= backward.caught.get(run[0], frozenset()) & set(outputs)
-    return Part(tuple(inputs), tuple(outputs), tuple(sorted(unsure)))
+    found = []
+    for run in runs:
+        after = live[run[-1]] | _captured(function, run)
+        bound = _first_places(run, (ast.Store,), names)
+        outputs = [name for name in bound if name in after]
+        needed = _Backward(names).before(run, frozenset(outputs))
+        before = states.get(run[0], Bound())
+        used = _first_places(run, (ast.Load, ast.Del, ast.Store), names)
+        inputs = [name for name in used if name in needed & before.maybe]
+        there = Bound(before.sure | {n for n in needed if n not in before.maybe}, before.maybe)
+        end = _Forward(names).end(run, there)
+        unsure = {n for n in inputs if n not in before.sure}
+        if end is not None:
+            unsure |= {n for n in outputs if n not in end.sure or n in needed - before.maybe}
+        # Where a statement fails, what those before it bound would be lost.
+        unsure |= backward.caught.get(run[0], frozenset()) & set(outputs)
+        found.append(Part(tuple(inputs), tuple(outputs), tuple(sorted(unsure))))
+    return found
 
 
 def live_after(function: Function, statement: ast.stmt) -> frozenset[str]:

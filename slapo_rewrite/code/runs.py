@@ -186,6 +186,12 @@ def above(file: SourceFile, definition: ast.stmt, text: str) -> Splice:
     return Splice(start, start, text.rstrip("\n") + "\n\n\n")
 
 
+def without_decorator(file: SourceFile, decorator: ast.expr) -> Splice:
+    """A decorator gone with its lines, of which a comment behind it is a part."""
+    start = file.offset(decorator.lineno, 0)
+    return Splice(start, file.offset((decorator.end_lineno or decorator.lineno) + 1, 0), "")
+
+
 def past_comment(file: SourceFile, position: int) -> int:
     """Past a comment that stands behind a position on its line."""
     line_end = file.text.find("\n", position)

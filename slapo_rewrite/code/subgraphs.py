@@ -109,7 +109,10 @@ _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SOURCES = {"Random", "RandomState", "Generator", "default_rng", "SeedSequence"}
 OF_TORCH = ("torch", "F", "nn")
 # Changes of a value in place, beside methods whose names end with an underscore.
-MUTATING = {"update", "append", "extend", "insert", "pop", "remove", "clear", "setdefault"}
+MUTATING = {
+    *("append", "appendleft", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove"),
+    *("reverse", "setdefault", "update"),
+}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class BuiltOutput:
                 continue
             if built.nodes[path].cls is LeftOut:  # one that is made stands for it
                 continue
-            if node.owner and node.owner.path in meant and is_torch(node.owner.cls.__module__):
+            if _made_within(node, meant):
                 continue  # a layer of torch's own is made anew, with what it holds
             kinds = [cls.__name__ for cls in built.nodes[path].cls.__mro__]
             have, was = kinds[0], node.cls.__name__
@@ -193,6 +193,16 @@ class BuiltOutput:
                 raise _read_off(node, name, have, want, self.project.sources)
 
 
+def _made_within(node: Node, meant: Collection[str]) -> bool:
+    """Whether a module is made by one of torch's that has another class."""
+    owner = node.owner
+    while owner is not None and is_torch(owner.cls.__module__):
+        if owner.path in meant:
+            return True
+        owner = owner.owner
+    return False
+
+
 def _names_anew(live: Any) -> bool:
     """Whether a module may put something else into a state dict than its own names."""
     methods = (type(live).state_dict, type(live)._save_to_state_dict)
@@ -279,7 +289,7 @@ def _is_untied(names: tuple[str, ...], built: Tree) -> bool:
 
 def _not_kept(node: Node, lost: str, at: errors.Span | None = None) -> errors.RewriteError:
     return errors.Unsupported(
-        f"`{node.path or 's'}` (`{node.cls.__name__}`) is not the original's in the output: {lost}",
+        f"{node.shown} (`{node.cls.__name__}`) is not the original's in the output: {lost}",
         at=at or construction_calls.place(construction_calls.stack_of(node.live)),
         hint="have it so from its own constructor, by an argument say, or schedule all instances "
         "of the class that holds it alike",

@@ -11,8 +11,9 @@ from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.idle_methods import check_run
+from slapo_rewrite.emit.registrations import imported_beside
 from slapo_rewrite.emit.sibling_files import SiblingFiles
-from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
+from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.rehearsal import MOST_ELEMENTS, MOST_PARAMETERS, TooLargeError, rehearse
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.short_build import ALL, Shortening
@@ -45,9 +46,7 @@ def construct(
     Raises:
         RewriteError: It fails, or is not what was scheduled, or not the model any more.
     """
-    told = draft.who_wrote().told()
-    whole = imported(draft.files, draft.model_file, anew)
-    with project.timed("construct"), told, whole as emitted:
+    with project.timed("construct"), imported_beside(draft, copies, anew) as emitted:
         if is_short and (short := _short(project, plan, copies, emitted)) is not None:
             tries(emitted, short)
         else:

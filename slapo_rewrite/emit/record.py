@@ -144,6 +144,8 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
         NotAnOutput: There is none, or it is damaged.
     """
     path = out / name
+    if out.is_file():
+        raise errors.NotAnOutput(f"`{out}` is a file, and not the folder of an output")
     if path.exists() and not path.is_file():
         raise errors.NotAnOutput(f"`{path}` is not a file")
     try:

@@ -25,6 +25,7 @@ from slapo_rewrite.emit.helpers import (
     library_uses,
     optional_helpers,
 )
+from slapo_rewrite.emit.idle_calls import idle_calls
 from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
@@ -33,7 +34,6 @@ from slapo_rewrite.emit.rewritten_text import (
     carried,
     check_text,
     idle_names,
-    parsed,
     rewritten,
     used_in,
 )
@@ -229,7 +229,7 @@ class _Emission:
         if not project.references:
             return
         text, _ = apply_edits(project.file.text, self.lowered.edits.get(project.file.name, []))
-        named = used_in(parsed(text, project.file))
+        named = used_in(project.file.parsed(text))
         for reference, why in project.references.items():
             if reference.written.partition(".")[0] in named:
                 self.outputs.main.imports.refer(reference, why)
@@ -321,7 +321,7 @@ class _Emission:
         left = not_run(module, project.module, project.tree.root.live, plan.shares)
         if not self.sizes and not _has_own_code(plan) and any(draft.changes.values()):
             left.append(UNCHECKED)
-        left += draft.warnings
+        left += [*draft.warnings, *idle_calls(plan, draft, self.lowered.inferred)]
         draft.warnings = [*plan.warnings, *left, *self.lowered.warnings, *self.moved_cuts]
         helpers = draft.helpers
         # Those of a support folder are written there.

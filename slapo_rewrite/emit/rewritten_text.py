@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import difflib
-import functools
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from slapo_rewrite import errors
 from slapo_rewrite.code import import_lines
 from slapo_rewrite.code.file import SourceFile, lines_of
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
@@ -44,7 +42,7 @@ def rewritten(
 
 def idle_names(file: SourceFile, text: str) -> Set[str]:
     """The imported names that a file uses, and that its rewritten text uses no more."""
-    return (file.imports.keys() & used_in(file.tree)) - used_in(parsed(text, file))
+    return (file.imports.keys() & used_in(file.tree)) - used_in(file.parsed(text))
 
 
 def idle_imports(
@@ -104,36 +102,9 @@ def check_text(text: str, file: SourceFile) -> None:
     def defined(tree: ast.Module) -> set[str]:
         return {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
 
-    lost = defined(file.tree) - defined(parsed(text, file))
+    lost = defined(file.tree) - defined(file.parsed(text))
     if lost:
         raise AssertionError(f"the rewritten file no longer defines {sorted(lost)}")
-
-
-@functools.lru_cache(maxsize=2)
-def parsed(text: str, file: SourceFile) -> ast.Module:
-    """The syntax tree of a file as it was rewritten.
-
-    Raises:
-        Unsupported: It is indented by tabs, and new lines are not.
-        BrokenOutput: It does not parse: a defect.
-    """
-    try:
-        return ast.parse(text)
-    except SyntaxError as error:
-        line = lines_of(text)[(error.lineno or 1) - 1]
-        at = errors.Span(f"rewritten/{file.path.name}", error.lineno or 1, 1, len(line) or 1, line)
-        if tab := re.search(r"^ *\t", file.text, re.M):
-            number = file.text.count("\n", 0, tab.start()) + 1
-            raise errors.Unsupported(
-                f"{file.path.name} is indented by tabs, and a line that is put into it cannot be",
-                at=errors.Span(file.display, number, 1, 1, file.line(number)),
-                hint="indent the file by spaces",
-            ) from None
-        raise errors.BrokenOutput(
-            f"what was to be written does not parse: {error.msg}",
-            at=at,
-            hint="this is a defect of slapo-rewrite, not of your input; nothing was written",
-        ) from error
 
 
 def carried(changes: Sequence[Change], before: str, after: str) -> list[Change]:

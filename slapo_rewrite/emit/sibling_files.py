@@ -118,7 +118,7 @@ class SiblingFiles:
                 known = tree.nodes.get(node.path)
                 stack = construction_calls.stack_of(known.live) if known is not None else ()
                 raise errors.UnfollowableConstruction(
-                    f"`{node.path or 's'}` is the original's `{cls.__name__}` in the output as "
+                    f"{node.shown} is the original's `{cls.__name__}` in the output as "
                     "well: what makes it does not take the class from the output",
                     at=construction_calls.place(stack),
                     cause=causes,
@@ -157,7 +157,7 @@ class SiblingFiles:
         if self.outputs.of_file(site.file).changes.is_remade(node):
             return
         raise errors.UnfollowableConstruction(
-            f"`{node.path}` is a `{node.cls.__name__}`, which changes, and is made here by what "
+            f"{node.shown} is a `{node.cls.__name__}`, which changes, and is made here by what "
             "knows the original's class alone",
             at=site.file.at(site.value),
             cause=causes,

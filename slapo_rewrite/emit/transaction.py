@@ -221,21 +221,29 @@ def locked(out: Path) -> Iterator[Callable[[], str | None]]:
         yield lambda: words
 
 
+def lock(descriptor: int) -> bool:
+    """Locks an open file or folder until it is closed; False where another process has locked it.
+
+    A file system without locks has all do as they like.
+    """
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def _wait(folder: int, out: Path) -> None:
     until = time.monotonic() + PATIENCE_S
-    while fcntl is not None:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise errors.OutputUnwritable(
-                    f"another run is writing `{out}`", hint="run this again when it is done"
-                ) from None
-            time.sleep(0.05)
-            continue
-        except OSError:
-            return  # a file system without locks
-        return
+    while not lock(folder):
+        if time.monotonic() > until:
+            raise errors.OutputUnwritable(
+                f"another run is writing `{out}`", hint="run this again when it is done"
+            )
+        time.sleep(0.05)
 
 
 def _recovered(out: Path) -> str | None:

@@ -377,7 +377,7 @@ class Engine:
     def _absorbed(self, claims: Sequence[Claim], edits: list[Edit]) -> tuple[str, ...]:
         """The modules that were called in the matches and that the new text calls no more."""
         text, _ = apply_edits(self.file.text, edits)
-        tree = ast.parse(text)
+        tree = self.file.parsed(text)
         found: dict[str, None] = {}
         calls: dict[str, set[str]] = {}
         for claim in claims:

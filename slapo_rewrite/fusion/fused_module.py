@@ -192,11 +192,9 @@ class _Made:
         """The arguments as the constructor writes them, where a subclass can write them again."""
         site, live = find_site(sources, node.children[name]), node.children[name].live
         given: dict[str, ast.expr] = {}
-        if isinstance(site.value, ast.Call):
-            given = dict(
-                zip(("in_features", "out_features", "bias"), site.value.args, strict=False)
-            )
-            given |= {k.arg: k.value for k in site.value.keywords if k.arg}
+        if isinstance(site.call, ast.Call):
+            given = dict(zip(("in_features", "out_features", "bias"), site.call.args, strict=False))
+            given |= {k.arg: k.value for k in site.call.keywords if k.arg}
         constructor = site.file.method(site.class_name, "__init__")
         own = [a.arg for a in constructor.args.args] if constructor is not None else []
         known = {*own, *site.file.names}

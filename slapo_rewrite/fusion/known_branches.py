@@ -45,7 +45,7 @@ class ConcreteArgs:
 NOTHING = ConcreteArgs({})
 
 
-def given_for(values: object, nodes: Iterable[Node]) -> ConcreteArgs:
+def given_for(values: Mapping[str, object] | None, nodes: Iterable[Node]) -> ConcreteArgs:
     """The `concrete_args` of a line of the schedule.
 
     Raises:
@@ -53,11 +53,6 @@ def given_for(values: object, nodes: Iterable[Node]) -> ConcreteArgs:
     """
     if values is None:
         return NOTHING
-    if not isinstance(values, Mapping):
-        raise errors.BadArgument(
-            f"`concrete_args` maps names of arguments to values, not {values!r}",
-            hint='write concrete_args={"use_cache": False}',
-        )
     known: dict[str, None] = {}
     for cls in dict.fromkeys(node.cls for node in nodes):
         _, *own = inspect.signature(inspect.unwrap(cls.forward)).parameters.values()

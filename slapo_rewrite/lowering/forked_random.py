@@ -62,15 +62,15 @@ class Forks:
 
     def _warning(self, draw: Draw, world: int) -> str:
         path, place = draw.callers[0][0], draw.place
-        where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
         selected = f's["{with_wildcards(path)}"]' if path else "s"
         whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
         fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
-        return (
-            f"{where}random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
+        words = (
+            f"random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
             f"here, and on {world} ranks these parts differ in size: later numbers for whole "
             f"values would differ between the ranks; {selected}{fork} mends it"
         )
+        return errors.warning(words, self.files.span(place) if place else None)
 
     def _all(self, kind: type[Change]) -> Iterator[Directive]:
         return (cause for state in self.states.values() for _, cause in state.asks(kind))
@@ -91,8 +91,8 @@ class Forks:
 
 
 def _useless(fork: Directive) -> str:
-    where = f"{fork.at.path}:{fork.at.line}: " if fork.at is not None else ""
-    return (
-        f"{where}nothing is split between ranks: each of them draws other numbers here for values "
-        "that all have, which are no longer equal; shard what works on parts, or leave it out"
+    return errors.warning(
+        "nothing is split between ranks: each of them draws other numbers here for values that all "
+        "have, which are no longer equal; shard what works on parts, or leave it out",
+        fork.at,
     )

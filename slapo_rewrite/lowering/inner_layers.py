@@ -1,7 +1,7 @@
 """Layers of torch that are split as one: what is asked of the modules inside is asked of them.
 
-`nn.MultiheadAttention` holds its output projection, and `nn.TransformerEncoderLayer` an attention
-and linear layers; torch makes these, in a file that is not rewritten.
+`nn.MultiheadAttention` holds its output projection, `nn.TransformerEncoderLayer` an attention and
+linear layers, `nn.Transformer` such layers; torch makes these, in a file that is not rewritten.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard, Sync
-from slapo_rewrite.model.layers import INNER, Inner, base_of, qualified
+from slapo_rewrite.model.layers import Inner, inner_of
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -23,9 +23,7 @@ def join_inner_layers(tree: Tree, states: dict[str, ModuleRequests]) -> None:
         Unsupported: Something is asked that has no place inside.
     """
     for node in list(tree.nodes.values()):  # a layer comes before what it holds
-        base = base_of(node.cls)
-        inner = INNER.get(qualified(base)) if base is not None else None
-        if inner is not None and node.path in tree.nodes:
+        if inner := inner_of(node.live):
             _join(tree, states, node, inner)
 
 
@@ -50,7 +48,7 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
         if shard is None or shard.axis != axis:
             packed = ", parts=3" if blocks == 3 else ""
             raise errors.IncompleteShard(
-                f"`{node.path or 's'}` is split over heads as one, and `{path}.{name}` is not "
+                f"{node.shown} is split over heads as one, and `{path}.{name}` is not "
                 f"sharded along axis {axis}",
                 at=(shard.cause if shard else first).at,
                 hint=f's["{path}"].shard("{name}", axis={axis}{packed})',
@@ -96,8 +94,8 @@ def _is_inside(node: Node, path: str, sync: Sync) -> bool:
 
 def _no_place(node: Node, path: str, state: ModuleRequests) -> errors.Unsupported:
     return errors.Unsupported(
-        f"`{path}` is a part of `{node.path or 's'}`, which is split as one: what is asked of it "
+        f"`{path}` is a part of {node.shown}, which is split as one: what is asked of it "
         "has no place",
         at=state.every_cause()[-1].at,
-        hint=f"ask it of `{node.path}`, or leave it out",
+        hint=f"ask it of {node.shown}, or leave it out",
     )

@@ -28,7 +28,7 @@ def choose_layer(node: Node, state: ModuleRequests) -> Layer:
             next(s for s in state.shards if s.parts != state.shards[0].parts),
         )
         raise errors.ConflictingEdits(
-            f"`{node.path}`: `{first.name}` and `{second.name}` are packed differently",
+            f"{node.shown}: `{first.name}` and `{second.name}` are packed differently",
             at=second.cause.at,
             also=_places(first),
             hint="give both the same `parts`",
@@ -94,7 +94,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
     if len(chosen) > 1:
         (_, first), (_, second) = list(chosen.items())[:2]
         raise errors.BadAxis(
-            f"`{node.path}`: `{first.name}` along axis {first.axis} and `{second.name}` along "
+            f"{node.shown}: `{first.name}` along axis {first.axis} and `{second.name}` along "
             f"axis {second.axis} split the layer in different ways",
             at=second.cause.at,
             also=_places(first),
@@ -136,23 +136,23 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> N
     first = bool(after) and sync is after[0]
     if first and split.output == "partition" and sync.op in ("all_reduce", "reduce_scatter"):
         problem = (
-            f"the output of `{node.path}` is a partition: {spoken} would add up different features"
+            f"the output of {node.shown} is a partition: {spoken} would add up different features"
         )
         hint = f'gather it: .sync("fwd_post", "all_gather", axis={split.axes[0]})'
     elif first and split.output == "partition" and sync.op == "scatter":
-        problem = f"the output of `{node.path}` is a partition: it is scattered already"
+        problem = f"the output of {node.shown} is a partition: it is scattered already"
         hint = 'split another axis instead: .sync("fwd_post", "RS->SR")'
     elif first and split.output == "partial sum" and sync.op in ("all_gather", "all_to_all"):
         problem = (
-            f"the output of `{node.path}` is a partial sum: {spoken} would line up the summands"
+            f"the output of {node.shown} is a partial sum: {spoken} would line up the summands"
         )
         hint = 'add them up: .sync("fwd_post", "all_reduce")'
     elif first and split.output == "partial sum" and sync.op in ("scatter", "keep"):
-        problem = f"the output of `{node.path}` is a partial sum: it has to be added up first"
+        problem = f"the output of {node.shown} is a partial sum: it has to be added up first"
         hint = f'add it up and scatter it: .sync("fwd_post", "reduce_scatter", axis={sync.axis})'
     elif sync.mode == "bwd_post" and not split.has_input_gradient:
         problem = (
-            f"the gradient of the input of `{node.path}` is no partial sum: there is "
+            f"the gradient of the input of {node.shown} is no partial sum: there is "
             "nothing to reduce"
         )
         hint = "take this line out"

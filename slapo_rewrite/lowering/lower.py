@@ -178,9 +178,10 @@ class _Lowering:
             forks.check(followed)
             self._place(asked, followed, mixed)
             self.warnings += forks.missing(asked, followed)
-            for way, place in followed.unfollowed:
-                where = f"{self.files.at(place).file.display}:{place.line}: " if place else ""
-                self.warnings.append(f"{where}not followed: {way}")
+            self.warnings += (
+                errors.warning(f"not followed: {way}", self.files.span(place) if place else None)
+                for way, place in followed.unfollowed
+            )
             edits = specialize(self.tree, self.files)
             notes = (note for output in self.files for note in output.changes.indices.notes)
             self.warnings += dict.fromkeys(notes)
@@ -355,7 +356,10 @@ class _Lowering:
         causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         return errors.UnfollowableSize(
-            str(error), at=places[0] if places else None, also=places[1:], hint=error.hint
+            str(error).replace("``", "`s`"),
+            at=places[0] if places else None,
+            also=places[1:],
+            hint=error.hint,
         )
 
     def _follow_small(

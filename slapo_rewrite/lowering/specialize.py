@@ -233,11 +233,11 @@ class _Specializing:
                 hint = f"make each by a call of its own, in a loop there: [{call} for _ in ...]"
             if (stack := _stack_around(child)) is not None:
                 hint = (
-                    f"schedule all layers of `{stack.path}` alike, or let {self.file.path.name} "
+                    f"schedule all layers of {stack.shown} alike, or let {self.file.path.name} "
                     f"make it: an nn.ModuleList and a loop in the place of {stack.cls.__name__}"
                 )
             raise errors.UnfollowableConstruction(
-                f"`{other.path}` and `{child.path}` are made by one line, and are scheduled "
+                f"{other.shown} and {child.shown} are made by one line, and are scheduled "
                 "differently",
                 at=self.file.at(site.value),
                 cause=causes,
@@ -259,7 +259,7 @@ class _Specializing:
             if self.changes.place_of(other) == place:
                 owner, asked = next(each for each in self.changes.made if each[1] == place)
                 raise errors.UnfollowableConstruction(
-                    f"`{site.function.name}` makes `{child.path}` and `{other.path}`, which are "
+                    f"`{site.function.name}` makes {child.shown} and {other.shown}, which are "
                     "scheduled differently",
                     at=self.file.at(site.value),
                     cause=self.changes.causes[owner][asked],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrain
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.subclasses import Subclass
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed, with_article, within
@@ -139,14 +141,14 @@ class SubclassChoice:
             if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
                 known = name = made.reference(self.imports, every)
             elif called is not None and self.file.qualified(called):
-                name = self.file.segment(called)
+                name = ast.unparse(called)
             elif lookup_of(self.changes.sources, site, node):
                 name = self.imports.function(Function(cls.__name__, cls.__module__), every)
             elif site.callee is None:
                 name = cls.__name__
             else:
                 raise errors.UnfollowableConstruction(
-                    f"`{node.path}` needs a subclass of `{cls.__name__}`, which this file does not "
+                    f"{node.shown} needs a subclass of `{cls.__name__}`, which this file does not "
                     "name",
                     at=self.file.at(site.value),
                     cause=every,
@@ -220,7 +222,7 @@ class SubclassChoice:
         other = next(c for c in children if c.relative != one.relative)
         assert other.owner is not None
         raise errors.UnfollowableConstruction(
-            f"`{other.path}` is made here, and so is `{one.relative}` of another "
+            f"{other.shown} is made here, and so is `{one.relative}` of another "
             f"`{other.owner.cls.__name__}`",
             at=self.file.at(find_site(self.changes.sources, one).value),
             hint="schedule all instances alike",
@@ -292,6 +294,25 @@ class SubclassChoice:
         placed = [behind(self.file, base, text, 2), *apart(self.file, base, 2)]
         return [each.caused_by(causes, why) for each in placed]
 
+    def _check_super(self, cls: type, causes: tuple[Directive, ...]) -> None:
+        """Refuses to derive from a class that looks for its base from the class of its object.
+
+        Raises:
+            Unsupported: In a subclass, `super(self.__class__, self)` is the class itself again.
+        """
+        own = (c.__name__ for c in cls.__mro__ if self.changes.sources.defines(self.file, c))
+        texts = [self.file.classes[name] for name in own if name in self.file.classes]
+        for node in (node for text in texts for node in ast.walk(text)):
+            match node:
+                case ast.Call(func=ast.Name("super"), args=[of, _]) if "self" in names_in(of):
+                    raise errors.Unsupported(
+                        f"`{cls.__name__}` needs a subclass for this, of which "
+                        f"`{ast.unparse(node)}` is `{cls.__name__}` itself",
+                        at=self.file.at(node),
+                        cause=causes,
+                        hint="write super() without arguments",
+                    )
+
     def _class_before(self, site: Site, text: str, causes: tuple[Directive, ...], why: str) -> Edit:
         around = next(s for s in self.file.tree.body if within(s, site.value))
         return above(self.file, around, text).caused_by(causes, why)
@@ -302,10 +323,12 @@ class SubclassChoice:
         for node in nodes:
             if node.owner is None:
                 raise errors.Unsupported(
-                    "the model itself cannot be checkpointed as a whole",
+                    f"`{original}` would need a subclass for this, and is made by whoever uses "
+                    "the model",
                     at=causes[0].at if causes else None,
                     hint="select modules inside it",
                 )
+            self._check_super(node.cls, causes)
             places = self.files.making(node).changes
             beside = None if places.file is self.file else self.files.stem(self.file)
             what: Change = UseSubclass(name, original, beside)

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import count_of, local_assignments
 from slapo_rewrite.model.constructor_values import (
@@ -53,6 +55,8 @@ class Site:
         inner: Where `value` is a call that a function of this file answers, or that passes its
             argument through: what makes the module there.
         alias: Where `value` means an existing module, its path.
+        written_out: Where `value` calls a function of this file that does no more than make the
+            module, what it calls, in the words that are known here.
     """
 
     file: SourceFile
@@ -69,6 +73,7 @@ class Site:
     variable: tuple[ast.stmt, ...] = ()
     inner: tuple[Site, ...] = ()
     alias: str | None = None
+    written_out: ast.Call | None = None
 
     @property
     def is_given(self) -> bool:
@@ -76,29 +81,41 @@ class Site:
         return self.kind in ("argument", RECORDED)
 
     @property
+    def call(self) -> ast.expr:
+        """What makes it: the expression, or what the function does that this calls."""
+        return self.written_out or self.value
+
+    @property
     def callee(self) -> ast.expr | None:
         """What is called to make it; None where the expression is not a call."""
-        return self.value.func if isinstance(self.value, ast.Call) else None
+        return self.call.func if isinstance(self.call, ast.Call) else None
 
     @functools.cached_property
     def partial(self) -> ast.Call | None:
-        """What is called, where that is `partial(Class, ...)` of constants, or a name for it."""
+        """What is called, where that is `partial(Class, ...)`, or a name for it.
+
+        Of constants, or where it has that name of arguments that are the same at the call.
+        """
         if {"functools", "functools.partial"}.isdisjoint(self.file.imports.values()):
             return None
         found = self.callee
         if isinstance(found, ast.Name):
             found = self._named(found.id)
-        if (
-            not isinstance(found, ast.Call)
-            or not found.args
-            or not isinstance(self.value, ast.Call)
-        ):
+        if not isinstance(found, ast.Call) or not found.args or not isinstance(self.call, ast.Call):
             return None
         given = [*found.args[1:], *(k.value for k in found.keywords)]
-        plain = all(isinstance(each, ast.Constant) for each in given)
-        plain &= all(k.arg is not None for k in [*found.keywords, *self.value.keywords])
+        plain = all(isinstance(each, ast.Constant) or self._is_given_once(each) for each in given)
+        plain &= all(k.arg is not None for k in [*found.keywords, *self.call.keywords])
         is_partial = self.file.qualified(found.func) == "functools.partial"
         return found if plain and is_partial else None
+
+    def _is_given_once(self, value: ast.expr) -> bool:
+        """Whether a value is an argument that nothing in the function binds anew."""
+        if not (isinstance(value, ast.Name) and self.variable):
+            return False
+        taken = [n.arg for n in ast.walk(self.function) if isinstance(n, ast.arg)]
+        is_own = value.id in parameters(self.function) and taken.count(value.id) == 1
+        return is_own and value.id not in bound_in(self.function)
 
     def _named(self, name: str) -> ast.expr | None:
         """What a name is given, where one statement of the function, or else of the file, does."""
@@ -117,8 +134,8 @@ class Site:
     @property
     def arguments(self) -> tuple[list[ast.expr], list[ast.keyword]]:
         """What the class gets, by place and by name; what a `partial` of it gives included."""
-        assert isinstance(self.value, ast.Call)
-        args, keywords = self.value.args, self.value.keywords
+        assert isinstance(self.call, ast.Call)
+        args, keywords = self.call.args, self.call.keywords
         if (made := self.partial) is not None:
             given = {keyword.arg for keyword in keywords}
             args = [*made.args[1:], *args]

@@ -198,6 +198,8 @@ def _parts(live: Any) -> dict[str, tuple[int, int]]:
 
 
 def _forget() -> None:
+    if PACKAGE not in sys.modules:  # nor is anything that lies in it
+        return
     for name in [n for n in sys.modules if n.startswith(PACKAGE)]:
         if name.partition(".")[0] != PACKAGE:
             continue

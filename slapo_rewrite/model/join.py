@@ -16,6 +16,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
+from slapo_rewrite.code.written_out import returned_by
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
 from slapo_rewrite.model.construction_sites import RECORDED, Site
@@ -122,7 +123,7 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
     return (
         root is not None
         and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
-        and names_in(site.value).isdisjoint(c.__name__ for c in node.cls.__mro__)
+        and names_in(site.call).isdisjoint(c.__name__ for c in node.cls.__mro__)
         and bool(construction_calls.stack_of(node.live))
     )
 
@@ -162,7 +163,8 @@ class _Search:
         self._busy.add(id(node))
         try:
             site, stack = self._followed(node), construction_calls.stack_of(node.live)
-            is_outer = bool(construction_calls.depth(site.file, site.value, stack))
+            depth = construction_calls.depth(site.file, site.value, stack)
+            is_outer = bool(depth) and site.written_out is None
             return (recorded_site(self.sources, node) if is_outer else None) or site
         except errors.UnfollowableConstruction:
             recorded = recorded_site(self.sources, node)
@@ -232,7 +234,7 @@ class _Search:
     def _ambiguous(self, node: Node, candidates: list[Candidate]) -> errors.RewriteError:
         first, *others = [c.site for c in candidates]
         return errors.UnfollowableConstruction(
-            f"`{node.path}` ({node.cls.__name__}) may be made in {len(candidates)} places",
+            f"{node.shown} ({node.cls.__name__}) may be made in {len(candidates)} places",
             at=first.file.at(first.value, "here"),
             also=[s.file.at(s.value, "or here") for s in others],
             hint="make it in one place, or choose between them with a test of `config` or `self`",
@@ -275,8 +277,16 @@ class _Search:
         except errors.UnfollowableConstruction:
             found = None
         if found is None:
-            return site
-        return replace(self._inner(found, node), kind="helper")
+            # A copy, say, of what the constructor is given.
+            given = [replace(candidate, site=s) for s in site.inner if s.kind == "argument"]
+            is_one = len(given) == len(site.inner) == 1
+            return (self._given(node, given[0], copied=True) if is_one else None) or site
+        made = self._inner(found, node)
+        if isinstance(site.value, ast.Call) and made.frame.call is site.value:
+            written = returned_by(made.function, made.value, made.call, site.value, site.function)
+            if written is not None:
+                return replace(site, kind="assign", written_out=written)
+        return replace(made, kind="helper")
 
     def _made_elsewhere(self, node: Node, found: Candidate | None) -> Site:
         """The site of a module that is made under another name, or given to the constructor."""
@@ -299,8 +309,14 @@ class _Search:
                 return given
         raise self._nowhere(node, found)
 
-    def _given(self, node: Node, found: Candidate) -> Site | None:
-        """The expression that makes a module in the call of the constructor it is given to."""
+    def _given(self, node: Node, found: Candidate, copied: bool = False) -> Site | None:
+        """The expression that makes a module in the call of the constructor it is given to.
+
+        Args:
+            node: The module.
+            found: What it is in the class that keeps it: an argument of the constructor.
+            copied: Whether each element of a list is a copy of that, and not an element of it.
+        """
         if not isinstance(found.site.value, ast.Name) or found.holder.parent is None:
             return None
         try:
@@ -312,7 +328,7 @@ class _Search:
             return None
         path = f"{site.path}.{found.site.path}"
         given = replace(site, path=path, kind="argument", value=expr, container=False)
-        if path.endswith(".*"):
+        if path.endswith(".*") and not copied:
             is_kept = stays_as_it_is(found.site.function, found.site.value)
             element = element_of(given, node.name) if is_kept else None
             if element is None or is_elsewhere(element, node):
@@ -334,10 +350,10 @@ class _Search:
         if not stack.is_stack:
             return None
         site = self.module(stack)
-        if not isinstance(site.value, ast.Call) or site.partial is not None:
+        if not isinstance(site.call, ast.Call) or site.partial is not None:
             return None
         layer = next(iter(inspect.signature(stack.cls).parameters))
-        given = arguments_by(site.value, *inspect.signature(stack.cls).parameters)
+        given = arguments_by(site.call, *inspect.signature(stack.cls).parameters)
         expr = given.get(layer if name.endswith(".*") else name)
         if expr is None:
             return None
@@ -368,7 +384,7 @@ class _Search:
             places += [f.at(f.classes[name]) for f, name in self.sources.classes(owner.cls)[:1]]
         known = [p for p in places if p is not None]
         return errors.UnfollowableConstruction(
-            f"nothing that can be followed makes `{node.path}` ({node.cls.__name__})",
+            f"nothing that can be followed makes {node.shown} ({node.cls.__name__})",
             at=known[0] if known else None,
             also=known[1:],
             hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
@@ -470,9 +486,9 @@ class _Search:
             raise Unknown  # behind a call of `super().__init__`
         site = self.module(holder)
         constructor = maker.constructor
-        if constructor is None or not isinstance(site.value, ast.Call) or site.partial is not None:
+        if constructor is None or not isinstance(site.call, ast.Call) or site.partial is not None:
             raise Unknown
-        given = argument_of(constructor, site.value, name)
+        given = argument_of(constructor, site.call, name)
         if given is None:
             raise Unknown
         return given, site

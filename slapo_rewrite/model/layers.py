@@ -128,6 +128,7 @@ SHARES: dict[str, tuple[str, str | None]] = {
     "ParallelMultiheadAttention": ("num_heads", "num_heads"),
     "ParallelTransformerEncoderLayer": ("nhead", "nhead"),
     "ParallelTransformerDecoderLayer": ("nhead", "nhead"),
+    "ParallelTransformer": ("nhead", "nhead"),
     "ParallelGroupNorm": ("num_groups", None),
     "ParallelLayerNorm": ("normalized_shape", None),
     "ParallelRMSNorm": ("normalized_shape", None),
@@ -289,13 +290,23 @@ _TRANSFORMER = Split(
         "batch_first", "norm_first", "bias", "device", "dtype",
     ),
 )  # fmt: skip
-for _name, _inner in INNER.items():
-    _plain = _name.rpartition(".")[2]
-    _whole = replace(_TRANSFORMER, name=f"Parallel{_plain}")
-    SPLITS[_name] = {
-        (f"{path}.{tensor}".lstrip("."), axis): _whole if "Transformer" in _plain else _ATTENTION
-        for (path, tensor), (axis, _) in _inner.items()
-    }
+_STACKS_OF_LAYERS = replace(
+    _TRANSFORMER,
+    name="ParallelTransformer",
+    arguments=(
+        *_TRANSFORMER.arguments[:2], "num_encoder_layers", "num_decoder_layers",
+        *_TRANSFORMER.arguments[2:],
+    ),
+)  # fmt: skip
+# How the layers of torch that are split as one, with what they hold, are split.
+_AS_ONE: dict[str, Split] = {
+    name: _ATTENTION
+    if name.endswith("MultiheadAttention")
+    else replace(_TRANSFORMER, name=f"Parallel{name.rpartition('.')[2]}")
+    for name in INNER
+}
+_AS_ONE["torch.nn.modules.transformer.Transformer"] = _STACKS_OF_LAYERS
+SPLITS.update((name, {}) for name in _AS_ONE)  # by what each one holds
 
 # The same of convolutions whose channels come in groups.
 _GROUPED: dict[str, dict[tuple[str, int], Split]] = {}
@@ -326,7 +337,34 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
     base = base_of(type(module))
     if base is None:
         return None
+    if (split := _AS_ONE.get(qualified(base))) is not None:
+        inner = inner_of(module).items()
+        return {(f"{path}.{name}".lstrip("."), axis): split for (path, name), (axis, _) in inner}
     return (_GROUPED if is_grouped(module) else SPLITS)[qualified(base)]
+
+
+def inner_of(module: object) -> Inner:
+    """What is split inside of a module that is split as one; nothing of any other.
+
+    Of an `nn.Transformer` that is all of its layers, if torch has made them.
+    """
+    base = base_of(type(module))
+    if base is None or not isinstance(module, nn.Transformer):
+        return {} if base is None else INNER.get(qualified(base), {})
+    stacks = {"encoder": nn.TransformerEncoder, "decoder": nn.TransformerDecoder}
+    found: Inner = {}
+    for stack, cls in stacks.items():
+        if type(module.get_submodule(stack)) is not cls:
+            return {}
+        layers = module.get_submodule(f"{stack}.layers")
+        assert isinstance(layers, nn.ModuleList)
+        for number, layer in enumerate(layers):  # one may stand there several times
+            below = INNER.get(qualified(type(layer)))
+            if below is None:
+                return {}
+            at = f"{stack}.layers.{number}."
+            found |= {(f"{at}{path}", name): how for (path, name), how in below.items()}
+    return found
 
 
 def is_grouped(module: object) -> bool:

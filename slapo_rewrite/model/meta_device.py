@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._refs.nn.functional as _functional_refs
@@ -23,6 +23,9 @@ _MAKING = {
 
 # Where a function keeps itself as it is called past torch.compile's tracer.
 _TOLD = "__dynamo_disable"
+
+# How many results are known at once: some hundred bytes each.
+MOST_KNOWN = 2**15
 
 # Operations that ask a tensor yes or no.
 QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
@@ -109,10 +112,12 @@ class KnownResults:
 
     Torch works out what most operations give there in Python. A result that is known stands for
     the same operation on tensors of the same shapes: a new tensor, which passes no gradient back.
+    What torch gives does not hang on the model, so that all runs of a process know the same.
     """
 
+    _known: ClassVar[dict[Hashable, tuple[Any, ...]]] = {}
+
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, ...]] = {}
         self.is_used = True
 
     def carry_out(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -147,7 +152,10 @@ class KnownResults:
             and versions == [t._version for t in given]
             and (not output.requires_grad or any(t.requires_grad for t in given))
         ):
-            self._known[key] = (output.shape, output.stride(), output.dtype, output.requires_grad)
+            about = (output.shape, output.stride(), output.dtype, output.requires_grad)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = about
         return output
 
 

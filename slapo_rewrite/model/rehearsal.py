@@ -235,6 +235,7 @@ class _Rank:
     def __init__(self, reference: _Reference, schedule: Any, output: Emitted, world: int) -> None:
         self.reference, self.schedule, self.output = reference, schedule, output
         self.building, self.built = threading.Lock(), threading.Barrier(world)
+        self.build: Callable[[], nn.Module] | None = None
 
     def __call__(self, turn: threading.Lock) -> Step:
         """The step, with the original's weights.
@@ -247,9 +248,10 @@ class _Rank:
         """
         try:
             with self.building, turn:
-                depth = self.reference.depth
-                model = small_model.build_small(self.schedule, self.output.module, depth)
-                model = model.to(self.reference.dtype)
+                if self.build is None:
+                    made = (self.schedule, self.output.module, self.reference.depth)
+                    self.build = small_model.small_builder(*made)
+                model = self.build().to(self.reference.dtype)
                 model.load_state_dict(self.reference.weights)
         except BaseException as error:
             self.built.abort()

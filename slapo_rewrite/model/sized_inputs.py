@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def sized_inputs(
     made = small_model.training_inputs(schedule, model)
     found = [value for value in made.values() if isinstance(value, Tensor) and value.dim()]
     given = found[0].shape[0] if found else 0
-    long = next((t.shape[1] for t in found if t.dim() > 1 and not t.is_floating_point()), None)
+    long = tokens_of(made)
 
     def resized(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -42,6 +43,12 @@ def sized_inputs(
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     return {name: resized(value) for name, value in made.items()}
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> int | None:
+    """How many tokens a row has: the second axis of the first tensor of whole numbers."""
+    found = (value for value in inputs.values() if isinstance(value, Tensor))
+    return next((t.shape[1] for t in found if t.dim() > 1 and not t.is_floating_point()), None)
 
 
 def rows_of(schedule: Any, model: nn.Module) -> int:

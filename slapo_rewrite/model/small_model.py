@@ -103,14 +103,19 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextlib.contextmanager
-def _scaled(module: Any) -> Iterator[None]:
-    """Sizes that an output has of one configuration are taken for a ratio meanwhile."""
+def _packed_sizes(module: Any) -> list[Any]:
+    """The classes of an output that have sizes of one configuration."""
     inside = getattr(module, "__name__", "").rpartition(".")[0] + "."
     beside = [each for name, each in sys.modules.items() if name.startswith(inside)]
     names = [getattr(each, "__dict__", {}) for each in (module, *beside)]
     found: list[Any] = [each["PackedSizes"] for each in names if "PackedSizes" in each]
-    fixed = {blocks: blocks.may_scale for blocks in found if hasattr(blocks, "may_scale")}
+    return [blocks for blocks in found if hasattr(blocks, "may_scale")]
+
+
+@contextlib.contextmanager
+def _scaled(packed: Sequence[Any]) -> Iterator[None]:
+    """Sizes that an output has of one configuration are taken for a ratio meanwhile."""
+    fixed = {blocks: blocks.may_scale for blocks in packed}
     for blocks in fixed:
         blocks.may_scale = True
     try:
@@ -136,40 +141,54 @@ def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     Raises:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.
     """
-    with _scaled(module):
-        return _small(schedule, module, depth)
+    return small_builder(schedule, module, depth)()
 
 
-def _small(schedule: Any, module: Any, depth: int) -> nn.Module:
+def small_builder(schedule: Any, module: Any, depth: int = 2) -> Callable[[], nn.Module]:
+    """What builds the twin, as often as it is called: which one that is, is found out once."""
+    packed = _packed_sizes(module)
+    with _scaled(packed):
+        build = _small(schedule, module, depth)
+
+    def built() -> nn.Module:
+        with _scaled(packed):
+            return build()
+
+    return built
+
+
+def _small(schedule: Any, module: Any, depth: int) -> Callable[[], nn.Module]:
     if hasattr(schedule, "verify_model"):
         deep = _deep_enough(schedule, module, depth) if depth > 2 else None
-        return deep or _module(schedule.verify_model(module), "verify_model")
+        return deep or (lambda: _module(schedule.verify_model(module), "verify_model"))
     with on_meta():
         full = _module(schedule.model(module), "model")
     config = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
-        return _module(shrunk(full, depth), "the model's class")
+        return lambda: _module(shrunk(full, depth), "the model's class")
     num_parameters = sum(p.numel() for p in full.parameters())
     if num_parameters > LARGEST_TWIN:
         raise ValueError(
             f"the model has {num_parameters:,} parameters, too many to run it here: "
             "define verify_model(m) in the schedule, which builds a smaller one"
         )
-    return _module(schedule.model(module), "model")
+    return lambda: _module(schedule.model(module), "model")
 
 
-def _deep_enough(schedule: Any, module: Any, depth: int) -> nn.Module | None:
+def _deep_enough(schedule: Any, module: Any, depth: int) -> Callable[[], nn.Module] | None:
     """A model of `verify_model`'s config with so many layers, where that has fewer, and says so."""
-    with contextlib.suppress(Exception):  # who builds the model itself is told what is wrong
-        with on_meta():  # no random numbers are drawn of those that it starts with
-            small, full = schedule.verify_model(module), schedule.model(module)
+    # Who builds the model itself is told what is wrong. No random numbers are drawn here of those
+    # that it starts with.
+    with contextlib.suppress(Exception), on_meta():
+        small, full = schedule.verify_model(module), schedule.model(module)
         lengths, own = _lengths(full), _lengths(small)
         configs = (getattr(small, "config", None), getattr(full, "config", None))
         has_few = any(own.get(path, size) < min(depth, size) for path, size in lengths.items())
         if has_few and all(hasattr(config, "to_dict") for config in configs):
             kept = {size: range(min(size, depth)) for size in lengths.values()}
-            deep: nn.Module = type(small)(deepened(*configs, kept))
-            return deep
+            cls: Callable[[Any], nn.Module] = type(small)
+            cls(deepened(*configs, kept))
+            return lambda: cls(deepened(*configs, kept))
     return None
 
 
@@ -201,14 +220,14 @@ def build_deep(
         if _paths(small) == _paths(full):
             return small
         if hasattr(getattr(small, "config", None), "to_dict"):
-            with contextlib.suppress(Exception), _scaled(module):
+            with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
                 deep: nn.Module = type(small)(deepened(small.config, full.config, kept or {}))
                 if kept or _paths(deep) == _paths(full):
                     return deep
     config: Any = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
         # What the schedule says may fit it better.
-        with contextlib.suppress(Exception), _scaled(module):
+        with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
             return shrunk(full, None, kept)
     return build_small(schedule, module)
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.facts import Submodule
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model import construction_calls
@@ -94,6 +95,28 @@ class Sources:
         own = [c for c in cls.__mro__ if not c.__module__.startswith("torch.nn.")]
         found = [(self.file_of(c), c.__name__) for c in own]
         return [(f, name) for f, name in found if f is not None and name in f.classes]
+
+    def check_receivers(self, root: Node) -> None:
+        """Refuses classes of the main file whose methods call their object something else.
+
+        Args:
+            root: The model.
+
+        Raises:
+            Unsupported: A method calls it otherwise than `self`.
+        """
+        for cls in dict.fromkeys(c for node in root.walk() for c in node.cls.__mro__):
+            if not self.defines(self.main, cls):
+                continue
+            for method in self.main.methods(cls.__name__):
+                is_static = isinstance(vars(cls).get(method.name), staticmethod | classmethod)
+                if not is_static and (name := first_parameter(method)) not in ("self", None):
+                    raise errors.Unsupported(
+                        f"`{cls.__name__}.{method.name}` calls its object `{name}`, and what "
+                        "methods do is read by the name `self`",
+                        at=self.main.at(method),
+                        hint="rename it to `self`; without an object it is a @staticmethod",
+                    )
 
     def maker(self, cls: type) -> Maker:
         """What the constructors of a class make."""

@@ -130,6 +130,11 @@ class Node:
         else:
             self.owner, self.relative = parent, name
 
+    @property
+    def shown(self) -> str:
+        """The path as a message names it; `s`, as in a schedule, for the root."""
+        return f"`{self.path or 's'}`"
+
     def __repr__(self) -> str:
         return f"Node({self.path!r}, {self.cls.__name__})"
 
@@ -269,7 +274,7 @@ def _check_sizes(node: Node) -> None:
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
         place = construction_calls.place(construction_calls.stack_of(node.live))
         raise errors.ModelError(
-            f"`{node.path}` is a {node.cls.__name__}, which has no sizes before it is called",
+            f"{node.shown} is a {node.cls.__name__}, which has no sizes before it is called",
             at=place,
             hint="make it with its sizes",
         )

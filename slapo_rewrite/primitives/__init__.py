@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slapo_rewrite.primitives.base import Primitive
 
-SHARED = {"base", "held", "matched", "page", "recompute_budget"}  # files that define none
+SHARED = {
+    "argument_types",
+    "base",
+    "held",
+    "matched",
+    "page",
+    "recompute_budget",
+}  # files that define none
 
 
 class Registry(MutableMapping[str, "Primitive"]):

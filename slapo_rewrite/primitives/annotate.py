@@ -98,13 +98,13 @@ def schedule(s):
         if parameter is None:
             is_buffer = name in node.buffers
             raise errors.UnknownParameter(
-                f"`{node.path or 's'}` ({node.cls.__name__}) has no parameter `{name}`"
+                f"{node.shown} ({node.cls.__name__}) has no parameter `{name}`"
                 + (": it is a buffer" if is_buffer else ""),
                 hint="a buffer is another one after each `model.to(...)`"
                 if is_buffer
-                else parameter_hint(str(name), node, node.parameters),
+                else parameter_hint(name, node, node.parameters),
             )
-        if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
+        if not key.isidentifier() or keyword.iskeyword(key):
             raise errors.BadArgument(f"{key!r} is no name for an attribute")
         if hasattr(parameter, key):
             raise errors.BadArgument(

@@ -189,7 +189,7 @@ def rule_named(call: Call) -> Rule:
     if name not in known:
         raise errors.BadArgument(
             f"there is no rule {name!r}",
-            hint=errors.did_you_mean(str(name), known) or "the rules are " + ", ".join(known),
+            hint=errors.did_you_mean(name, known) or "the rules are " + ", ".join(known),
         )
     return known[name]
 
@@ -209,12 +209,11 @@ def backends_of(call: Call) -> Backends:
     if backend in WRITTEN:
         return Always(backend)
     known = (*WRITTEN, MEASURED)
-    named = isinstance(backend, str) and backend
-    found = plugged(backend) if named else None
+    found = plugged(backend) if backend else None
     if found is None:
         raise errors.BadArgument(
             f"there is no backend {backend!r}",
-            hint=(errors.did_you_mean(backend, known) if named else None)
+            hint=errors.did_you_mean(backend, known)
             or f"there are {', '.join(known)}, and any module that can be imported",
         )
     return found

@@ -164,7 +164,7 @@ class Autocast(Primitive):
             )
         if earlier := [cause for _, cause in state.asks(HalfPrecision)]:
             raise errors.ConflictingEdits(
-                f"`{node.path or 's'}` computes in half precision already", cause=earlier
+                f"{node.shown} computes in half precision already", cause=earlier
             )
         return state.asking(HalfPrecision(dtype, _kept(call, node)), call.directive)
 
@@ -178,14 +178,12 @@ def _kept(call: Call, node: Node) -> tuple[str, ...]:
     """
     given = call.arguments["keep"]
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-        raise errors.BadArgument(f"`keep` must name modules or operations, not {given!r}")
     for name in names:
         if precision_of(name) is None and not modules_at(node, name):
             start = len(node.path) + 1 if node.path else 0
             known = [inner.path[start:] for inner in node.walk() if inner is not node]
             raise errors.UnknownPath(
-                f"`{node.path or 's'}` holds no module `{name}`, and there is no such operation",
+                f"{node.shown} holds no module `{name}`, and there is no such operation",
                 hint=errors.did_you_mean(name, known) or "name modules as in s[...]",
             )
     return tuple(names)

@@ -19,6 +19,7 @@ from slapo_rewrite.examples import Example as Example
 from slapo_rewrite.examples import Refusal as Refusal
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.primitives.argument_types import as_written, check_types
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +109,16 @@ class Primitive:
         """The same, for a primitive that says why."""
         return Chosen(self.targets(call, nodes))
 
+    def check_whole(self, call: Call) -> None:
+        """Refuses what the rest of the schedule leaves no room for; asked of what has chosen.
+
+        Args:
+            call: The call, whose `states` are those at the end of the schedule.
+
+        Raises:
+            RewriteError: It was chosen for something else.
+        """
+
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
         """How the source changes before the schedule goes on; see `Rewriting`."""
         return None
@@ -120,7 +131,7 @@ class Primitive:
         """The call's arguments by name, defaults filled in.
 
         Raises:
-            BadArgument: One is missing, or the primitive does not take it.
+            BadArgument: One is missing, or of another type than the primitive takes, or unknown.
         """
         signature = inspect.signature(self.takes)
         for name in kwargs:
@@ -134,9 +145,10 @@ class Primitive:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise errors.BadArgument(
-                f"`{self.name}`: {error}", hint=f"{self.name}{signature}"
+                f"`{self.name}`: {error}", hint=f"{self.name}{as_written(self.takes)}"
             ) from None
         bound.apply_defaults()
+        check_types(self.name, self.takes, bound.arguments)
         return dict(bound.arguments)
 
 
@@ -211,7 +223,7 @@ def check_called(call: Call, node: Node) -> None:
     """
     if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
         raise errors.Unsupported(
-            f"`{node.path}` is a {node.cls.__name__}: it is never called",
+            f"{node.shown} is a {node.cls.__name__}: it is never called",
             hint=f'select its elements: s["{node.path}.*"].{call.directive.primitive}()',
         )
 
@@ -241,10 +253,10 @@ def subgraph_of(call: Call) -> Subgraph | None:
     """The part of `forward` that a call's `subgraph` means; None where it means all of it.
 
     Raises:
-        BadArgument: It is neither a regular expression nor a list of names.
+        BadArgument: It is no regular expression, or names nothing.
     """
     given, name = call.arguments["subgraph"], call.arguments.get("name")
-    if name is not None and not (isinstance(name, str) and name.isidentifier()):
+    if name is not None and not name.isidentifier():
         raise errors.BadArgument(f"{name!r} is no name for a method")
     if given is None:
         if name is not None:
@@ -256,12 +268,9 @@ def subgraph_of(call: Call) -> Subgraph | None:
         except re.error as error:
             raise errors.BadArgument(f"{given!r} is no regular expression: {error}") from None
         return Subgraph(given, name)
-    if not isinstance(given, list | tuple) or not given:
-        given = [given]
-    if not all(isinstance(each, str) for each in given):
+    if not given:
         raise errors.BadArgument(
-            "`subgraph` must be a regular expression or a list of names of what is called, not "
-            f"{call.arguments['subgraph']!r}",
+            "`subgraph` names nothing",
             hint='name the calls of `forward` that are meant: ["attention", "mlp"]',
         )
     return Subgraph(tuple(given), name)

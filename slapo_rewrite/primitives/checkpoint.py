@@ -102,8 +102,8 @@ class Checkpoint(Primitive):
         place afterwards, what gives something else the second time (random numbers of Python, of
         NumPy or of a generator, an iterator); SR202 calls that no method makes, an operation that
         there is not; SR206 what these arguments cannot be; SR306 parts that overlap, a
-        budget beside stages, or for a step in half precision beside `autocast`; SR605 a budget that
-        nothing fits.
+        budget beside stages, before `autocast`, or after it for a step in half precision; SR605 a
+        budget that nothing fits.
 
     Source: Chen et al., arXiv 1604.06174; torch.utils.checkpoint.
     """
@@ -164,7 +164,7 @@ class Checkpoint(Primitive):
     @staticmethod
     def takes(
         subgraph: str | Sequence[str] | None = None,
-        order_args_fn: None = None,
+        order_args_fn: object = None,
         *,
         save: str | Sequence[str] | Callable[..., Any] | None = None,
         name: str | None = None,
@@ -189,6 +189,12 @@ class Checkpoint(Primitive):
         from slapo_rewrite.primitives.recompute_budget import fitted  # counts a step
 
         return fitted(call, nodes)
+
+    def check_whole(self, call: Call) -> None:
+        """A budget is for a step in the precision that the model computes in."""
+        from slapo_rewrite.primitives.recompute_budget import check_casts_known
+
+        check_casts_known(call)
 
     def _check_step(self, call: Call) -> None:
         given, parameters = call.arguments, inspect.signature(self.takes).parameters
@@ -215,7 +221,7 @@ class Checkpoint(Primitive):
         regions = state.asks(RecomputeRegion)
         earlier += [cause for region, cause in regions if part in (None, region.part)]
         if earlier:
-            raise errors.Unsupported(f"`{node.path or 's'}` is checkpointed already", cause=earlier)
+            raise errors.Unsupported(f"{node.shown} is checkpointed already", cause=earlier)
         if part is not None:
             return state.asking(RecomputeRegion(part, kept), call.directive)
         if not node.path:
@@ -236,7 +242,7 @@ def kept_of(call: Call) -> SavePolicy:
     given = call.arguments["save"]
     if given is None:
         return None
-    if callable(given) and not isinstance(given, type):
+    if callable(given):
         policy = function_of(call, given, "a policy")
         try:
             inspect.signature(given).bind("ctx", "operation", 1, 2, keyword=3)
@@ -247,10 +253,6 @@ def kept_of(call: Call) -> SavePolicy:
             ) from None
         return policy
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-        raise errors.BadArgument(
-            f"`save` must name operations, or be a function of the schedule, not {given!r}"
-        )
     if not names:
         raise errors.BadArgument("`save` names nothing", hint="take it out")
     try:

@@ -136,7 +136,7 @@ class CutEvenly(CutPipelineStage):
             sizes = sizes_of(call.tree.root, layers, idle)
         else:
             layers, sizes = timed(call, layers)
-        if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= len(sizes):
+        if not 2 <= n <= len(sizes):
             raise errors.BadArgument(
                 f"{len(layers)} layers cannot be cut into {n!r} stages",
                 hint=f"2 to {len(sizes)} stages are possible" if len(sizes) > 1 else None,

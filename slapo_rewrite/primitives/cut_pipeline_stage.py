@@ -150,6 +150,6 @@ class CutPipelineStage(Primitive):
             )
         if state.cut is not None:
             raise errors.ConflictingEdits(
-                f"a stage ends after `{node.path}` already", cause=state.cut.cause
+                f"a stage ends after {node.shown} already", cause=state.cut.cause
             )
         return replace(state, cut=StageCut(target, call.directive))

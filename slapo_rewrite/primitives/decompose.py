@@ -104,12 +104,12 @@ class Decompose(Primitive):
         """Marks the layer."""
         if qualified(node.cls) not in MULTIPLIED:
             raise errors.Unsupported(
-                f"`{node.path or 's'}` is a {node.cls.__name__}, not a linear layer",
+                f"{node.shown} is a {node.cls.__name__}, not a linear layer",
                 hint="select a Linear or transformers' Conv1D",
             )
         if "bias" not in node.parameters:
-            raise errors.Unsupported(f"`{node.path}` has no bias")
+            raise errors.Unsupported(f"{node.shown} has no bias")
         if state.decompose is not None:
             earlier = state.decompose.cause.at
-            raise errors.ConflictingEdits(f"`{node.path}` is decomposed already", also=[earlier])
+            raise errors.ConflictingEdits(f"{node.shown} is decomposed already", also=[earlier])
         return replace(state, decompose=Wish(call.directive))

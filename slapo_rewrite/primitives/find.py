@@ -293,7 +293,7 @@ def _check_original(call: Call, node: Node) -> None:
         new = state.replacement if state is not None else None
         if new is not None and above.cls.__name__ != new.target.name:
             raise errors.Unsupported(
-                f"`{above.path}` was replaced by what cannot be looked into",
+                f"{above.shown} was replaced by what cannot be looked into",
                 cause=new.cause,
                 hint="look for the pattern before the module is replaced",
             )

@@ -53,10 +53,10 @@ def class_of(call: Call, node: Node) -> Any:
 
 def module_name(call: Call) -> str:
     """What the new module is called: as given, or its class's name in small letters."""
-    given = call.arguments["name"]
+    given: str | None = call.arguments["name"]
     if given is None:
         given = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", call.arguments["new_mod"].__name__).lower()
-    if not isinstance(given, str) or not given.isidentifier():
+    if not given.isidentifier():
         raise errors.BadArgument(f"{given!r} is no name for a module")
     return given
 
@@ -78,7 +78,7 @@ def check_stateless(call: Call, node: Node) -> None:
     held = node.children.get(name)
     if held is not None and (tensors := list(held.live.state_dict())):
         raise errors.WeightsMisfit(
-            f"`{held.path}` would hold `{tensors[0]}`, and nothing says what that is made of",
+            f"{held.shown} would hold `{tensors[0]}`, and nothing says what that is made of",
             hint="give the function what the pattern's own parameters stand for, or replace the "
             "whole module, with weights=...",
         )

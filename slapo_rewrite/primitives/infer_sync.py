@@ -105,7 +105,7 @@ def schedule(s):
         """Leaves the collectives of the module and below it open, until all shards are known."""
         if state.infer_sync is not None:
             raise errors.Unsupported(
-                f"the syncs of `{node.path or 's'}` are inferred already",
+                f"the syncs of {node.shown} are inferred already",
                 cause=state.infer_sync.cause,
             )
         return replace(state, infer_sync=Wish(call.directive))

@@ -118,10 +118,10 @@ class Inline(Rewriting):
 
     def _child(self, call: Call, node: Node) -> Node:
         path, found = call.arguments["child"], node
-        for name in path.split(".") if isinstance(path, str) else ():
+        for name in filter(None, path.split(".")):
             if name not in found.children:
                 raise errors.UnknownPath(
-                    f"`{node.path or 's'}` holds no `{path}`",
+                    f"{node.shown} holds no `{path}`",
                     hint=errors.did_you_mean(path, found.children),
                 )
             found = found.children[name]
@@ -168,7 +168,7 @@ class Inline(Rewriting):
                 at = file.at(method)
                 break
         raise errors.Unsupported(
-            f"`{child.path}` is a {child.cls.__name__}: its `forward` does not stand in "
+            f"{child.shown} is a {child.cls.__name__}: its `forward` does not stand in "
             f"{file.path.name}, or is not all that calling it does",
             at=at,
             hint=f"have class `{child.cls.__name__}` in {file.path.name}, with what it does in "
@@ -190,7 +190,7 @@ class Inline(Rewriting):
         for node in call.tree.nodes.values():
             if node.path not in selected and homes & set(node.cls.__mro__):
                 raise errors.Unsupported(
-                    f"`{node.path}` is a {node.cls.__name__}, which has the methods of "
+                    f"{node.shown} is a {node.cls.__name__}, which has the methods of "
                     f"`{same[0].path}`, and is not selected",
                     hint="inline in all modules that share the text",
                 )
@@ -199,7 +199,7 @@ class Inline(Rewriting):
         """Notes that the submodule is not called any more."""
         if state.inlined is None and not replace(state, shards=(), shares=()).is_plain():
             raise errors.ConflictingEdits(
-                f"`{node.path}` cannot be inlined after it was scheduled itself",
+                f"{node.shown} cannot be inlined after it was scheduled itself",
                 hint="inline first, then schedule what it holds",
             )
         return replace(state, inlined=Wish(call.directive))

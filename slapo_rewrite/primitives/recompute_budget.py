@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
 from slapo_rewrite.code.text import listed
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Chosen, DoesNotFit
 from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
@@ -40,6 +41,7 @@ class Step:
         zero: The stage of ZeRO.
         replicas: Among how many replicas that divides what it divides.
         ranks: How many ranks share each layer.
+        products: What matrix products are computed in.
     """
 
     budget: float
@@ -50,6 +52,7 @@ class Step:
     zero: int
     replicas: int
     ranks: int = 1
+    products: str = "bf16"
 
     @property
     def kept(self) -> States:
@@ -58,7 +61,7 @@ class Step:
 
     def seconds(self, part: Part) -> float:
         """Seconds of a part of it, on a GPU whose neighbours share its layers."""
-        gpu = hardware("h200")
+        gpu = hardware("h200", self.products)
         sent = sent_seconds(part, self.rows, gpu.inside, self.ranks)
         return sum(part_seconds(part, self.rows, gpu.device)) + sent
 
@@ -83,7 +86,7 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
     """
     step = _step(call)
     _check_layers(call, nodes)
-    _check_precision(call, step)
+    step = _check_precision(call, step)
     if step.ranks > 1 and call.on_ranks is None:
         return Chosen((), f"nothing is recomputed yet: it is counted what {step} take")
     from slapo_rewrite.model.folded_step import DoesNotRun
@@ -139,7 +142,7 @@ def _step(call: Call) -> Step:
             hint=f'checkpoint(budget="{text}", batch=8, sequence=2048), or write inputs(model)',
         )
     rows = given["batch"] or _rows(call)
-    return Step(budget, rows, *(given[field.name] for field in fields(Step)[2:]))
+    return Step(budget, rows, *(given[field.name] for field in fields(Step)[2:-1]))
 
 
 def _rows(call: Call) -> int:
@@ -159,22 +162,47 @@ def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
     for node in nodes:
         if node.path.rpartition(".")[0] not in lists or not node.path:
             raise errors.Unsupported(
-                f"`{node.path or 's'}` is no layer of an nn.ModuleList of several: a budget says "
+                f"{node.shown} is no layer of an nn.ModuleList of several: a budget says "
                 "how many of those are recomputed",
                 hint=f'select layers: s["{min(lists)}.*"]' if lists else None,
             )
 
 
-def _check_precision(call: Call, step: Step) -> None:
+def _casts(call: Call) -> Iterator[tuple[HalfPrecision, Directive]]:
+    for state in call.states.values():
+        yield from state.asks(HalfPrecision)
+
+
+def check_casts_known(call: Call) -> None:
+    """Refuses `autocast` after a budget, which was solved for a step without it.
+
+    Raises:
+        ConflictingEdits: There is one.
+    """
+    late = [cause for _, cause in _casts(call) if cause.number > call.directive.number]
+    if late:
+        raise errors.ConflictingEdits(
+            "what is recomputed was chosen for a step whose products are not in half precision",
+            at=late[0].at,
+            cause=call.directive,
+            hint='call `autocast` first, then checkpoint(budget=..., precision="fp32"), for the '
+            "float32 that weights stay in",
+        )
+
+
+def _check_precision(call: Call, step: Step) -> Step:
     """Weights stay in float32 beside `autocast`, and so do many of the values that are kept."""
-    casts = [cause for state in call.states.values() for _, cause in state.asks(HalfPrecision)]
-    if casts and step.precision != "fp32":
+    casts = [*_casts(call)]
+    if not casts:
+        return replace(step, products=step.precision)
+    if step.precision != "fp32":
         raise errors.ConflictingEdits(
             f"the budget is for a step in {step.precision}, and `autocast` leaves weights and what "
             "it does not cast in float32",
-            cause=casts[0],
+            cause=casts[0][1],
             hint='count it in float32: checkpoint(budget=..., precision="fp32")',
         )
+    return step  # products are in half precision
 
 
 def counted(

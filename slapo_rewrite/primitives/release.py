@@ -136,7 +136,7 @@ class Release(Rewriting):
         from slapo_rewrite.model.held_memory import CannotMeasure  # imports triton
 
         sequence = call.arguments["sequence"]
-        if sequence is not None and (type(sequence) is not int or sequence < 1):
+        if sequence is not None and sequence < 1:
             raise errors.BadArgument(f"`sequence` is how many tokens a row has, not {sequence!r}")
         sharing = Sharing(call.tree, call.sources)
         lives = _lives(call, nodes, sharing)

@@ -166,14 +166,14 @@ class Rebuilding(Primitive):
         except WrongArguments as error:
             shown = "the original's arguments" if arguments is None else f"`{arguments}`"
             raise errors.BadArgument(
-                f"`{name}` cannot be made in the place of `{node.path}` with {shown}: {error}",
+                f"`{name}` cannot be made in the place of {node.shown} with {shown}: {error}",
                 hint='give its own: replace(..., args="...")' if arguments is None else None,
             ) from None
         except CannotBuild as error:
             if not call.arguments.get("weights") and call.done is None:
                 return None
             raise errors.WeightsMisfit(
-                f"`{name}` cannot be made in the place of `{node.path}`, so nothing is known of "
+                f"`{name}` cannot be made in the place of {node.shown}, so nothing is known of "
                 f"its weights: {error}"
             ) from None
         except errors.UnfollowableConstruction:
@@ -210,7 +210,7 @@ def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
         splits = (state.replacement, *state.shards, *state.shares, *state.syncs)
         causes = [s.cause for s in splits if s] + [c for _, c in state.asks(WrapForward)]
         raise errors.ConflictingEdits(
-            f"`{node.path}` cannot be replaced after it was changed",
+            f"{node.shown} cannot be replaced after it was changed",
             cause=causes,
             hint="replace first, then schedule what stands there",
         )
@@ -238,13 +238,10 @@ def weights_of(call: Call) -> dict[str, Weight]:
         BadArgument: It is not a mapping of names to names, `concat`, `split` or `transpose`.
     """
     given = call.arguments.get("weights") or {}
-    if not isinstance(given, Mapping):
-        given = {None: given}
     for name, source in given.items():
         if not isinstance(name, str) or not isinstance(source, (str, Weight)):
-            shown = repr(source) if name is None else f"{name!r}: {source!r}"
             raise errors.BadArgument(
-                f"`weights` maps names to what they are made of, not {shown}",
+                f"`weights` maps names to what they are made of, not {name!r}: {source!r}",
                 hint='write weights={"qkv.weight": concat("query.weight", "key.weight")}, with '
                 "`from slapo_rewrite import concat, split, transpose`",
             )
@@ -270,7 +267,7 @@ def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, W
     except Misfit as error:
         near = errors.did_you_mean(error.wrong, error.names) if error.wrong else None
         raise errors.WeightsMisfit(
-            f"`{node.path}`: {error}",
+            f"{node.shown}: {error}",
             hint=near
             or 'say what each is made of: replace(..., weights={"qkv.weight": concat(...)})',
         ) from None

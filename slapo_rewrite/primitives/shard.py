@@ -10,6 +10,7 @@ from dataclasses import replace
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests, ShardedAttribute
 from slapo_rewrite.changes.state import Shard as ShardState
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.examples import setting
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
@@ -131,7 +132,8 @@ class Shard(Primitive):
         `in_proj_weight` and `in_proj_bias` with `parts=3` and `out_proj.weight` with axis 1, is one
         layer: a partial sum; its `num_heads` stays the whole layer's. So is a layer of
         `nn.TransformerEncoder` or `nn.TransformerDecoder`, whose attentions and `linear1` and
-        `linear2` are split together: it adds up inside, and gives whole values.
+        `linear2` are split together, and an `nn.Transformer`, with all of its layers: it adds up
+        inside, and gives whole values.
 
     Numerics:
         Reassociated: sums are taken per rank, then over the ranks.
@@ -219,15 +221,8 @@ class Shard(Primitive):
         """Adds one split for each name."""
         given = call.arguments["names"]
         names = [given] if isinstance(given, str) else given
-        if (
-            not isinstance(names, Sequence)
-            or not names
-            or not all(isinstance(n, str) for n in names)
-        ):
-            raise errors.BadArgument(
-                f"`names` must be the name of a parameter or an integer attribute, or a list of "
-                f"them, not {given!r}"
-            )
+        if not names:
+            raise errors.BadArgument("`names` names nothing", hint='.shard("weight", axis=...)')
         for name in names:
             state = self._one(call, node, state, name)
         return state
@@ -236,10 +231,18 @@ class Shard(Primitive):
         parameter = {**node.buffers, **node.parameters}.get(name)
         if parameter is None and name in _attributes(node):
             return self._share(call, node, state, name)
+        if parameter is None and (made_of := _worked_out(node, name)):
+            raise errors.UnknownParameter(
+                f"`{node.path or 's'}.{name}` ({node.cls.__name__}) is no parameter: it is worked "
+                f"out of {listed(made_of)}, by a parametrization or a hook, which would see a "
+                "rank's part",
+                hint="leave the layer whole, or make the parameter plain before it is split: "
+                "torch.nn.utils.parametrize.remove_parametrizations",
+            )
         if parameter is None:
             empty = name in getattr(node.live, "_parameters", {})
             raise errors.UnknownParameter(
-                f"`{node.path or 's'}` ({node.cls.__name__}) "
+                f"{node.shown} ({node.cls.__name__}) "
                 + (
                     f"is made without its optional `{name}`"
                     if empty
@@ -256,8 +259,6 @@ class Shard(Primitive):
                 )
         shape = tuple(parameter.shape)
         axis = call.arguments["axis"]
-        if not isinstance(axis, int) or isinstance(axis, bool):
-            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}")
         if not -len(shape) <= axis < len(shape):
             raise errors.BadAxis(
                 f"`{node.path}.{name}` has shape {list(shape)}: there is no axis {axis}",
@@ -287,7 +288,7 @@ class Shard(Primitive):
                 f"{spoken} says what the weight of a {base.__name__} is: it follows from that",
                 hint='shard the weight instead: .shard("weight", axis=...)',
             )
-        if axis not in (0, -1) or isinstance(axis, bool):
+        if axis not in (0, -1):
             raise errors.BadAxis(
                 f"{spoken} is a whole number: there is no axis {axis!r}", hint="give axis=0"
             )
@@ -302,19 +303,12 @@ class Shard(Primitive):
 
     def _parts(self, call: Call, node: Node, name: str, size: int) -> tuple[int, ...]:
         parts = call.arguments["parts"]
-        if isinstance(parts, int) and not isinstance(parts, bool) and parts >= 1:
-            sizes = (1,) * parts
-        elif (
-            isinstance(parts, Sequence)
-            and parts
-            and all(isinstance(p, int) and p > 0 for p in parts)
-        ):
-            sizes = tuple(parts)
-        else:
+        given_as_sizes = not isinstance(parts, int)
+        sizes = tuple(parts) if given_as_sizes else (1,) * parts
+        if not sizes or min(sizes) < 1:
             raise errors.BadArgument(
                 f"`parts` must be a number of equal parts or the sizes of the parts, not {parts!r}"
             )
-        given_as_sizes = not isinstance(parts, int)
         if (given_as_sizes and sum(sizes) != size) or size % sum(sizes):
             raise errors.BadSize(
                 f"`{node.path}.{name}` has size {size} there: "
@@ -326,6 +320,14 @@ class Shard(Primitive):
             )
         common = math.gcd(*sizes)
         return tuple(s // common for s in sizes)
+
+
+def _worked_out(node: Node, name: str) -> list[str]:
+    """The parameters that a tensor of a module is worked out of, where it is none itself."""
+    if not hasattr(getattr(node.live, name, None), "requires_grad"):  # no tensor
+        return []
+    held = (key for key, _ in node.live.named_parameters())
+    return [k for k in held if k.startswith((f"{name}_", f"parametrizations.{name}."))]
 
 
 def _attributes(node: Node) -> list[str]:

@@ -124,7 +124,7 @@ class StepInBackwardPrimitive(Primitive):
         """Marks the model."""
         if node.path:
             raise errors.Unsupported(
-                f"`{node.path}` is part of a model: the model itself updates all parameters",
+                f"{node.shown} is part of a model: the model itself updates all parameters",
                 hint="s.step_in_backward()",
             )
         if earlier := [cause for _, cause in state.asks(StepInBackward)]:

@@ -284,15 +284,9 @@ def schedule(s):
         if mode not in MODES:
             raise errors.BadArgument(
                 f"`{mode}` is no mode of `sync`",
-                hint=errors.did_you_mean(str(mode), MODES) or "the modes are " + ", ".join(MODES),
+                hint=errors.did_you_mean(mode, MODES) or "the modes are " + ", ".join(MODES),
             )
-        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
-            raise errors.BadArgument(f"`axis` must be a whole number, not {axis!r}")
         summed = arguments["tensor_parallel_output_grad"]
-        if summed not in (None, True, False):
-            raise errors.BadArgument(
-                f"`tensor_parallel_output_grad` must be True or False, not {summed!r}"
-            )
         if isinstance(operation, str):
             chosen: Any
             chosen, axis, scatter_axis = self._operation(call, operation, axis)
@@ -327,7 +321,7 @@ def schedule(s):
         for earlier in state.syncs:
             if replace(earlier, partial_gradient=summed) == added:
                 raise errors.SyncMismatch(
-                    f"`{node.path}` has this sync already", cause=earlier.cause
+                    f"{node.shown} has this sync already", cause=earlier.cause
                 )
         return replace(state, syncs=(*state.syncs, added))
 
@@ -349,7 +343,7 @@ def schedule(s):
         known = {"fwd_pre": names, "fwd_post": values, "bwd_post": [*names, *values]}[mode]
         if of not in known or (mode == "fwd_post" and of in names):
             raise errors.BadArgument(
-                f"`{node.path or 's'}` {_LACKS[mode].format(of)}",
+                f"{node.shown} {_LACKS[mode].format(of)}",
                 hint=errors.did_you_mean(of, known) or f"it has {', '.join(known) or 'none'}",
             )
         return of if of != names[0] else None

@@ -101,3 +101,32 @@ class ParallelTransformerDecoderLayer(nn.TransformerDecoderLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         split_inside(self)
+
+
+class ParallelTransformer(nn.Transformer):
+    """An `nn.Transformer` of layers that are split inside, with its arguments and numbers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        split_layers(self.encoder.layers, ParallelTransformerEncoderLayer)
+        split_layers(self.decoder.layers, ParallelTransformerDecoderLayer)
+
+
+def split_layers(layers: nn.Module, split: type[nn.Module]) -> None:
+    """Has parallel layers take the place of those of a stack, with this rank's part of them."""
+    layer: Any
+    for name, layer in [*layers.named_children()]:
+        attention, up = layer.self_attn, layer.linear1
+        new = split(
+            attention.embed_dim,
+            attention.num_heads,
+            up.out_features,
+            layer.dropout.p,
+            layer.activation,
+            layer.norm1.eps,
+            attention.batch_first,
+            layer.norm_first,
+            up.bias is not None,
+            device="meta",
+        )
+        take_place(layers, name, new)

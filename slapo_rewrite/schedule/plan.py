@@ -66,6 +66,7 @@ class Plan:
         self.order = {path: number for number, path in enumerate(tree.nodes)}
         # What put other modules into the tree, to be done again where that is built anew.
         self._grafted: list[tuple[Primitive, Call, list[str]]] = []
+        self._choices: list[tuple[Primitive, Call]] = []
 
     def call(
         self,
@@ -107,6 +108,8 @@ class Plan:
         )
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes)
+        if not self.directives:
+            self.sources.check_receivers(self.tree.root)
         call, nodes = self._rewritten(primitive, call, nodes)
         if (done := call.done) is not None:
             self.idle |= dict.fromkeys(done.absorbed, directive)
@@ -120,13 +123,14 @@ class Plan:
             paths = tuple(node.path for node in targets)
             directive = replace(directive, paths=paths, shares=(), outcome=chosen.outcome)
             call = replace(call, directive=directive)
+            self._choices.append((primitive, call))
         self.directives.append(directive)
         decided: dict[tuple[int, int], ModuleRequests] = {}
         grafts: dict[str, Any] = {}
         for node in targets:
             if self.tree.nodes.get(node.path) is not node:
                 raise errors.UnknownPath(
-                    f"`{node.path}` was part of a module that has been replaced",
+                    f"{node.shown} was part of a module that has been replaced",
                     hint=f's["{node.path}"] selects what stands there now'
                     if node.path in self.tree.nodes
                     else "select from `s` again",
@@ -215,10 +219,10 @@ class Plan:
         while above is not None and above.path not in self.idle:
             above = above.parent
         if above is not None:
-            words, hint = f"`{above.path}` is no longer called", "schedule what takes its place"
+            words, hint = f"{above.shown} is no longer called", "schedule what takes its place"
             raise _conflict(words, self.idle[above.path], directive, hint)
         if node.path in self.seldom:
-            words, hint = f"in training `{node.path}` is no longer called", "leave it as it is"
+            words, hint = f"in training {node.shown} is no longer called", "leave it as it is"
             raise _conflict(words, self.seldom[node.path], directive, hint)
 
     def _check_ties(self, node: Node, state: ModuleRequests) -> None:
@@ -232,7 +236,17 @@ class Plan:
                     words = f"`{name}` is `{other}` too, which is read whole in training"
                     raise _conflict(words, self.seldom[path], shard.cause, "leave it whole")
 
-    def check_cuts(self) -> None:
+    def check(self) -> None:
+        """What the whole schedule asks goes together.
+
+        Raises:
+            ConflictingEdits: It does not.
+        """
+        for primitive, call in self._choices:
+            primitive.check_whole(call)
+        self._check_cuts()
+
+    def _check_cuts(self) -> None:
         """Of what the last stage of a pipeline gives, the engine computes the loss.
 
         Raises:

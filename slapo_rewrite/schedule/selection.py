@@ -91,7 +91,7 @@ class Selection:
         for node in self._nodes:
             if not node.is_container:
                 raise errors.UnknownPath(
-                    f"`{node.path}` is a {node.cls.__name__}, not a module list: it has no index",
+                    f"{node.shown} is a {node.cls.__name__}, not a module list: it has no index",
                     hint=_children_hint(node),
                 )
             items = list(node.children.values())
@@ -105,7 +105,7 @@ class Selection:
                 picked = items[key]
             except IndexError:
                 raise errors.UnknownPath(
-                    f"`{node.path}` has {len(items)} modules: there is no [{key}]"
+                    f"{node.shown} has {len(items)} modules: there is no [{key}]"
                 ) from None
             nodes += picked if isinstance(picked, list) else [picked]
         said = f"{self._said}[{shown}]"
@@ -140,12 +140,11 @@ class Selection:
         how = "none" if not taken and share.start < share.stop else "all"
         if how == "all" and (taken < length or share.stop - share.start == 1):
             return
-        at = self._plan.schedule.caller()
-        where = f"{at.path}:{at.line}: " if at else ""
-        self._plan.warnings.append(
-            f"{where}`{share}` takes {how} of {length} modules, so the output takes {how} of "
-            "any number of them"
+        words = (
+            f"`{share}` takes {how} of {length} modules, so the output takes {how} of any number "
+            "of them"
         )
+        self._plan.warnings.append(errors.warning(words, self._plan.schedule.caller()))
 
     def match(self, regex: str) -> Selection:
         """The modules below the selection whose relative path the whole expression matches.
@@ -214,7 +213,7 @@ class Selection:
 def _children_hint(node: Node) -> str:
     names = list(node.children)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"`{node.path or 's'}` holds {shown}" if names else f"`{node.path}` holds no modules"
+    return f"{node.shown} holds {shown}" if names else f"{node.shown} holds no modules"
 
 
 def _fraction(end: float) -> Fraction:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slapo_rewrite import errors
 from slapo_rewrite.simulate.links import Link
+
+HALF = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Hardware:
         memory: Bytes that one has.
         inside: What connects those of a node.
         outside: What connects those of different nodes.
-        precision: What models are trained in: `bf16`, `fp16` or `fp32`.
+        precision: What matrix products are computed in: `bf16`, `fp16`, `fp32` or `tf32`.
         said: Where the figures are from, and what is assumed of them, in words.
     """
 
@@ -49,6 +52,11 @@ class Hardware:
     said: tuple[str, ...] = ()
 
 
+def no_such_products(title: str, precision: str) -> errors.UsageError:
+    """The refusal of a precision that a device computes nothing in."""
+    return errors.UsageError(f"{title} computes nothing in {precision}", hint="--precision fp32")
+
+
 @functools.cache
 def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -60,25 +68,35 @@ def known_gpus() -> list[str]:
 
 
 @functools.cache
-def hardware(name: str) -> Hardware:
+def hardware(name: str, precision: str | None = None) -> Hardware:
     """A row of the table.
+
+    Args:
+        name: The row's.
+        precision: What matrix products are computed in; without it the half precision that models
+            are trained in on such a GPU.
 
     Raises:
         KeyError: There is none of that name.
+        UsageError: Such a GPU does not compute in this precision.
     """
     table = _table()
     row, reached, network = table["gpus"][name], table["reached"], table["network"]
+    precision = precision or row["precision"]
+    flops = row.get("flops" if precision in HALF else precision)
+    if flops is None:
+        raise no_such_products(row["title"], precision)
     share = ", ".join(f"{reached[what]:.0%} of {what}" for what in reached)
     return Hardware(
         name,
         row["title"],
-        Device(row["flops"] * reached["flops"], row["bandwidth"] * reached["bandwidth"]),
+        Device(flops * reached["flops"], row["bandwidth"] * reached["bandwidth"]),
         row["memory"],
         Link(table["node"]["latency"], row["link"] * reached["link"]),
         Link(network["latency"], network["bandwidth"] * reached["link"]),
-        row["precision"],
+        precision,
         (
-            f"{row['title']}: {row['flops'] / 1e12:.0f} Tflop/s ({row['precision']}), "
+            f"{row['title']}: {flops / 1e12:.3g} Tflop/s ({precision}), "
             f"{row['bandwidth'] / 1e12:.2f} TB/s, NVLink {row['link'] / 1e9:.0f} GB/s a direction "
             f"({row['source']})",
             f"network {network['bandwidth'] * 8 / 1e9:.0f} Gb/s for each GPU",

@@ -21,7 +21,7 @@ from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.other_ends import other_ends
 from slapo_rewrite.stages.pipeline_module import PipelineText, forward_text, loss_text
-from slapo_rewrite.stages.program import ARGUMENT, Cut, divided
+from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, rounds_of
 from slapo_rewrite.stages.set_apart import with_fields_apart, with_loss_apart
 from slapo_rewrite.stages.stage_inputs import Planner
 from slapo_rewrite.stages.stage_layout import Stages
@@ -263,9 +263,9 @@ def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:
         while node is not None and node.path:
             if not node.is_container or node.cls.__name__ == "Sequential":
                 found.add(node.path)
-                if node.parent is not None and node.name.isdigit():
+                if node.parent is not None and node.name in rounds_of(node.parent.live):
                     raise errors.CannotCut(
-                        f"a stage cannot end inside the layer `{node.path}`",
+                        f"a stage cannot end inside the layer {node.shown}",
                         at=cut.cause.at,
                         hint=f'cut after it: s["{node.path}"].cut_pipeline_stage()',
                     )

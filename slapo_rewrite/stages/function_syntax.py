@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -170,6 +171,19 @@ def is_default(name: str, value: Worth, taken: inspect.Signature | None) -> bool
     return value == NONE and any(
         p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.parameters.values()
     )
+
+
+def fields_given(call: ast.Call, cls: object) -> dict[str, ast.expr] | None:
+    """What a call gives each field of a data class, by position or name; None of other calls."""
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        return None
+    by_name = {str(k.arg): k.value for k in call.keywords if k.arg is not None}
+    taken = signature_of(cls)
+    names = [taken and positional_name(taken, number) for number in range(len(call.args))]
+    is_plain = len(by_name) == len(call.keywords) and all(names)
+    if not is_plain or any(isinstance(value, ast.Starred) for value in call.args):
+        return None
+    return dict(zip(map(str, names), call.args, strict=True)) | by_name
 
 
 def keyword_name(taken: inspect.Signature, number: int) -> str | None:

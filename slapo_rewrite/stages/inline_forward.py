@@ -33,6 +33,7 @@ from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import OUTDATED
 from slapo_rewrite.stages.function_syntax import (
     always_named,
+    fields_given,
     is_handed_on,
     is_plain_read,
     is_read_before,
@@ -285,14 +286,15 @@ class Flattening(Calls):
         return KnownKwargs(texts, known)
 
     def made(self, node: ast.expr, scope: Scope) -> KnownObject | None:
-        """The object that a call of a data class with keywords makes."""
-        if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+        """The object that a call of a data class makes."""
+        if not isinstance(node, ast.Call):
             return None
-        cls = scope.names.global_at(node.func)
-        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        cls: Any = scope.names.global_at(node.func)
+        given = fields_given(node, cls)
+        if given is None:
             return None
-        texts = {str(k.arg): self.text(k.value, scope) for k in node.keywords}
-        values = {str(k.arg): scope.names.settled(k.value) for k in node.keywords}
+        texts = {name: self.text(value, scope) for name, value in given.items()}
+        values = {name: scope.names.settled(value) for name, value in given.items()}
         return KnownObject(cls, texts, values)
 
     def branch(self, node: ast.If, scope: Scope) -> Result | None:

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from slapo_rewrite import errors
-from slapo_rewrite.code.liveness import breaks, local_names, part_of
+from slapo_rewrite.code.liveness import breaks, local_names, parts_of
 from slapo_rewrite.code.names import self_path
+from slapo_rewrite.code.subgraphs import MUTATING
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
@@ -161,6 +164,11 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any
     return linked(flat, pieces, stage + 1, cuts[0].cause.at, world)
 
 
+def rounds_of(module: Any) -> list[str]:
+    """The names of what a loop over a module runs over: the layers of a list or a sequence."""
+    return [*module._modules] if isinstance(module, nn.ModuleList | nn.Sequential) else []
+
+
 def _length(model: Any, listed: str) -> int | None:
     """How many modules a list holds; None where it holds others, or is not named plainly."""
     try:
@@ -185,8 +193,9 @@ def place_of(
         return errors.CannotCut(message, at=first, also=places[1:], hint=hint)
 
     parent, _, name = cut.path.rpartition(".")
-    if name.isdigit():
-        layer, total = int(name), len(model.get_submodule(parent))
+    rounds = rounds_of(model.get_submodule(parent))
+    if name in rounds:
+        layer, total = rounds.index(name), len(rounds)
         loops = [
             (number, statement, loop)
             for number, statement in enumerate(statements)
@@ -234,7 +243,7 @@ def place_of(
     if not found:
         for number, statement in enumerate(statements):
             for node in ast.walk(statement):
-                if name.isdigit() and isinstance(node, ast.expr) and self_path(node) == parent:
+                if name in rounds and isinstance(node, ast.expr) and self_path(node) == parent:
                     raise refused(
                         f"`{cut.path}` is not called in a loop over `{parent}`",
                         number,
@@ -301,8 +310,9 @@ def linked(
     assert isinstance(function, ast.FunctionDef)
     current: dict[str, int] = dict.fromkeys(flat.parameters, ARGUMENT)
     found = []
-    *statements, last = function.body
-    read_later = [set(part_of(function, [s]).inputs) for s in function.body]
+    statements = function.body[:-1]
+    *parts, last = parts_of(function, [[statement] for statement in function.body])
+    read_later = [set(part.inputs) for part in (*parts, last)]
     names = local_names(function)
     for number, (piece, statement) in enumerate(zip(pieces, statements, strict=True)):
         for name in altered_in(statement, {n: v for n, v in world.items() if n not in names}):
@@ -314,20 +324,19 @@ def linked(
                     also=[cause],
                     hint="hand it on as a value",
                 )
-        part = part_of(function, [statement])
+        part = parts[number]
         reads = tuple((n, current[n]) for n in part.inputs if n in current)
         later = set().union(*read_later[number + 1 :])
         altered = [n for n in altered_in(statement, {}) if n in current and n in later]
         binds = tuple(dict.fromkeys([*part.outputs, *altered]))
         found.append(replace(piece, reads=reads, binds=binds))
         current.update(dict.fromkeys(binds, number))
-    inputs = part_of(function, [last]).inputs
-    loss_reads = tuple((n, current[n]) for n in inputs if n in current)
+    loss_reads = tuple((n, current[n]) for n in last.inputs if n in current)
     return Program(flat.parameters, tuple(found), flat.loss, loss_reads, stages)
 
 
 def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
-    """The names whose values a statement alters: `mapping[key] = x`, `found.append(x)`.
+    """The names whose values a statement alters: `mapping[key] = x`, `x = found.pop()`.
 
     Args:
         statement: The statement.
@@ -337,12 +346,14 @@ def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
         base: ast.expr | None = None
         match node:
             case (
-                ast.Subscript(value=value, ctx=ast.Store())
+                ast.Subscript(value=value, ctx=ast.Store() | ast.Del())
                 | ast.Attribute(value=value, ctx=ast.Store())
             ):
                 base = value
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=value) as called)):
                 base = None if is_message(called, world) else value
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in MUTATING:
+                base = value
         while isinstance(base, ast.Subscript | ast.Attribute):
             base = base.value
         if isinstance(base, ast.Name) and base.id != "self":

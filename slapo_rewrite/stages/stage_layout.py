@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slapo_rewrite.code.effects import is_in_place
-from slapo_rewrite.code.liveness import part_of
+from slapo_rewrite.code.liveness import parts_of
 from slapo_rewrite.stages.program import ARGUMENT, Depth, Program, Version
 from slapo_rewrite.stages.value_kinds import Like, ValueKind
 from slapo_rewrite.stages.written_text import respelled
@@ -116,12 +116,15 @@ class Stages:
         return [version for version, like in likes.items() if like is not None and not like[0]]
 
     def taken_apart(self, stage: Stage) -> list[Version]:
-        """The values of which a stage hands on the parts."""
+        """The values of which a stage hands on the parts, or that have none."""
         wanted = {v for v in stage.hands_on if v not in stage.given}
+        made = set(stage.pieces) - {*stage.again}
+        joined = {v for other in self.stages for v in other.joined if v[1] in made}
+        wanted |= {version for version in joined if self.seen[version].text}
         found: list[Version] = []
         for version, seen in reversed(list(self.seen.items())):
             parts = {(name, version[1]) for name in seen.names(version[0])}
-            if parts & wanted:
+            if parts & wanted or version in wanted & joined:
                 wanted.add(version)
                 found.insert(0, version)
         return found
@@ -169,10 +172,11 @@ def without_idle(texts: Sequence[str], returned: str) -> list[str]:
         )
         function = ast.parse(text).body[0]
         assert isinstance(function, ast.FunctionDef)
+        statements = [[statement] for statement in function.body[:-1]]
         idle = [
             number
-            for number, statement in enumerate(function.body[:-1])
-            if is_plain(statement) and not part_of(function, [statement]).outputs
+            for number, part in enumerate(parts_of(function, statements))
+            if is_plain(function.body[number]) and not part.outputs
         ]
         if not idle:
             return kept

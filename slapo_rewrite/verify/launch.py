@@ -159,7 +159,7 @@ class Ranks:
         self.server, self.job, self.folder = server, job, folder
         self.world, self.count = world, ranks_of(world)
         self.timeout_s, self.progress, self.checked = timeout_s, progress, checked
-        self.told: dict[str, bool] = {}
+        self.told: dict[str, str] = {}
         self.processes: list[ForkedProcess] = []
         self.killed: set[int] = set()
 
@@ -200,12 +200,13 @@ class Ranks:
         That comes of a rank that is behind, or of float64, which decides what may be rounding.
         """
         texts = (self._read(rank, "checks") for rank in range(self.count))
-        done: list[dict[str, bool]] = [json.loads(text or "{}") for text in texts]
+        done: list[dict[str, bool | None]] = [json.loads(text or "{}") for text in texts]
         for name in done[0]:
-            ok = all(checks.get(name, True) for checks in done)
-            if self.told.get(name) != ok:
-                self.told[name] = ok
-                self.checked(f"{named(self.world)}: {name}: {'ok' if ok else 'WRONG'}")
+            found = {checks.get(name, True) for checks in done}
+            words = "WRONG" if False in found else "beyond its limit" if None in found else "ok"
+            if self.told.get(name) != words:
+                self.told[name] = words
+                self.checked(f"{named(self.world)}: {name}: {words}")
 
     def _end(self) -> None:
         for rank, process in enumerate(self.processes):

@@ -98,8 +98,10 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     stopped = importlib.import_module(f"{PARTS}.figures").StoppedError
     told = Path(job["folder"]) / f"{rank}.checks"
 
-    def tell() -> None:
-        write(told, json.dumps({check.name: check.ok for check in checks.done}))
+    def tell(decided: bool = False) -> None:
+        # An error beyond its limit may be rounding, which float64 decides in the end.
+        found = ((c, c.ok or decided or c.error is None) for c in checks.done)
+        write(told, json.dumps({c.name: c.ok if is_known else None for c, is_known in found}))
 
     def next_stage(name: str) -> None:
         tell()  # what is done is, when the next thing begins
@@ -113,7 +115,7 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     except stopped:
         result["stopped"] = True
     finally:
-        tell()
+        tell(decided=True)
         result["checks"] = [asdict(check) for check in checks.done]
         result.update(source=pair.source, share=pair.share, notes=pair.notes, module=checks.module)
 

@@ -440,15 +440,27 @@ class Model(nn.Module):
 """
 
 
-@pytest.mark.parametrize("width", ["1024", "64"])
-def test_what_other_instances_have_too_is_split_in_all_of_them(width, tmp_path):
+@pytest.mark.parametrize(("width", "second"), [("1024", "width"), ("64", "width"), ("4096", "32")])
+def test_what_other_instances_have_too_is_split_in_all_of_them(width, second, tmp_path):
+    """Also those that by themselves would not pay."""
     step = STEP.replace("WIDTH", width).replace("attention.query", "query")
-    found = derived(tmp_path, GIVEN, step)
+    source = GIVEN.replace("Stack(width, 1)", f"Stack({second}, 1)")
+    source = source.replace("self.first(x)", f"self.first(x)[..., :{second.replace('width', '')}]")
+    found = derived(tmp_path, source, step)
     assert found.share == 1
 
 
 def test_where_nothing_pays_everything_is_split_and_says_so_once(tmp_path):
-    found = derived(tmp_path, SINKS, STEP.replace("WIDTH", "64"))
+    made = "self.attention = Attention(width, heads)\n"
+    words = "        self.words, self.head = nn.Embedding(99, width), nn.Linear(width, 99)\n"
+    source = SINKS.replace(made, made + words).replace(
+        "return x + self.attention(x)",
+        "x = self.words(x)\n        return self.head(self.attention(x))",
+    )
+    step = STEP.replace("WIDTH", "64").replace(
+        "randn(2, 5, model.attention.query.in_features", "randint(99, (2, 5)"
+    )
+    found = derived(tmp_path, source, step)
     assert found.share > 0.9
     said = " ".join(found.text.replace("#", " ").split())
     assert said.count(NONE_PAYS) == 1 and "It takes longer" not in said

@@ -15,6 +15,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.code.locate import free_name
 from slapo_rewrite.emit.helpers import MODULES, RUNTIME_ORDER
 from slapo_rewrite.primitives.shard import MLP, MODEL
+from tests.rewriting import refused
 
 SHARDED = """\
 def schedule(s):
@@ -202,6 +203,22 @@ def test_tabs_where_lines_are_put_in(command, tmp_path, capsys):
     source = source.replace("torch.relu(self.up(x))", "torch.relu(self.up(x)).view(-1, self.n)")
     assert main(command("net.py", source)) == 2
     assert "net.py is indented by tabs" in capsys.readouterr().err
+
+
+def test_tabs_where_a_rule_is_applied(tmp_path):
+    source = Path("tests/models/gpt.py").read_text().replace("    ", "\t")
+    schedule = Path("tests/models/gpt_schedule.py").read_text()
+    text = refused(tmp_path, source, schedule, "SR305", ("fuse=true",))
+    assert "is indented by tabs" in text and "indent the file by spaces" in text
+
+
+@pytest.mark.parametrize("call", ['["up"].checkpoint()', '.apply("bias_gelu")', ".infer_sync()"])
+def test_methods_that_call_their_object_otherwise(call, tmp_path):
+    schedule = MODEL + f"def schedule(s):\n    s{call}\n"
+    text = refused(tmp_path, MLP.replace("self", "this"), schedule, "SR305")
+    assert "`MLP.__init__` calls its object `this`" in text and "rename it to `self`" in text
+    only = MLP.replace("def forward(self, x)", "def forward(me, x)").replace("(self.", "(me.")
+    assert "`MLP.forward` calls its object `me`" in refused(tmp_path, only, schedule, "SR305")
 
 
 @pytest.mark.parametrize("folder", ["match", "_", "__x__", "größe", "模型", "type"])

@@ -223,7 +223,7 @@ def test_left_alone(body, asked, reason, tmp_path):
     [
         ('{"oter": None}', "did you mean `other`"),
         ('{"x": 1, "y": 2}', "no selected module takes an argument `y`"),
-        ('["other"]', "maps names of arguments to values"),
+        ('["other"]', "`concrete_args` must be a dictionary, not"),
     ],
 )
 def test_arguments_that_are_none(given, said, tmp_path):

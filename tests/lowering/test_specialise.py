@@ -610,12 +610,68 @@ def test_a_partial_of_a_class_gives_the_subclass_what_it_gives(old, new, made, t
     assert made in changed_lines(rewritten(tmp_path, source, schedule))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "made"),
+    [
+        ("", "", "CheckpointedLinear(8, 8, bias=bias) if i < 2 else Linear(8)"),
+        ("self.layers = ", "bias = True\n        self.layers = ", None),
+        ("for _ in range(3)", "for bias in range(3)", None),
+        ("Linear(8)", "(lambda bias: Linear(8))(1)", None),
+        ("bias=bias", "bias=self.training", None),
+    ],
+)
+def test_a_partial_of_arguments_gives_what_they_are(old, new, made, tmp_path):
+    """Unless they are others where it is called."""
+    source = PARTIAL.replace("Linear = partial(nn.Linear, 8, bias=False)", "").replace(
+        "(self):\n        super().__init__()",
+        "(self, bias=False):\n        super().__init__()\n        "
+        "Linear = partial(nn.Linear, 8, bias=bias)",
+    )
+    schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n"
+    schedule += '    s["layers"][:2].checkpoint()\n'
+    source = source.replace(old, new)
+    if made is None:
+        refused(tmp_path, source, schedule, "SR103")
+        return
+    assert made in changed_lines(rewritten(tmp_path, source, schedule))
+
+
+@pytest.mark.parametrize("of", ["self.__class__", "type(self)"])
+def test_a_class_that_asks_its_object_for_its_base_gets_no_subclass(of, tmp_path):
+    source = f"""\
+from torch import nn
+
+
+class Block(nn.Linear):
+    def __init__(self):
+        super({of}, self).__init__(8, 8)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super(Model, self).__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+    schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n"
+    schedule += '    s["blocks"][:2].checkpoint()\n'
+    text = refused(tmp_path, source, schedule, "SR305")
+    assert f"`super({of}, self)` is `Block` itself" in text and "write super() without" in text
+    source = source.replace(f"super({of}, self)", "super()")
+    assert "CheckpointedBlock" in changed_lines(rewritten(tmp_path, source, schedule))
+
+
 FUNCTION = """\
 from torch import nn
 
 
 def wide(n):
-    return nn.Linear(n, n)
+    layer = nn.Linear(n, n)
+    return layer
 
 
 class Other(nn.Module):
@@ -639,6 +695,9 @@ class Model(nn.Module):
 """
 
 
+RETURNED = "    return nn.Linear(n, n)\n"
+
+
 @pytest.mark.parametrize(
     ("selected", "words"),
     [
@@ -656,7 +715,16 @@ def test_what_a_function_makes_changes_alike_or_not_at_all(selected, words, tmp_
         assert words in refused(tmp_path, FUNCTION, schedule, "SR103")
         return
     changed = changed_lines(rewritten(tmp_path, FUNCTION, schedule))
-    assert "+    return CheckpointedLinear(n, n)\n" in changed and changed.count("-") == 1
+    assert "+    layer = CheckpointedLinear(n, n)\n" in changed and changed.count("-") == 1
+
+
+def test_a_call_of_a_function_that_only_returns_a_layer_is_written_out(tmp_path):
+    source = FUNCTION.replace("    layer = nn.Linear(n, n)\n    return layer\n", RETURNED)
+    schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n    s"
+    schedule += '["{layers.0,other.up}"].checkpoint()\n'
+    changed = changed_lines(rewritten(tmp_path, source, schedule))
+    assert "self.up = CheckpointedLinear(8, 8)\n" in changed
+    assert "CheckpointedLinear(8, 8) if i == 0 else wide(8) for i in range(3)" in changed
 
 
 HEADS = """\
@@ -665,7 +733,8 @@ from torch import nn
 
 
 def proj(width):
-    return nn.Linear(width, width)
+    made = nn.Linear(width, width)
+    return made
 
 
 class Model(nn.Module):

@@ -551,6 +551,31 @@ class M(nn.Module):
     assert joined.text("encoder.layers.1.linear1").startswith("Linear(")
 
 
+def test_copies_of_what_a_constructor_is_given_are_found_where_it_is_called(tmp_path):
+    joined = join(
+        tmp_path,
+        """
+def clones(module, number):
+    return nn.ModuleList([copy.deepcopy(module) for _ in range(number)])
+
+class Stack(nn.Module):
+    def __init__(self, layer, number):
+        super().__init__()
+        self.layers = clones(layer, number)
+        self.last = copy.deepcopy(layer)
+
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.Linear(3, 2)
+        self.x = Stack(layer, 2)
+        self.y = Stack(number=1, layer=nn.Linear(2, 2))
+""",
+    )
+    assert joined.text("x.layers.1") == joined.text("x.last") == "nn.Linear(3, 2)"
+    assert joined.text("y.layers.0") == joined.text("y.last") == "nn.Linear(2, 2)"
+
+
 def test_a_single_site_of_the_wrong_class_is_not_taken(tmp_path):
     joined = join(
         tmp_path,

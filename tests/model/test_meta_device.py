@@ -5,12 +5,19 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_rewrite.model import meta_device
 from slapo_rewrite.model.meta_device import KnownOperators, KnownResults, NeedsGraph
 from tests.rewriting import rewritten
 
 X = torch.empty(2, 6, 8, device="meta", requires_grad=True)
 Y = torch.empty(8, 6, 2, device="meta", dtype=torch.bfloat16).permute(2, 1, 0)
 W = torch.nn.Parameter(torch.empty(5, 8, device="meta"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch):
+    """What other tests had worked out is not known."""
+    monkeypatch.setattr(KnownResults, "_known", {})
 
 
 class Watch(TorchDispatchMode):
@@ -72,6 +79,20 @@ def test_what_differs_is_worked_out():
         want = torch.mul(*args)
         assert (have.dtype, have.stride()) == (want.dtype, want.stride())
         assert have.requires_grad == want.requires_grad
+
+
+def test_what_one_run_has_worked_out_the_next_one_knows():
+    KnownResults().carry_out(torch.mul, (X, 2), {})
+    with Watch() as watch:
+        KnownResults().carry_out(torch.mul, (X, 2), {})
+    assert set(watch.names) <= {"aten::empty_strided"}
+
+
+def test_few_results_are_kept(monkeypatch):
+    monkeypatch.setattr(meta_device, "MOST_KNOWN", 2)
+    for factor in range(9):
+        KnownResults().carry_out(torch.mul, (X, factor), {})
+    assert len(KnownResults._known) <= 2
 
 
 def test_what_is_no_new_tensor_is_not_known():

@@ -55,7 +55,7 @@ def test_no_pattern(tmp_path, text):
     [
         ("s.find()", "takes a pattern"),
         ("s.find(abs, where=abs)", "takes a pattern"),
-        ("s.find(where=3)", "a function of a call"),
+        ("s.find(where=3)", "must be a function"),
         ("s.find('(')", "not a regular expression"),
         ("s.find(3)", "not 3"),
         ("s.find(abs)", "built-in function abs"),

@@ -438,7 +438,7 @@ def test_the_gpu_at_hand_is_known_by_its_name(tmp_path, table, monkeypatch):
     [
         ('s.apply_all(backend="trition")', ("no backend 'trition'", "`triton`")),
         ('s.apply_all(backend="")', ("no backend ''", "triton, inductor, eager, measured")),
-        ("s.apply_all(backend=None)", ("no backend None", "any module that can be imported")),
+        ("s.apply_all(backend=None)", ("`backend` must be a string, not None",)),
         (MEASURED.replace("h100", "h10"), ("no device 'h10'", "`h100`")),
         (MEASURED.replace("h100", "tpu"), ("no device 'tpu'", "v100, a100")),
         ('s.apply_all(device="h100")', ('`device` is for backend="measured"',)),

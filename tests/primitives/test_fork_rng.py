@@ -177,7 +177,7 @@ def test_together_with_shards_of_some_instances(tmp_path):
     ("line", "code", "words"),
     [
         ('s["layers"].fork_rng()', "SR305", 'select its elements: s["layers.*"].fork_rng()'),
-        ('s["layers.*.{drop,*}"].fork_rng(1)', "SR206", "or a list of names"),
+        ('s["layers.*.{drop,*}"].fork_rng(1)', "SR206", "or a list of strings"),
         ('[s["layers.0.drop"].fork_rng() for _ in "ab"]', "SR305", "already"),
     ],
 )

@@ -279,3 +279,22 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_numbers(folder, world):
     run(compare, world, folder, CASES)
+
+
+@pytest.mark.parametrize(
+    ("normed", "names"),
+    [
+        (
+            "torch.nn.utils.parametrizations.weight_norm",
+            "`parametrizations.weight.original0` and `parametrizations.weight.original1`",
+        ),
+        ("torch.nn.utils.spectral_norm", "`weight_orig`"),
+    ],
+)
+def test_a_weight_that_is_worked_out_of_others_is_refused_in_words(normed, names, tmp_path):
+    source = MLP.replace("nn.Linear(10, 12)", f"{normed}(nn.Linear(10, 12))")
+    schedule = (
+        'def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n    s["fc_in"].shard("weight"'
+    )
+    words = refused(tmp_path, source, schedule + ", axis=0)\n", "SR203")
+    assert f"is no parameter: it is worked out of {names}, by a parametrization" in words

@@ -63,6 +63,19 @@ def test_right_output_passes_at_both_world_sizes(tmp_path):
     assert json.loads(record)["verdict"] == "equal"
 
 
+def test_an_error_beyond_its_limit_is_wrong_once_float64_has_decided(tmp_path):
+    said = []
+    ranks = launch.Ranks(None, {}, 2, tmp_path, 1.0, said.append, said.append)
+    for first, second in (({"loss": True}, {"loss": None}), ({"loss": True}, {"loss": True})):
+        (tmp_path / "0.checks").write_text(json.dumps(first))
+        (tmp_path / "1.checks").write_text(json.dumps(second))
+        ranks._tell()
+        ranks._tell()  # nothing new
+    (tmp_path / "0.checks").write_text('{"loss": false}')
+    ranks._tell()
+    assert said == [f"world size 2: loss: {word}" for word in ("beyond its limit", "ok", "WRONG")]
+
+
 def test_missing_all_reduce(tmp_path):
     change = ("SumForward.apply(F.linear(x, self.weight))", "F.linear(x, self.weight)")
     out, checked = outputs.write(tmp_path, "out", {"tensor_parallel.py": change}), []

@@ -134,6 +134,14 @@ def test_schedule_has_the_last_word():
     assert small_model.loss_of(schedule, torch.ones(2), {}) == 2
 
 
+def test_that_a_model_is_its_own_twin_is_found_out_once():
+    built = []
+    schedule = SimpleNamespace(model=lambda m: built.append(nn.Linear(3, 3)) or built[-1])
+    build = small_model.small_builder(schedule, None)
+    twins = [build() for _ in range(3)]
+    assert built[1:] == twins and built[0].weight.is_meta
+
+
 def test_homegrown_model_is_its_own_twin():
     schedule = SimpleNamespace(model=lambda m: nn.Linear(3, 3))
     assert small_model.build_small(schedule, None).weight.device.type == "cpu"

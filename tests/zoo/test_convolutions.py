@@ -45,6 +45,26 @@ class Model(nn.Module):
         return self.head(F.avg_pool2d(x, 2).flatten(1))
 """
 )
+# One function makes both convolutions of a block, by another one.
+HELPERS = """\
+def conv(inner, outer, size, bias=True, mode="zeros"):
+    return nn.Conv2d(inner, outer, size, padding=(size - 1) // 2, bias=bias, padding_mode=mode)
+
+
+def conv3x3(inner, outer, bias=False, mode="zeros"):
+    \"\"\"As wide residual networks have it.\"\"\"
+    return conv(inner, outer, 3, mode=mode, bias=bias)
+
+
+"""
+MADE_BY_HELPERS = (
+    RESNET.replace(
+        "nn.Conv2d(channels, width, 3, padding=1, bias=False)", "conv3x3(channels, width)"
+    )
+    .replace("nn.Conv2d(width, channels, 3, padding=1, ", "conv3x3(width, channels, True, ")
+    .replace('padding_mode="reflect"', 'mode="reflect"')
+    .replace("class Block", HELPERS + "class Block")
+)
 SEQUENCE = (
     HEAD
     + """\
@@ -128,6 +148,7 @@ REDUCED = """\
 """
 CASES = {
     "wide": Case(RESNET, IMAGES + WIDE),
+    "helpers": Case(MADE_BY_HELPERS, IMAGES + WIDE),
     "groups": Case(SEQUENCE, SIGNALS + GROUPS + REDUCED),
     # Of layers that are scheduled alike, one has groups.
     "inferred": Case(
@@ -155,6 +176,10 @@ def test_layers_take_the_place_of_their_like(tmp_path):
     text = changed_lines(rewritten(tmp_path, RESNET, IMAGES + WIDE))
     assert "+        self.bn2 = ParallelBatchNorm2d(width)\n" in text
     assert "ColumnParallelConv2d(channels, width, 3, padding=1, bias=False)" in text
+    text = changed_lines(rewritten(tmp_path, MADE_BY_HELPERS, IMAGES + WIDE))
+    assert "-        self.conv1 = conv3x3(channels, width)\n" in text and "def" not in text
+    made = "channels, width, 3, padding=(3 - 1) // 2, bias=False, padding_mode="
+    assert f"ColumnParallelConv2d(\n+            {made}" in text
     text = changed_lines(rewritten(tmp_path, SEQUENCE, SIGNALS + GROUPS + REDUCED))
     assert "+        self.mix = GroupParallelConv1d(width, width, 3, 1, 1, 1, 4)\n" in text
     assert "+        self.norm = ParallelGroupNorm(4, width)\n" in text

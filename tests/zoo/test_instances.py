@@ -334,6 +334,50 @@ def test_copies_of_one_that_are_scheduled_differently_are_refused_and_the_advice
     assert "if i == 0" in changed_lines(rewritten(tmp_path, called, lines))
 
 
+GIVEN = """\
+class Stack(nn.Module):
+    def __init__(self, layer, number):
+        super().__init__()
+        self.layers = clones(layer, number)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, d=8):
+        super().__init__()
+        layer = MLP(d)
+        self.a, self.b = Stack(layer, 3), Stack(layer, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("selected", "made"),
+    [
+        ("{a,b}.layers.*", True),
+        ("a.layers.*", False),  # all are copies of one
+        ("{a,b}.layers.0", False),
+    ],
+)
+def test_copies_of_what_a_constructor_is_given_change_where_that_is_made(selected, made, tmp_path):
+    clones = COPIES.partition("class Model")[0].replace("ANY", "_")
+    source, schedule = HEAD + clones + MLP + GIVEN, f'    s["{selected}"].checkpoint()\n'
+    if not made:
+        text = refused(tmp_path, source, SCHEDULE + schedule, "SR103")
+        assert "are made by one line, and are scheduled differently" in text
+        return
+    schedule += f'    split(s["{selected}"])\n'
+    added = changed_lines(rewritten(tmp_path, source, SCHEDULE + schedule))
+    assert "+        layer = CheckpointedMLP(d)\n" in added
+    assert "+        self.up = ColumnParallelLinear(d, 4 * d)\n" in added
+
+
 def test_a_layer_can_be_split_and_checkpointed(tmp_path):
     source = HEAD + MLP + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
     lines = '    split(s["mlp"])\n    s["mlp.up"].checkpoint()\n'

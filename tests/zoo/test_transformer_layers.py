@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.runtime.transformer_layers import (
+    ParallelTransformer,
     ParallelTransformerDecoderLayer,
     ParallelTransformerEncoderLayer,
 )
@@ -87,7 +88,33 @@ STATED = """\
     e["{self_attn,linear1}"].sync("bwd_post", "all_reduce")
     e["{self_attn.out_proj,linear2}"].sync("fwd_post", "all_reduce")
 """
+TRANSFORMER = """\
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.pair = nn.Transformer(width, 4, 2, 1, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x, padding):
+        x = self.first(x)
+        return self.pair(x, x.tanh(), memory_key_padding_mask=padding)
+"""
+WHOLE_TRANSFORMER = """\
+    for layers in s["pair.{encoder,decoder}.layers.*"]:
+        for attention in ("self_attn", "multihead_attn"):
+            if attention in layers:
+                own = layers[attention]
+                own.shard(["in_proj_weight", "in_proj_bias"], axis=0, parts=3)
+                own["out_proj"].shard("weight", axis=1)
+        layers["linear1"].shard(["weight", "bias"], axis=0)
+        layers["linear2"].shard("weight", axis=1)
+    s.infer_sync()
+"""
 CASES = {
+    "transformer": Case(TRANSFORMER, SCHEDULE + WHOLE_TRANSFORMER),
     "stated": Case(SOURCE, SCHEDULE + ENCODER + STATED),
     "all": Case(SOURCE, SCHEDULE + ENCODER + REST),
 }
@@ -122,6 +149,19 @@ def test_the_layer_that_torch_copies_is_made_parallel(tmp_path):
     assert changed.count("Parallel") == 2
 
 
+def test_a_transformer_is_split_with_all_of_its_layers(tmp_path):
+    case = CASES["transformer"]
+    changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
+    assert "self.pair = ParallelTransformer(\n" in changed
+    some = SCHEDULE + WHOLE_TRANSFORMER.replace("{encoder,decoder}", "decoder")
+    words = refused(tmp_path, case.source, some, "SR307")
+    assert "`pair` is split over heads as one, and `pair.encoder.layers.0" in words
+    layer = "nn.TransformerEncoderLayer(width, 4, 32, batch_first=True)"
+    own = f"0.0, custom_encoder=nn.TransformerEncoder({layer}, 2), "
+    words = refused(tmp_path, case.source.replace("0.0, ", own), case.schedule, "SR305")
+    assert "does not take the argument `custom_encoder`" in words
+
+
 @pytest.mark.parametrize(
     ("lines", "code", "words"),
     [
@@ -149,20 +189,23 @@ def test_refusals(lines, code, words, tmp_path):
     assert words in refused(tmp_path, SOURCE, SCHEDULE + lines, code)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_it_draws_and_gives_what_torch_does(first, training):
     for whole, mine in (
         (nn.TransformerEncoderLayer, ParallelTransformerEncoderLayer),
         (nn.TransformerDecoderLayer, ParallelTransformerDecoderLayer),
+        (nn.Transformer, ParallelTransformer),
     ):
         results = []
         for cls in (whole, mine):
             torch.manual_seed(0)
-            layer = cls(16, 4, 24, 0.3, nn.functional.silu, norm_first=first).double()
+            given = (2, 1, 24) if whole is nn.Transformer else (24,)
+            layer = cls(16, 4, *given, 0.3, nn.functional.silu, norm_first=first).double()
             layer.train(training)
             x = torch.randn(5, 3, 16, dtype=torch.double)
-            memory = (x.tanh(),) if isinstance(layer, nn.TransformerDecoderLayer) else ()
+            memory = () if whole is nn.TransformerEncoderLayer else (x.tanh(),)
             results.append((layer.state_dict(), layer(x, *memory)))
         (before, want), (after, have) = results
         assert [*before] == [*after]

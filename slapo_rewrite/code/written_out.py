@@ -1,0 +1,83 @@
+"""What a function computes, written out in the words of a call of it."""
+
+from __future__ import annotations
+
+import ast
+import copy
+
+from slapo_rewrite.code.arguments import all_arguments, argument_of, parameters
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
+from slapo_rewrite.code.syntax import REPEATABLE
+from slapo_rewrite.code.text import within
+
+# What an argument may be that is written several times, or in another order.
+_PLAIN = (*REPEATABLE, ast.UnaryOp, ast.unaryop, ast.Tuple, ast.Subscript, ast.Slice)
+# What has names of its own, or does not stand for a value.
+_OWN_NAMES = (ast.Lambda, ast.comprehension, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+
+
+def with_arguments(expr: ast.expr, function: ast.FunctionDef, call: ast.Call) -> ast.expr | None:
+    """An expression of a function, with what a call gives it in the place of its parameters.
+
+    Args:
+        expr: The expression, in which parameters are what they were when they came in.
+        function: The function.
+        call: A call of it.
+
+    Returns:
+        The expression, standing where the call does; None where it is not told what a parameter is
+        given, or where that may be another thing the second time.
+    """
+    own = names_in(expr) & {*parameters(function)}
+    given = {name: argument_of(function, call, name) for name in own}
+    for value in given.values():
+        is_there = isinstance(value, ast.Constant) or (value is not None and within(call, value))
+        if value is None or not is_there or not all(isinstance(n, _PLAIN) for n in ast.walk(value)):
+            return None
+
+    class Writer(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            return copy.deepcopy(given.get(node.id)) or node
+
+    written: ast.expr = Writer().visit(copy.deepcopy(expr))
+    for node in ast.walk(written):
+        ast.copy_location(node, call)
+    return written
+
+
+def returned_by(
+    function: ast.FunctionDef,
+    returned: ast.expr,
+    made: ast.expr,
+    call: ast.Call,
+    caller: ast.FunctionDef,
+) -> ast.Call | None:
+    """The call that a function of the file returns and does nothing else, in its caller's words.
+
+    Args:
+        function: The function that is called.
+        returned: What it is to return.
+        made: The call that this is, in the function's own words.
+        call: The call of the function.
+        caller: The function that holds it.
+
+    Returns:
+        None where the function does anything else, or makes arguments by calls of its own.
+    """
+    match body_of(function):
+        case [ast.Return(value=value)] if value is returned and not function.decorator_list:
+            nodes = [*ast.walk(made)]
+        case _:
+            return None
+    if any(isinstance(n, _OWN_NAMES) or (isinstance(n, ast.Call) and n is not made) for n in nodes):
+        return None
+    in_caller = {argument.arg for f in _functions(caller) for argument in all_arguments(f)}
+    if not {*bound_in(caller), *in_caller}.isdisjoint(names_in(made) - {*parameters(function)}):
+        return None  # it would mean something else there
+    written = with_arguments(made, function, call)
+    return written if isinstance(written, ast.Call) else None
+
+
+def _functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    return [n for n in ast.walk(node) if isinstance(n, kinds)]

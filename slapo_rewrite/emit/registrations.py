@@ -1,0 +1,109 @@
+"""Registries that take each name once: what they have of the original is not registered again.
+
+The output imports the registry from where the original does, and with it, as a rule, the original:
+`@register_model()` of torchvision raises then. Such a decorator is left out of the output, if what
+it gives back is what it was given.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.runs import without_decorator
+from slapo_rewrite.code.text import listed
+from slapo_rewrite.emit.draft import Draft
+from slapo_rewrite.emit.rewritten_text import rewritten
+from slapo_rewrite.emit.sibling_files import SiblingFiles
+from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@contextlib.contextmanager
+def imported_beside(draft: Draft, copies: SiblingFiles, anew: Sequence[str]) -> Iterator[Emitted]:
+    """Imports an output, without the decorators that do not stand to run beside the original.
+
+    Args:
+        draft: The output. Such decorators are left out of its texts.
+        copies: Which files are rewritten.
+        anew: Modules that are imported anew where a file fails.
+
+    Raises:
+        BrokenOutput: A file cannot be imported, or its model fails, at a line that the tool wrote.
+        OutputFails: The same, at another line.
+    """
+    with contextlib.ExitStack() as stack:
+        refused: FailedOutput | None = None
+        bare: list[tuple[SourceFile, str]] = []  # the definitions without such decorators
+        while True:
+            try:
+                emitted = stack.enter_context(imported(draft.files, draft.model_file, anew))
+                break
+            except FailedOutput as failed:
+                refused = failed
+                if not (found := _left_out(draft, copies, *failed.frames[-1])):
+                    with draft.who_wrote().told():
+                        raise
+                bare += found
+        with draft.who_wrote().told():
+            for file, name in bare:
+                after = emitted.helper(Path(copies.name(file)).stem) or emitted.module
+                both = (vars(module).get(name) for module in (sys.modules[file.name], after))
+                if not _are_alike(*both) and refused is not None:
+                    raise refused
+            yield emitted
+
+
+def _left_out(
+    draft: Draft, copies: SiblingFiles, name: str, line: int
+) -> list[tuple[SourceFile, str]]:
+    """Takes the decorator at a line of a file from all definitions that have it: these."""
+    source = next((f for f in copies.files.values() if copies.name(f) == name), None)
+    if source is None:
+        return []
+    file = source.edited(draft.texts[name])
+    known = [*_decorators(file)]
+    called = {_called(d) for _, d in known if d.lineno <= line <= (d.end_lineno or d.lineno)}
+    found = [(each, d) for each, d in known if _called(d) in called]
+    if found:
+        why = f"`{called.pop()}` refuses what it has of the original"
+        edits = [without_decorator(file, d).caused_by((), why) for _, d in found]
+        changed = rewritten(file, edits, edits, draft.changes[name])
+        draft.texts[name], draft.changes[name] = changed
+        names = listed([each.name for each, _ in found])
+        draft.warnings.append(f"{why}, and is left out: {name} does not register {names}")
+    return [(source, each.name) for each, _ in found]
+
+
+def _decorators(file: SourceFile) -> Iterator[tuple[Definition, ast.expr]]:
+    """The decorators of a file's definitions, each on lines of its own."""
+    for statement in file.tree.body:
+        if isinstance(statement, Definition):
+            yield from ((statement, decorator) for decorator in statement.decorator_list)
+
+
+def _called(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+def _are_alike(before: Any, after: Any) -> bool:
+    """Whether a definition is what it was but for the module that it is in."""
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, type):
+        kinds = ([c.__qualname__ for c in cls.__mro__] for cls in (before, after))
+        return len({*map(tuple, kinds)}) == 1 and vars(before).keys() == vars(after).keys()
+    same = _spelled(before) == _spelled(after) and vars(before).keys() == vars(after).keys()
+    inner = [vars(each).get("__wrapped__") for each in (before, after)]
+    return same and (inner == [None, None] or _are_alike(*inner))
+
+
+def _spelled(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else (code.co_qualname, *code.co_varnames)

@@ -1,0 +1,37 @@
+"""What is made up for a model of somebody's own."""
+
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import nn
+
+from slapo_rewrite.auto.plain_model import steps_of
+
+
+@dataclass
+class Config:
+    dim: int = 2048
+    hidden_dim: int | None = None
+    dims: tuple[int, ...] = field(default_factory=lambda: (1, 2))
+
+
+class Net(nn.Module):
+    """What is `None` by default is made of what else is given."""
+
+    def __init__(
+        self, config: Config, norm_layer=None, num_heads=16, embed_dim=2048, head_dim=None
+    ):
+        super().__init__()
+        width = config.hidden_dim or 4 * config.dim
+        self.norm = (norm_layer or partial(nn.LayerNorm, eps=1e-6))(config.dims[1] * embed_dim)
+        self.up = nn.Linear(embed_dim, width)
+        self.heads = nn.Linear(head_dim or embed_dim // num_heads, num_heads)
+
+    def forward(self, x):
+        return self.up(self.norm(x))
+
+
+def test_what_is_none_or_made_by_default_stays_so_in_a_small_model():
+    step = next(steps_of(Net, sys.modules[__name__]))
+    assert step.twin == "m.Net(config=m.Config(dim=64), num_heads=4, embed_dim=64)"
