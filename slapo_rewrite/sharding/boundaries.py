@@ -156,7 +156,7 @@ def enter_border(
         return None  # it need not be given to every module that may take it
     if not isinstance(tensor, torch.Tensor):
         what = f"`{border.of}`" if border.of is not None else "its first argument"
-        return _no_tensor(node, border, f"`{node.path}` is given no tensor as {what}")
+        return _no_tensor(node, border, f"{node.shown} is given no tensor as {what}")
     side = f"argument `{border.of}`" if border.of is not None else "input"
     new = _Crossing(run, node, border, tensor, side).made()
     if place < len(args):
@@ -170,7 +170,7 @@ def leave_border(
     """The output of a module with its first tensor taken through a collective."""
     tensor = _first_of(output)
     if not isinstance(tensor, torch.Tensor):
-        return _no_tensor(node, border, f"what `{node.path}` returns first is no tensor")
+        return _no_tensor(node, border, f"what {node.shown} returns first is no tensor")
     if tensor is not output:
         run.followed.nested.add(node.path)
     new = _Crossing(run, node, border, tensor, "output").made()
@@ -188,7 +188,7 @@ def cross_value(run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tens
     if not isinstance(tensor, torch.Tensor):
         hint = f"it is a {type(tensor).__name__}"
         raise PlacementError(
-            f"`{border.value.name}` of `{node.path or 's'}` is no tensor",
+            f"`{border.value.name}` of {node.shown} is no tensor",
             hint,
             node.path,
             (node.path, border.number),
@@ -218,7 +218,7 @@ class _Crossing:
     ) -> None:
         self.run, self.node, self.border, self.tensor = run, node, border, tensor
         self.state = run.flow.of(tensor)
-        self.value = f"the {side} of `{node.path}`" if node.path else f"the model's {side}"
+        self.value = f"the {side} of {node.shown}" if node.path else f"the model's {side}"
         self.split = run.split_axes(tensor)
         self.key = (node.path, border.number)
 

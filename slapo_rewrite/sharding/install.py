@@ -43,7 +43,7 @@ from slapo_rewrite.sharding.placements import (
     PlacementError,
     State,
 )
-from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.rank_state import Run, memory_of
 from slapo_rewrite.sharding.tracked_sizes import Attribute, Size
 from slapo_rewrite.sharding.types import (
     Indivisible,
@@ -145,7 +145,7 @@ def _install_layer(
     try:
         new = _make(layer, node.live) if head is None else _make_replicated(run, node, layer, head)
     except ValueError as error:
-        raise Indivisible(f"`{node.path}`: {error}") from error
+        raise Indivisible(f"{node.shown}: {error}") from error
     new.train()
     _watch_layer(run, node, new)
     object.__setattr__(new, "_followed_path", node.path)
@@ -183,7 +183,7 @@ def _check_plain(node: Node) -> None:
     else:
         return
     raise PlacementError(
-        f"`{node.path}` {reason}, which would be given a rank's part of what it computes",
+        f"{node.shown} {reason}, which would be given a rank's part of what it computes",
         "do in `forward` what they do, or leave the layer whole",
         node.path,
     )
@@ -198,6 +198,7 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
         whole = originals.get(name)
         if tensor is None or whole is None:
             continue
+        run.replaced[memory_of(whole)] = f"{node.path}.{name}"
         shape = run.whole[id(tensor)] = tuple(whole.shape)
         split = run.split_axes(tensor)
         if split:
@@ -229,7 +230,11 @@ def _make(layer: Layer, original: nn.Module) -> nn.Module:
     """The layer that takes the original's place, on this rank of the pretended group."""
     cls = getattr(importlib.import_module(f"slapo_rewrite.runtime.{layer.module}"), layer.name)
     known: Any = original
-    if isinstance(original, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+    if isinstance(original, nn.Transformer):
+        known = _of_transformer(original.encoder.layers[0])
+        known.num_encoder_layers = len(original.encoder.layers)
+        known.num_decoder_layers = len(original.decoder.layers)
+    elif isinstance(original, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         known = _of_transformer(original)
     elif isinstance(original, nn.MultiheadAttention):
         known = {"add_bias_kv": original.bias_k is not None, "bias": original.in_proj_bias}
@@ -276,6 +281,7 @@ def _install_parameters(
         held[shard.name] = part
         run.blocks[id(part)] = {shard.axis: tuple(whole)}
         run.whole[id(part)] = tuple(old.shape)
+        run.replaced[memory_of(old)] = f"{node.path}.{shard.name}".lstrip(".")
         run.flow.set(part, State(SHARD, node.path))
         undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
 
@@ -321,7 +327,7 @@ def _live_at(node: Node) -> nn.Module:
 
 def _know_parameters(run: Run) -> None:
     split = {(p, s.name) for p, shards in run.asked.parameters.items() for s in shards}
-    named: dict[int, list[tuple[str, str]]] = {}  # by tensor: tied parameters have several names
+    named: dict[nn.Parameter, list[tuple[str, str]]] = {}  # tied ones have several names
     for path, node in run.tree.nodes.items():
         if path in run.asked.layers:
             continue
@@ -330,13 +336,18 @@ def _know_parameters(run: Run) -> None:
                 continue
             if (path, name) in split:
                 run.flow.set(parameter, State(SHARD, path))
-                continue
-            keys = named.setdefault(id(parameter), [])
-            keys.append((path, name))
-            covered = path if any(key in run.wanted.shared for key in keys) else None
-            run.flow.set(
-                parameter, State(covered=covered, parameters=None if covered else frozenset(keys))
-            )
+            else:
+                named.setdefault(parameter, []).append((path, name))
+    for parameter, keys in named.items():
+        run.replaced.pop(memory_of(parameter), None)
+        if run.wanted.shared.isdisjoint(keys):
+            run.flow.set(parameter, State(parameters=frozenset(keys)))
+            continue
+        path, name = keys[-1]
+        run.summed[memory_of(parameter)] = f"{path}.{name}".lstrip(".")
+        read = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        run.flow.set(read, State(covered=path))
+        run.read_as[id(parameter)] = read
 
 
 def _holders(run: Run) -> dict[str, Node]:

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from slapo_rewrite.sharding.types import Place
 
@@ -94,8 +95,9 @@ def place_in_traceback(error: BaseException, editable: Callable[[str], str | Non
 
 
 def is_method(cls: type, code: types.CodeType) -> bool:
-    """Whether a code is that of a method of a class."""
-    found = (vars(base).get(code.co_name) for base in cls.__mro__)
+    """Whether a code is that of a method or of a property of a class, but for what all have."""
+    found = (vars(base).get(code.co_name) for base in cls.__mro__ if base is not nn.Module)
+    found = (f.fget if isinstance(f, property) else f for f in found)
     codes = (inspect.unwrap(f).__code__ for f in found if inspect.isfunction(f))
     # A method may have had another code for a time, of the same text.
     where = code.co_filename, code.co_firstlineno

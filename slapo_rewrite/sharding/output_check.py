@@ -1,14 +1,17 @@
-"""What the model returns is whole on every rank, or refused with what would make it so."""
+"""What the model returns and keeps is whole on every rank, or refused with its remedy."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from slapo_rewrite.model.results import result_pairs
-from slapo_rewrite.sharding.placements import PARTIAL, SHARD, gather_line
+from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, SHARD, gather_line
+from slapo_rewrite.sharding.rank_checks import KIND
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import CannotFollow, MissingCollective
 
@@ -22,6 +25,39 @@ def compare_outputs(expected: Any, got: Any, run: Run) -> None:
             raise CannotFollow(
                 f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
                 hint="take the number from what is not split, an attribute set in `__init__` say",
+                position=sys.maxsize,
+            )
+
+
+def kept_buffers(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """The buffers that a state dict has, by the path of their module and their name."""
+    return {
+        (path, name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def compare_buffers(
+    expected: Mapping[tuple[str, str], torch.Tensor],
+    got: Mapping[tuple[str, str], torch.Tensor],
+    run: Run,
+) -> None:
+    """Raises `CannotFollow` where what a run left in a whole buffer is not whole on a rank."""
+    split = {(p, shard.name) for p, shards in run.asked.parameters.items() for shard in shards}
+    for key, want in expected.items():
+        path, name = key
+        if key in split or path in run.asked.layers or (have := got.get(key)) is None:
+            continue
+        state = run.flow.of(have)
+        if have.shape != want.shape or state.kind != REPLICATE:
+            raise CannotFollow(
+                f"`forward` leaves {KIND[state.kind]} of shape {list(have.shape)} in the buffer "
+                f"`{path}.{name}`, which has shape {list(want.shape)}".replace("`.", "`"),
+                state.source,
+                "keep what is the same on every rank, or split the buffer as well: "
+                f'.shard("{name}", axis=...)',
                 position=sys.maxsize,
             )
 
@@ -50,7 +86,15 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             position=sys.maxsize,
             remedy=MissingCollective.sum_of(state.source),
         )
-    if state.covered:
+    if any(path == state.covered for path, _ in run.wanted.shared):
+        raise CannotFollow(
+            f"the model's `{name}` is made of a parameter of `{state.covered}` that is used on "
+            "parts elsewhere: its gradient would be summed over the ranks for both",
+            state.covered,
+            "leave it out of the outputs, or gather what it is used on elsewhere",
+            position=sys.maxsize,
+        )
+    if state.covered is not None:
         raise CannotFollow(
             f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
             "would count its gradient once for each rank",

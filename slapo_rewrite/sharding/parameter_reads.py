@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from slapo_rewrite.sharding.operation_places import is_method, place_of
+from slapo_rewrite.sharding.operation_places import is_method, place_of, text_at
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import Reading
 
@@ -28,7 +28,10 @@ def noted_readings(run: Run) -> Iterator[None]:
         value = plain(module, name)
         path = paths.get(id(module))
         if isinstance(value, nn.Parameter) and path is not None:
-            run.followed.readings.add(_reading(run, module, path, name, sys._getframe(1)))
+            reading = _reading(run, module, path, name, sys._getframe(1))
+            if reading is not None:
+                run.followed.readings.add(reading)
+                return run.read_as.get(id(value), value)
         return value
 
     nn.Module.__getattr__ = read  # type: ignore[assignment]
@@ -40,7 +43,8 @@ def noted_readings(run: Run) -> Iterator[None]:
 
 def _reading(
     run: Run, module: nn.Module, path: str, name: str, frame: types.FrameType | None
-) -> Reading:
+) -> Reading | None:
+    """How a parameter is read; None in a method of its module by another name than `self`."""
     while frame is not None and frame.f_code.co_name == "__getattr__":
         frame = frame.f_back
     assert frame is not None
@@ -50,5 +54,7 @@ def _reading(
         frame = frame.f_back
     reader = run.method_owner(frame)
     if reader == path and is_method(type(module), frame.f_code):
-        return Reading(path, name, path)
+        own = run.editable(frame.f_code.co_filename) is not None
+        named = place is None or text_at(place, run.editable) == f"self.{name}"
+        return Reading(path, name, path) if named or not own else None
     return Reading(path, name, reader, place, inside=False)

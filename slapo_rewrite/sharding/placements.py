@@ -151,6 +151,10 @@ class Flow:
         """What is known of a tensor; what nothing is known of is whole."""
         return self._states.get(id(tensor), _WHOLE)
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether anything was noted of a tensor."""
+        return id(tensor) in self._states
+
     def set(self, tensor: torch.Tensor, state: State) -> None:
         """Notes what a tensor is."""
         self._states[id(tensor)] = state
@@ -443,14 +447,16 @@ class Flow:
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
-        if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered):
+        if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered is not None):
             raise PlacementError(
                 f"a parameter of `{cover or 's'}` is used on a whole value here and on parts "
                 "elsewhere: its gradient would be summed over the ranks for both",
                 "use it on parts here as well, or gather them where it is used on them",
                 cover,
             )
-        gather = min((g for _, s in trained if s.covered for g in s.gathers), default=None)
+        gather = min(
+            (g for _, s in trained if s.covered is not None for g in s.gathers), default=None
+        )
         raise PlacementError(
             f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "
             "is summed over the ranks, with one whose gradient every rank has whole: the sum would "

@@ -28,7 +28,7 @@ from slapo_rewrite.sharding.kv_replication import fewer_heads
 from slapo_rewrite.sharding.local_values import missing_at
 from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import place_in_traceback, raised_by
-from slapo_rewrite.sharding.output_check import compare_outputs
+from slapo_rewrite.sharding.output_check import compare_buffers, compare_outputs, kept_buffers
 from slapo_rewrite.sharding.parameter_reads import noted_readings
 from slapo_rewrite.sharding.placements import PlacementError, State
 from slapo_rewrite.sharding.rank_arguments import INFERRED, SHARE
@@ -281,14 +281,14 @@ class _Following:
                 error.args = (f"{error} (on {other} ranks)",)
                 raise
 
-    def _call(self, way: Way) -> Any:
-        """What the model returns on a way through it."""
+    def _call(self, way: Way) -> tuple[Any, dict[tuple[str, str], torch.Tensor]]:
+        """What the model returns on a way through it, and what its buffers are then."""
         self.model.train(way.training)
         with state_kept(self.model), drawing(0):
             before = random.getstate()
             result = self.model(**self.inputs, **dict([way.flag] if way.flag else []))
             self._drew = random.getstate() != before
-            return result
+            return result, kept_buffers(self.model)
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
         whole = Trace(self.tree, self.asked.layers, self.records.results, self.editable, way.says)
@@ -300,10 +300,9 @@ class _Following:
                 whole.watching(),
                 whole,
             ):
-                result = self._call(way)
+                whole.result, whole.buffers = self._call(way)
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
-        whole.result = result
         self.has_coins |= self._drew  # a rank's run draws some for its group
         return whole
 
@@ -418,7 +417,7 @@ class _Following:
             ):
                 for tensor in tensors(self.inputs):
                     run.flow.set(tensor, State(is_input=True))
-                got = self._call(self.way)
+                got, buffers = self._call(self.way)
         except CannotFollow as error:
             error.position, error.repeats = run.position, frozenset(run.repeats)
             raise
@@ -439,6 +438,7 @@ class _Following:
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
         compare_outputs(self.whole.result, got, run)
+        compare_buffers(self.whole.buffers, buffers, run)
 
 
 def _check_told_apart(followed: ShardingResult) -> None:

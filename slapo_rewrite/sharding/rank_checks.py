@@ -31,7 +31,7 @@ CONSTANT = {
     "randn", "zeros_like", "ones_like", "empty_like", "full_like",
 }  # fmt: skip
 # Operations that give several times what they are given.
-REPEATING = {"expand", "repeat", "repeat_interleave"}
+REPEATING = {"expand", "repeat", "tile", "repeat_interleave"}
 # Operations that are told a size, and what makes it fit.
 RULES: dict[str, Callable[..., Any]] = {
     "view": reshapes.view,
@@ -49,6 +49,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "dsplit": split_ops.pick_across,
     "expand": reshapes.expand,
     "repeat": reshapes.repeat,
+    "tile": reshapes.repeat,
     "as_strided": reshapes.as_strided,
     "__getitem__": split_ops.index,
     "glu": split_ops.glu,
@@ -155,7 +156,9 @@ def check_made(
         tuple(t.shape) != w for t, w in zip(inputs, entry.inputs, strict=False)
     ):
         return
-    if name in ("expand", "repeat", "broadcast_to") or any(run.flow.of(t).copies for t in inputs):
+    if name in ("expand", "repeat", "tile", "broadcast_to") or any(
+        run.flow.of(t).copies for t in inputs
+    ):
         return
     for want, have in zip(entry.outputs, outputs, strict=True):
         if want != tuple(have.shape):

@@ -97,6 +97,7 @@ class RankRun(TorchFunctionMode):
         if run.depth:
             return run.results.carry_out(func, args, kwargs)
         name = name_of(func)
+        run.check_reading(name, (args, kwargs))
         if (spelled := spelled_call(run.linear, func, args, kwargs, run.editable)) is not None:
             layer, place, callee = spelled
             run.note_call(True)

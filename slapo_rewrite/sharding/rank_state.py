@@ -44,6 +44,26 @@ _REPEATING = {
 }  # fmt: skip
 
 
+# What asks a tensor for no numbers: of which kind it is, and of which size.
+_ABOUT_KIND = {
+    ".dtype", ".device", ".layout", ".is_meta", ".is_cuda", ".requires_grad", ".grad",
+    "is_floating_point", "is_complex", "requires_grad_",
+}  # fmt: skip
+_ABOUT_SIZE = {".shape", ".ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of a tensor and of its views, as long as it is there.
+
+    None for one without, as a sparse one is, or one of a number of calls that are made at once.
+    """
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+    return key
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """What a run as a rank takes for granted.
@@ -89,6 +109,10 @@ class Run:
         made_with: The marked sizes that a tensor was made with.
         blocks: How a tensor's split axes are packed.
         whole: The shape that a tensor, by its id, has in the whole model.
+        replaced: The names of whole parameters and buffers in whose places others stand, by the
+            memory that they, and views of them, have.
+        summed: Those of whole parameters whose gradients are added up where they are read.
+        read_as: What such a parameter, by its id, is where it is read so.
         replicas: How many ranks hold the same heads, where some do.
         repeats: Attributes that such heads are repeated by as often as in the whole model.
         fed: Values, by their ids, that a loss takes as the parts that they are.
@@ -130,6 +154,9 @@ class Run:
         self.made_with: dict[int, tuple[Size, ...]] = {}
         self.blocks: dict[int, Blocks] = {}
         self.whole: dict[int, Shape] = {}
+        self.replaced: dict[int | None, str] = {}
+        self.summed: dict[int | None, str] = {}
+        self.read_as: dict[int, nn.Parameter] = {}
         self.replicas = 1
         self.repeats: set[Attribute] = set()
         self.fed: set[int] = set()
@@ -185,6 +212,33 @@ class Run:
             self.depth -= 1
         self.same(tensor, new)
         return new
+
+    def check_reading(self, name: str, value: Any) -> None:
+        """Refuses an operation on what is read in a way that means another tensor on a rank.
+
+        Raises:
+            CannotFollow: It is.
+        """
+        if name in _ABOUT_KIND:
+            return
+        for tensor in tensors(value):
+            if (memory := memory_of(tensor)) is None or self.flow.knows(tensor):
+                continue
+            if (path := self.replaced.get(memory)) is not None:
+                raise CannotFollow(
+                    f"this reads `{path}` from where else it was put when the model was made, and "
+                    "what a rank has there is not followed",
+                    path.rpartition(".")[0],
+                    "read it as an attribute of the module that it belongs to",
+                )
+            if (path := self.summed.get(memory)) is not None and name not in _ABOUT_SIZE:
+                raise CannotFollow(
+                    f"`{path}` is used on parts, so its gradients have to be added up where it is "
+                    "read, and this reads it in a way that could not be changed",
+                    path.rpartition(".")[0],
+                    f"read it as `self.{path.rpartition('.')[2]}` in a method of its own module, "
+                    "or as an attribute of that module in another's",
+                )
 
     def seen_as(self, tensor: torch.Tensor) -> Iterator[int]:
         """A tensor and those that it is another shape, type or part of, by their ids."""

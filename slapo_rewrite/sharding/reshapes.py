@@ -79,12 +79,15 @@ def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`repeat`: a split axis cannot be repeated."""
-    tensor, given = args[0], list(args[1:])
+    """`repeat` and `tile`: a split axis cannot be repeated.
+
+    As many numbers as the result has axes say how often, or fewer for `tile`: for the last axes.
+    """
+    tensor, given = args[0], list(args[1:] or kwargs.values())
     times = list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
-    ahead = len(times) - tensor.dim()
-    for axis, (whole, here) in enumerate(zip(entry.inputs[0], tensor.shape, strict=True)):
-        if whole != here and times and times[ahead + axis] != 1:
+    for axis in run.split_axes(tensor):
+        number = axis - tensor.dim() + len(times)
+        if number >= 0 and times[number] != 1:
             raise CannotFollow("this repeats what a rank has, where the whole would be repeated")
     return args, kwargs, None
 

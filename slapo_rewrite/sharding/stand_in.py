@@ -67,7 +67,7 @@ class StandIn:
         # A module with parametrizations has a class of its own.
         if type_before_parametrizations(node.live) is not type_before_parametrizations(like.live):
             raise CannotStandIn(
-                f"`{node.path or 's'}` is a {node.cls.__name__} in the model and a "
+                f"{node.shown} is a {node.cls.__name__} in the model and a "
                 f"{like.cls.__name__} in the small one"
             )
         self.paths[like.path] = node.path
@@ -76,7 +76,7 @@ class StandIn:
             self._pair_elements(node, like)
             return
         if not same:
-            raise CannotStandIn(f"`{node.path or 's'}` holds other modules in the small model")
+            raise CannotStandIn(f"{node.shown} holds other modules in the small model")
         for name, child in node.children.items():
             self._pair(child, like.children[name])
 
@@ -90,7 +90,7 @@ class StandIn:
         for element in like.children.values():
             fitting = [c for c in found.values() if _made_of(c) == _made_of(element)]
             if not fitting:
-                raise CannotStandIn(f"nothing in `{node.path}` is made like `{element.path}`")
+                raise CannotStandIn(f"nothing in {node.shown} is made like {element.shown}")
             chosen = next((c for c in fitting if c in waiting), fitting[0])
             waiting = [c for c in waiting if c is not chosen]
             self._pair(chosen, element)

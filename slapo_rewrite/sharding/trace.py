@@ -65,6 +65,7 @@ class Trace(TorchFunctionMode):
     Attributes:
         entries: The operations.
         result: What the model returned.
+        buffers: What its buffers were then, by the path of their module and their name.
         ran: The code of wrapped `forward`s that ran.
         editable: The text of a file that may be changed; None of another.
         says: What questions of values that are not there are answered with.
@@ -85,6 +86,7 @@ class Trace(TorchFunctionMode):
         self.linear = [n.live for path in layers if is_linear((n := tree.nodes[path]).live)]
         self.entries: list[Entry] = []
         self.result: Any = None
+        self.buffers: dict[tuple[str, str], torch.Tensor] = {}
         self.ran: set[CodeType] = set()
         self.depth = 0
         self.has_values = device_of(tree.root.live).type != "meta"

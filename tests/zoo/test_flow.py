@@ -118,6 +118,100 @@ def test_an_operation_over_the_split_axis_is_refused(operation, tmp_path):
     assert "runs over an axis of which a rank has only its part" in text
 
 
+@pytest.mark.parametrize(
+    ("held", "read"),
+    [
+        ("self.held = [self.up.weight]", "self.held[0].norm()"),
+        ("self.held = [self.up.weight.view(-1)]", "self.held[0].norm()"),
+        ("self.held = {'up': self.up}", "self.held['up'].weight.norm()"),
+        ("self.held = list(self.parameters())", "sum(p.norm() for p in self.held)"),
+        ("up = self.up\n        self.held = lambda: up.bias.sum()", "self.held()"),
+        ("self.held = [self.up.weight]", "self.held[0].shape[0]"),
+    ],
+)
+def test_what_is_split_is_read_where_it_is_now(held, read, tmp_path):
+    """What a list or a function got of a layer when it was made is a part on a rank, not whole."""
+    source = SOURCE.replace(
+        "4 * width, width)\n", f"4 * width, width)\n        {held}\n", 1
+    ).replace("torch.relu(self.up(x)))", f"torch.relu(self.up(x))) * {read}")
+    text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
+    assert "this reads `block.mlp.up." in text and "read it as an attribute" in text
+
+
+SCALED = SOURCE.replace(
+    "4 * width, width)\n", "4 * width, width)\n        self.g = nn.Parameter(torch.ones(1))\n", 1
+)
+
+
+@pytest.mark.parametrize(
+    ("held", "read"),
+    [
+        ("held = 0", "getattr(self, 'g')"),
+        ("held = 0", "self._parameters['g']"),
+        ("held = 0", "dict(self.named_parameters())['g']"),
+        ("held = 0", "(lambda m: m.g)(self)"),
+        ("self.held = [self.g]", "self.held[0]"),
+    ],
+)
+def test_the_gradient_of_a_parameter_is_summed_wherever_it_is_read(held, read, tmp_path):
+    """It is where the text says `self.g`; read in any other way it would be a summand."""
+    source = SCALED.replace("torch.ones(1))\n", f"torch.ones(1))\n        {held}\n").replace(
+        "torch.relu(self.up(x))", f"torch.relu(self.up(x)) * self.g + {read}"
+    )
+    text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
+    assert "`block.mlp.g` is used on parts" in text and "could not be changed" in text
+
+
+def test_the_gradient_of_a_parameter_that_a_property_reads_is_summed_once(tmp_path):
+    source = SCALED.replace(
+        "    def forward(self, x):\n        return self.down",
+        "    @property\n    def scale(self):\n        return self.g\n\n"
+        "    def forward(self, x):\n        return self.g * self.down",
+        1,
+    )
+    source = source.replace("self.g * self.down(torch.relu", "self.down(self.scale * torch.relu")
+    lines = changed_lines(
+        rewritten(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD)
+    )
+    assert "+        return all_reduce_gradient(self.g)\n" in lines
+
+
+def test_a_parameter_of_the_model_itself_is_used_on_parts_or_on_whole_values(tmp_path):
+    source = SOURCE.replace(
+        "self.block = ", "self.g = nn.Parameter(torch.ones(1))\n        self.block = "
+    ).replace(
+        "return self.block(self.first(x))",
+        "mlp = self.block.mlp\n"
+        "        return mlp.down(mlp.up(self.first(x)) * self.g), self.g.square().sum()",
+    )
+    schedule = SCHEDULE.replace("outputs.square", "outputs[0].square")
+    text = refused(tmp_path, source, schedule + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
+    assert "is made of a parameter of `s` that is used on parts elsewhere" in text
+
+
+@pytest.mark.parametrize("repeated", ["repeat(1, 2)", "repeat(repeats=(1, 2))", "tile(2)"])
+def test_a_split_axis_is_not_repeated(repeated, tmp_path):
+    source = SOURCE.replace(
+        "torch.relu(self.up(x))", f"torch.relu(self.up(x)).{repeated}[:, : 4 * x.size(-1)]"
+    )
+    text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
+    assert "this repeats what a rank has, where the whole would be repeated" in text
+
+
+def test_a_buffer_of_the_state_is_not_left_a_part(tmp_path):
+    source = SOURCE.replace(
+        "        self.down =",
+        '        self.register_buffer("mean", torch.zeros(32))\n        self.down =',
+    ).replace(
+        "return self.down(torch.relu(self.up(x)))",
+        "h = self.up(x)\n        self.mean = h.detach().mean(0)\n        return self.down(h)",
+    )
+    text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
+    assert (
+        "leaves a part of shape [16] in the buffer `block.mlp.mean`, which has shape [32]" in text
+    )
+
+
 PLAIN = SCHEDULE[: SCHEDULE.index("    mlp, up")]
 
 
