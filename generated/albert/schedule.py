@@ -69,6 +69,8 @@ def schedule(
         # Left whole: `albert.encoder.embedding_hidden_mapping_in`, `predictions.dense`: splitting
         # it would cost more than it saves.
         s.infer_sync()
+    if autocast:
+        s.autocast(autocast)
     if memory:
         layers["*"].checkpoint(
             budget=memory,
@@ -79,7 +81,5 @@ def schedule(
         )
     else:
         layers[:ckpt_ratio].checkpoint()
-    if autocast:
-        s.autocast(autocast)
 
-# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, d9b389596c3c3d01
+# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 2de7a8f7d212effc

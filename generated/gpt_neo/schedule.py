@@ -70,12 +70,15 @@ def schedule(
         layers["*.attn.attention.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)
         layers["*.attn.attention.out_proj"].shard("weight", axis=1)
         layers["*.attn.attention"].sync("bwd_post", "all_reduce")
-        # 107 million parameters: each rank has as many words of the vocabulary.
+        # 107 million parameters: each rank has as many words of the vocabulary, and as many rows of
+        # other tables.
         s["transformer.{wte,wpe}"].shard("weight", axis=0)
         s["lm_head"].shard("weight", axis=0)
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
+    if autocast:
+        s.autocast(autocast)
     if memory:
         layers["*"].checkpoint(
             budget=memory,
@@ -86,9 +89,7 @@ def schedule(
         )
     else:
         layers[:ckpt_ratio].checkpoint()
-    if autocast:
-        s.autocast(autocast)
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 976db110827058bc
+# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 8b3b3a8adc7f6c35

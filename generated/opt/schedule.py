@@ -67,12 +67,15 @@ def schedule(
         layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
         layers["*.self_attn.out_proj"].shard("weight", axis=1)
         layers["*.self_attn"].sync("bwd_post", "all_reduce")
-        # 40.2 million parameters: each rank has as many words of the vocabulary.
+        # 40.2 million parameters: each rank has as many words of the vocabulary, and as many rows
+        # of other tables.
         s["model.decoder.{embed_tokens,embed_positions}"].shard("weight", axis=0)
         s["lm_head"].shard("weight", axis=0)
         if parallel_loss:
             s["lm_head"].sync("bwd_post", "all_reduce")
         s.infer_sync()
+    if autocast:
+        s.autocast(autocast)
     if memory:
         layers["*"].checkpoint(
             budget=memory,
@@ -83,9 +86,7 @@ def schedule(
         )
     else:
         layers[:ckpt_ratio].checkpoint()
-    if autocast:
-        s.autocast(autocast)
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, 1893b1ec785d96f9
+# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, 768b58338816bd6c

@@ -75,6 +75,8 @@ def schedule(
         # Left whole: `lm_head.dense`, `roberta.embeddings.position_embeddings`: splitting it would
         # cost more than it saves.
         s.infer_sync()
+    if autocast:
+        s.autocast(autocast)
     if memory:
         layers["*"].checkpoint(
             budget=memory,
@@ -85,9 +87,7 @@ def schedule(
         )
     else:
         layers[:ckpt_ratio].checkpoint()
-    if autocast:
-        s.autocast(autocast)
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of b528c92fa1f0fc37, a3f82bf69e1984d0
+# slapo-rewrite 0.2.0: worked out of b528c92fa1f0fc37, 04b9f33e8b0f1c1a

@@ -1,12 +1,16 @@
 """Updates of parameters while the backward pass goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Parameters that the backward pass updates; a copy of one has no such hooks.
+_UPDATED: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
 
 class StepsInBackward(nn.Module):
@@ -35,12 +39,17 @@ class StepsInBackward(nn.Module):
 
         Returns:
             The optimizers by the parameters' names, for schedulers and checkpoints.
+
+        Raises:
+            RuntimeError: It was called before, on this model or one that shares parameters.
         """
-        optimizers = {
-            name: make_optimizer(name, parameter)
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad
-        }
+        trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+        if taken := [n for n, p in trained if p in _UPDATED]:
+            raise RuntimeError(
+                f"`{taken[0]}` is updated in the backward pass already: call "
+                "`step_in_backward` once, on the model that holds all parameters"
+            )
+        optimizers = {n: make_optimizer(n, p) for n, p in trained}
 
         def refuse_late(name: str, parameter: nn.Parameter, *_: Any) -> None:
             if parameter.grad is None:
@@ -61,5 +70,6 @@ class StepsInBackward(nn.Module):
             parameter: Any = self.get_parameter(name)
             # The training loop's own step would do nothing, and hide what is wrong.
             optimizer.register_step_pre_hook(partial(refuse_late, name, parameter))
+            _UPDATED[parameter] = True
             parameter.register_post_accumulate_grad_hook(partial(step, optimizer))
         return optimizers

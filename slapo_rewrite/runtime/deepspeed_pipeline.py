@@ -103,6 +103,7 @@ class Pipeline:
         stage = self.stage_of(module)
         self.ready(stage)
         stage.register_forward_pre_hook(with_all_gradients)
+        stage.register_forward_hook(with_all_tracked)
         count_once(module, stage, self.shared)
         seed_apart(module)
         return module
@@ -277,6 +278,20 @@ def with_all_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
     """
     several = isinstance(given[0], tuple)
     return (SendableGradients.apply(*given[0]),) if several else None  # type: ignore[no-untyped-call]
+
+
+def with_all_tracked(_: nn.Module, __: Any, outputs: Any) -> Any:
+    """Lets all that a stage gives take part in the backward pass, in which some have no part.
+
+    DeepSpeed runs that from every value in floating point, and stops where it cannot.
+    """
+    if not torch.is_grad_enabled() or not isinstance(outputs, tuple):
+        return None
+    idle = [each.is_floating_point() and not each.requires_grad for each in outputs]
+    pairs = zip(outputs, idle, strict=True)
+    return tuple(
+        each.detach().requires_grad_() if alone else each for each, alone in pairs
+    )
 
 
 def seed_apart(module: Any) -> None:

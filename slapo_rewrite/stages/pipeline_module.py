@@ -38,9 +38,10 @@ def loss_text(stages: Stages, depth: Depth | None = None) -> str:
     """The method that makes the loss of what the last stage gives."""
     outputs = [stages.spelled(v) for v in stages.stages[-1].hands_on]
     first, unpacked = arguments(outputs, "outputs")
-    second, more = arguments(stages.labels, "labels")
+    labels = [(name, ARGUMENT) for name in stages.labels]
+    second, more = arguments([stages.spelled(v) for v in labels], "labels")
     lines = stages.lines(stages.tail, depth, stages.program.loss)
-    if not {(name, ARGUMENT) for name in stages.labels} & {*stages.tail.given, *stages.tail.named}:
+    if not {*labels} & {*stages.tail.given, *stages.tail.named}:
         second = f"_{second}"  # the loss needs no labels
     last = lines[-1] if lines else ""
     result = stages.program.loss

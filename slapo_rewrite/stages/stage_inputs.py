@@ -206,9 +206,10 @@ class Planner:
             except errors.CannotCut as error:
                 refusal = error
                 vars(to).update(vars(before))
-        if self.is_sendable(version):
+        first = None if refusal else self.before_layers(version)
+        if self.is_sendable(version) and not self.is_better_anew(version, first):
             self.send(version, to)
-        elif refusal is None and (first := self.before_layers(version)) is not None:
+        elif first is not None:
             to.anew[version] = first
             self.bring(first, stage, to, is_tail)
         else:
@@ -228,10 +229,26 @@ class Planner:
         """Whether a value can be sent: as it is, as the shape of a tensor, or in parts."""
         name, number = version
         seen = self.seen[version]
-        if number == ARGUMENT or not seen.parts:
-            kinds = ("grad", "float", "shape") if self.by_name else ("grad", "int")
-            return number != ARGUMENT and seen.kind in kinds
+        if seen.text and self.branches(number):
+            return False  # with other data it may be something else
+        if number == ARGUMENT or seen.kind != "several":
+            is_sent = seen.kind in ("grad", "float", "shape")
+            return number != ARGUMENT and (is_sent or (seen.kind == "int" and not self.by_name))
         return all(self.is_sendable((part, number)) for part in seen.names(name))
+
+    def is_better_anew(self, version: Version, first: Version | None) -> bool:
+        """Whether layers are to make again what the first of them makes of None.
+
+        DeepSpeed would send zeros back for it.
+        """
+        is_made = first is not None and self.seen[first].text == "None"
+        return is_made and not self.by_name and self.seen[version].kind == "float"
+
+    def branches(self, number: int) -> bool:
+        """Whether tensors decide what a statement does."""
+        nodes = ast.walk(self.program.pieces[number].node)
+        tests = (n.test for n in nodes if isinstance(n, ast.If | ast.IfExp | ast.While))
+        return not names_in(*tests).isdisjoint(n for (n, _), kind in self.seen.items() if kind.like)
 
     def send(self, version: Version, to: Brought) -> None:
         """Lets a stage have a value that can be sent from the stage before."""
@@ -239,7 +256,7 @@ class Planner:
         parts = tuple((part, number) for part in self.seen[version].names(name))
         for part in parts:
             self.send(part, to)
-        if parts:
+        if self.seen[version].kind == "several":
             to.joined[version] = parts
         else:
             to.given[version] = None

@@ -18,6 +18,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.small_model import loss_parameters
+from slapo_rewrite.stages.function_syntax import fields_given
 
 FUNCTION = "loss"  # what a schedule calls it
 
@@ -120,12 +121,12 @@ def only_loss(
         match node:
             case ast.Return(value=ast.Tuple(elts=elts)) if isinstance(loss.parts[0], int):
                 node.value = elts[loss.parts[0]] if loss.parts[0] < len(elts) else None
-            case ast.Return(value=ast.Call(keywords=keywords) as made):
-                found = [k for k in keywords if k.arg in loss.parts]
+            case ast.Return(value=ast.Call() as made):
+                found = [k for k in _given(made, world) if k.arg in loss.parts]
                 if is_one and isinstance(loss.parts[0], str):
                     node.value = found[0].value if found else None
                 elif not is_one and len(found) == len(loss.parts) and _is_record(made, world):
-                    made.keywords = found
+                    made.args, made.keywords = [], found
             case ast.Return(value=ast.Dict(keys=keys, values=values) as made):
                 items = [
                     (k, v)
@@ -139,10 +140,16 @@ def only_loss(
     return function
 
 
+def _given(made: ast.Call, world: Mapping[str, Any]) -> list[ast.keyword]:
+    """What a call is given by name, and the fields of a data class by position."""
+    fields = fields_given(made, world.get(ast.unparse(made.func)))
+    return made.keywords if fields is None else [ast.keyword(n, v) for n, v in fields.items()]
+
+
 def _is_record(made: ast.Call, world: Mapping[str, Any]) -> bool:
     """Whether a call makes an object of a data class, of which fields can be left out."""
     cls = world.get(ast.unparse(made.func))
-    if made.args or not dataclasses.is_dataclass(cls):
+    if not dataclasses.is_dataclass(cls):
         return False
     defaults = ((f.default, f.default_factory) for f in dataclasses.fields(cls))
     return all(set(each) != {dataclasses.MISSING} for each in defaults)

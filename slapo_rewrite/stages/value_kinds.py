@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,16 @@ class ValueKind:
         kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
             tensors, booleans among the latter; `complex` for one that takes part in the backward
             pass; `shape` for a number or two that may be a shape;
-            `several` for a tuple or list of all these; `record` for an object of a data class;
-            `other` for what else there is.
+            `several` for a tuple, list or dictionary of all these, and for None; `record` for an
+            object of a data class; `other` for what else there is.
         like: Shape and type of a tensor.
         is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
             sent as it is.
         is_drawn: Whether random numbers were drawn for it, so that it is another one every time.
         numbers: Those that may be a shape.
         parts: The elements of several.
+        keys: Those of a dictionary.
+        text: How a value is written that holds nothing, or nothing but None.
         made_by: The type of several values, or of numbers.
     """
 
@@ -42,6 +44,8 @@ class ValueKind:
     is_drawn: bool = False
     numbers: tuple[int, ...] = ()
     parts: tuple[ValueKind, ...] = ()
+    keys: tuple[str | int, ...] = ()
+    text: str = ""
     made_by: type | None = None
 
     def is_like(self, other: ValueKind) -> bool:
@@ -60,15 +64,29 @@ class ValueKind:
 
     def names(self, name: str) -> tuple[str, ...]:
         """What the parts of a value of this name are called."""
+        found = tuple(f"{name}_{key}" for key in self.keys)
+        if found and len({*found}) == len(found) and all(map(str.isidentifier, found)):
+            return found
         return tuple(f"{name}_{number}" for number in range(len(self.parts)))
 
     def taken_apart(self, name: str) -> str:
-        """Gives each part of a value its name; fails where it has more parts, or fewer."""
-        return f"{self.listed(name)} = {name}"
+        """Gives each part of a value its name; fails where it has other parts."""
+        if self.text:
+            sign = "is" if self.text == "None" else "=="
+            return f"assert {name} {sign} {self.text}  # nothing of it is sent"
+        if not self.keys:
+            return f"{self.listed(name)} = {name}"
+        read = ", ".join(f"{name}[{key!r}]" for key in self.keys)
+        return f"assert [*{name}] == {[*self.keys]!r}\n{', '.join(self.names(name))} = {read}"
 
     def listed(self, name: str) -> str:
         """The names of the parts, one after the other."""
         return ", ".join(self.names(name)) + ("," if len(self.parts) == 1 else "")
+
+    def structure(self) -> tuple[Any, ...]:
+        """What has to be the same with all data of one shape, as stages are written for it."""
+        parts = tuple(part.structure() for part in self.parts)
+        return self.kind, self.numbers, self.keys, self.text, self.made_by, parts
 
     def sent(self, name: str, beside: str) -> str:
         """What is sent for a value; numbers go in the shape of a tensor like the one beside."""
@@ -77,15 +95,21 @@ class ValueKind:
     def received(self, name: str) -> str:
         """Makes a value of what was received for it, or of its parts."""
         if self.kind == "several":
-            if self.made_by is list:
-                return f"{name} = [{', '.join(self.names(name))}]"
-            return f"{name} = ({self.listed(name)})"
+            return f"{name} = {self.text or self.put_together(self.names(name))}"
         shape = f"{name}.shape"
         return f"{name} = " + {
             int: f"{shape}[0]",
             list: f"list({shape})",
             tuple: f"tuple({shape})",
         }.get(self.made_by or tuple, shape)
+
+    def put_together(self, parts: Sequence[str]) -> str:
+        """Makes several values one: a list, a tuple or a dictionary of them."""
+        listed = ", ".join(parts)
+        if self.made_by is dict:
+            items = zip(self.keys, parts, strict=True)
+            return f"{{{', '.join(f'{key!r}: {part}' for key, part in items)}}}"
+        return f"[{listed}]" if self.made_by is list else f"({listed}{',' * (len(parts) == 1)})"
 
 
 def described(value: object, is_drawn: bool = False) -> ValueKind:
@@ -98,14 +122,23 @@ def described(value: object, is_drawn: bool = False) -> ValueKind:
         return ValueKind(kind, like, not value.is_contiguous(), is_drawn)
     made_by = type(value)
     elements: tuple[Any, ...] = (value,) if made_by is int else ()
+    keys: tuple[str | int, ...] = ()
     if isinstance(value, tuple | list) and made_by in (tuple, list, torch.Size):
         elements = tuple(value)
-    if 1 <= len(elements) <= 2 and all(type(e) is int and e > 0 for e in elements):
+    elif isinstance(value, dict) and made_by is dict and {*map(type, value)} <= {str, int}:
+        elements, keys = tuple(value.values()), tuple(value)
+    if not keys and 1 <= len(elements) <= 2 and all(type(e) is int and e > 0 for e in elements):
         if math.prod(elements) <= LARGEST_SHAPE:
             return ValueKind("shape", is_drawn=is_drawn, numbers=elements, made_by=made_by)
-    elif elements and made_by in (tuple, list):
+    elif value is None:
+        return ValueKind("several", is_drawn=is_drawn, text="None")
+    elif made_by in (tuple, list, dict) and (elements or not value):
         parts = tuple(described(element, is_drawn) for element in elements)
+        found = ValueKind("several", None, False, is_drawn, (), parts, keys, "", made_by)
+        if all(part.text for part in parts):
+            text = found.put_together([part.text for part in parts])
+            return replace(found, parts=(), text=text)
         if all(part.kind not in ("record", "other") for part in parts):
-            return ValueKind("several", is_drawn=is_drawn, parts=parts, made_by=made_by)
+            return found
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return ValueKind("record" if is_record else "other", is_drawn=is_drawn)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from slapo_rewrite.runtime.deepspeed_pipeline import with_all_tracked
 from slapo_rewrite.runtime.stages import check_settings
 from slapo_rewrite.runtime.torch_pipeline import SameSizes, UnshardedPipeline
 from tests.rewriting import refused, rewritten
@@ -131,6 +132,15 @@ def test_numbers_go_as_a_shape_and_tuples_in_parts(tmp_path):
             "(size[0][0], *size[1])",
             "size = (size_0, size_1)\n",
         ),
+        (
+            "{'rows': x.shape[2], 'seen': None, 'more': ((), [])}",
+            "(size['rows'], -1)",
+            """\
+        size_seen = None
+        size_more = ((), [])
+        size = {"rows": size_rows, "seen": size_seen, "more": size_more}
+""",
+        ),
     ],
 )
 def test_each_kind_of_numbers_comes_as_what_it_was(size, grid, received, tmp_path):
@@ -160,7 +170,6 @@ def test_tensors_come_as_what_they_were_in(angles, read, received, tmp_path):
         ({"size": "(x.shape[2], self.projection)", "grid": "(size[0], -1)"}, "no tensor"),
         ({"size": "(x.shape[2], -1)"}, "no tensor"),
         ({"size": "(x.shape[2], 10.0 / 2)", "grid": "(size[0], -1)"}, "no tensor"),
-        ({"size": "{'rows': x.shape[2]}", "grid": "(size['rows'], -1)"}, "no tensor"),
         ({"angles": "(angles.cos(), angles > 0)"}, "no tensor"),
     ],
 )
@@ -190,11 +199,19 @@ TWICE = """\
     def forward(self, image, y)"""
 
 
-def test_deepspeed_sends_neither_numbers_nor_floats_without_gradient(tmp_path):
+def test_deepspeed_is_sent_the_same(tmp_path):
+    """It runs backwards from all values in floating point, so that all take part in it there."""
     schedule = SCHEDULE.replace('target="torch"', "")
-    text = refused(tmp_path, source(), schedule, "SR310")
-    assert "`size` is needed after the cut and cannot get there" in text
-    assert rewritten(tmp_path, source(), SCHEDULE)
+    files = rewritten(tmp_path, source(), schedule).files
+    assert "return x, x.new_zeros(size), angles_0, angles_1\n" in files["pipeline.py"]
+    plain, number, tracked = torch.ones(2), torch.ones(2, dtype=torch.int), torch.ones(2) * WEIGHT
+    found = with_all_tracked(nn.Linear(2, 2), (), (plain, number, tracked))
+    assert found[0].requires_grad and found[1] is number and found[2] is tracked
+    with torch.no_grad():
+        assert with_all_tracked(nn.Linear(2, 2), (), (plain, number)) is None
+
+
+WEIGHT = nn.Parameter(torch.ones(2))
 
 
 def test_what_a_stage_changed_is_sent_as_it_is_by_then(tmp_path):
@@ -277,7 +294,9 @@ def records(*lines: str) -> str:
 def test_a_stage_ends_later_where_a_value_gets_no_further(tmp_path):
     """What comes behind the cut and needs no parameters may belong to either stage."""
     text = records(
-        "maps = {'last': self.backbone(x).maps[-1]}", "x = maps['last'] * 2", "x = self.head(x)"
+        "maps = {'last': self.backbone(x).maps[-1], 'sum': sum}",
+        "x = maps['last'] * 2",
+        "x = self.head(x)",
     )
     found = pipeline(rewritten(tmp_path, text, RECORDS_SCHEDULE).files["pipeline.py"])
     assert "        x = maps['last'] * 2\n        return x\n".replace("'", '"') in found
@@ -310,6 +329,87 @@ def test_of_a_record_what_is_read_is_sent(tmp_path):
 def test_a_record_of_which_more_is_needed(lines, tmp_path):
     text = refused(tmp_path, records(*lines), RECORDS_SCHEDULE, "SR310")
     assert "is needed after the cut and cannot get there" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "sent"),
+    [
+        # what layers fill, and what is taken out again
+        (
+            [
+                "kept = {}",
+                "for number, layer in enumerate(self.layers):",
+                "    x = layer(x)",
+                "    if number in self.marks:",
+                "        kept[f'layer{number}'] = x",
+                "x = x + kept.popitem()[1]",
+            ],
+            'assert [*kept] == ["layer1"]\n        kept_layer1 = kept["layer1"]\n',
+        ),
+        (
+            [
+                "kept = [x]",
+                "for layer in self.layers:",
+                "    x = layer(x)",
+                "    kept.append(x)",
+                "for layer in self.layers_back:",
+                "    x = layer(x + kept.pop())",
+            ],
+            "kept_0, kept_1 = kept\n        return x, kept_1, kept_0\n",
+        ),
+        # what a module gives nothing for
+        (
+            [
+                "x, seen = self.looking(x)",
+                "for layer in self.layers:",
+                "    x = layer(x)",
+                "if seen is not None:",
+                "    x = x * seen",
+            ],
+            "assert seen is None  # nothing of it is sent\n        return x\n",
+        ),
+        # a data class that is made by position
+        (
+            [
+                "for layer in self.layers:",
+                "    x = layer(x)",
+                "found = Found(self.read(x), 1.0)",
+                "x = found.maps",
+            ],
+            "            x = layer(x)\n        return x\n",
+        ),
+    ],
+)
+def test_what_is_filled_and_emptied_over_cuts(lines, sent, tmp_path):
+    text = FILLED + records(*lines).replace("import torch\n", "", 1).replace(
+        "        self.last =",
+        """\
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.layers_back = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.looking, self.read, self.marks = Looking(width), nn.Linear(width, width), (1, 3)
+        self.last =""",
+    )
+    schedule = RECORDS_SCHEDULE.rpartition("    s[")[0]
+    for cut in ("layers.0", "layers.1", *(["layers_back.1"] if "back" in text[-300:] else [])):
+        schedule += f'    s["{cut}"].cut_pipeline_stage()\n'
+    assert sent in pipeline(rewritten(tmp_path, text, schedule).files["pipeline.py"])
+
+
+FILLED = """\
+import torch
+from torch import nn
+
+
+class Looking(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.a(x), None
+
+
+"""
 
 
 def test_statements_that_go_over_a_mapping_need_no_more_than_a_shape(tmp_path):
@@ -374,10 +474,10 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
 
     def forward(self, x):
-        kept = {}
+        kept = {"sum": sum}
         for number, layer in enumerate(self.layers):
             x = kept[number] = layer(x)
-        return sum(kept.values())
+        return kept.pop("sum")(kept.values())
 
 
 class Model(nn.Module):"""

@@ -156,3 +156,22 @@ def test_a_sequence_of_layers(cut, first, second, tmp_path):
     write(tmp_path / "out", output.files)
     report = verify(tmp_path / "out", [Layout(2)])
     assert report.ok, report.render()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "nn.Sequential(OrderedDict((f'block{n}', Block(width)) for n in range(number)))",
+        "nn.Sequential()\n        for n in range(number):\n"
+        "            made.add_module(f'block{n}', Block(width))",
+    ],
+)
+def test_a_sequence_of_layers_with_names(made, tmp_path):
+    plain = "return nn.Sequential(*[Block(width) for _ in range(number)])"
+    source = BLOCKS.replace(plain, f"made = {made}\n        return made").replace(
+        "import torch\n", "from collections import OrderedDict\n\nimport torch\n", 1
+    )
+    schedule = for_torch(OF_BLOCKS.format(cut='s["layer2.block1"].cut_pipeline_stage()'))
+    text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
+    assert "    for module in self.layer2[:2]:\n" in method(text, 0, "forward")
+    assert "    for module in self.layer2[2:]:\n" in method(text, 1, "forward")

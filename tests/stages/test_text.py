@@ -321,3 +321,12 @@ def test_a_loss_that_needs_no_labels_has_some(tmp_path):
     text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
     assert "def loss(self, last_output, _x):" in text
     assert 'inputs={"x": "x"}, label="x")' in text
+
+
+def test_for_torch_a_loss_of_an_argument_that_is_called_as_the_result(tmp_path):
+    source = written("z = x", "x = self.first(x)", "x = self.inner(x)").replace(
+        "return F.mse_loss(self.last(x), y)",
+        "x = self.last(x)\n        return F.l1_loss(x, z[:, :1])",
+    )
+    text = rewritten(tmp_path, source, FOR_TORCH.format(cut='s["first"]')).files["pipeline.py"]
+    assert method(text, 1, "loss").startswith("def loss(self, x, given_x):")
