@@ -47,9 +47,9 @@ def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Pl
         from slapo_rewrite.plan.measured_machine import measured_machine
 
         progress("measuring this machine")
-        gpu = measured_machine(min(options.nodes_of, options.gpus))
+        gpu = measured_machine(min(options.nodes_of, options.gpus), options.precision)
     elif options.gpu in known_gpus():
-        gpu = hardware(options.gpu)
+        gpu = hardware(options.gpu, options.precision)
     else:
         raise unknown_gpu(options.gpu, known_gpus())
     wanted = Wanted(
@@ -62,13 +62,20 @@ def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Pl
         options.batch,
         options.sequence,
         options.nodes_of,
-        options.precision or gpu.precision,
+        "fp32" if gpu.precision == "tf32" else gpu.precision,
     )
     return plan(wanted, progress)
 
 
 def _check_planning(options: argparse.Namespace) -> None:
-    """Refuses a plot that cannot be drawn."""
+    """Refuses nodes that are not whole, and what cannot be written, before anything is counted."""
+    if options.gpus > options.nodes_of and options.gpus % options.nodes_of:
+        raise errors.UsageError(
+            f"{options.gpus} GPUs are not whole nodes of {options.nodes_of}",
+            hint="say how many GPUs a node has by --nodes-of",
+        )
+    if options.output is not None and options.output.is_file():
+        raise errors.OutputUnwritable(f"`{options.output}` is a file, where a folder is to be")
     if options.plot is None:
         return
     if options.plot.suffix not in (".png", ".svg"):

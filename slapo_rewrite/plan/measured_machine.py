@@ -12,26 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from slapo_rewrite.simulate.hardware import Device, Hardware
+from slapo_rewrite.simulate.hardware import Device, Hardware, no_such_products
 from slapo_rewrite.simulate.links import Link
 
 ROUNDS = 5
 SMALL, LARGE = 2**12, 2**24  # bytes that are summed
 WIDTH = {"cpu": 1024, "cuda": 8192}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COPIED = {"cpu": 2**27, "cuda": 2**30}
 
 
-def measured_machine(node: int) -> Hardware:
+def measured_machine(node: int, precision: str | None = None) -> Hardware:
     """This machine as a row of the table: what models get here is what is measured.
 
     Args:
         node: How many ranks share the machine; on the CPU they share its memory, too.
+        precision: What matrix products are computed in, as in the table; without it `bf16` on a
+            GPU, `fp32` on the CPU.
+
+    Raises:
+        UsageError: This machine does not compute in this precision.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
-    width = WIDTH[kind]
-    one, other = (torch.randn(width, width, device=kind, dtype=dtype) for _ in range(2))
-    flops = 2 * width**3 / _seconds(lambda: one @ other)
+    precision = precision or ("bf16" if kind == "cuda" else "fp32")
+    if (kind, precision) == ("cpu", "tf32"):
+        raise no_such_products("this machine's CPU", precision)
+    flops = _products(kind, precision)
     source = torch.zeros(COPIED[kind], dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     bandwidth = 2 * COPIED[kind] / _seconds(lambda: target.copy_(source))
@@ -44,7 +50,7 @@ def measured_machine(node: int) -> Hardware:
         flops, bandwidth = flops / node, bandwidth / node
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
     said = (
-        f"measured on this machine ({title}): {flops / 1e12:.3g} Tflop/s in {dtype}, "
+        f"measured on this machine ({title}): {flops / 1e12:.3g} Tflop/s in {precision}, "
         f"{bandwidth / 1e9:.3g} GB/s",
         f"two processes send one another {link.bandwidth / 1e9:.3g} GB/s after "
         f"{link.latency * 1e6:.0f} us"
@@ -53,11 +59,22 @@ def measured_machine(node: int) -> Hardware:
         "nodes are taken to be connected as their ranks are",
     )
     link = link or Link(10e-6, bandwidth)
-    precision = "bf16" if kind == "cuda" else "fp32"
     device = Device(flops, bandwidth)
     return Hardware(
         "cpu" if kind == "cpu" else "measure", title, device, memory, link, link, precision, said
     )
+
+
+def _products(kind: str, precision: str) -> float:
+    """Operations of matrix products a second."""
+    width, dtype = WIDTH[kind], DTYPES.get(precision, torch.float32)
+    one, other = (torch.randn(width, width, device=kind, dtype=dtype) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        return 2 * width**3 / _seconds(lambda: one @ other)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -95,13 +95,15 @@ def launch(
     if nodes > 1:
         run += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:29500"'
     lines = _layout(way, files)
+    if wanted.hardware.precision == "tf32":
+        lines.append('And first, for products in TF32: torch.set_float32_matmul_precision("high")')
     return (
         "#!/bin/sh\n"
         f"# {described(way)}: {predicted.seconds:.3g} s a step are predicted.\n"
         "# The rewritten model was made, and is made again, by\n"
         f"#   {shlex.join(again)}\n"
         + "".join(f"# {line}\n" for line in lines)
-        + f'exec {run} "${{1:-train.py}}" --deepspeed_config {folder / CONFIGURATION}\n'
+        + f'exec {run} "${{1:-train.py}}" --deepspeed_config "$(dirname "$0")/{CONFIGURATION}"\n'
     )
 
 
@@ -119,6 +121,7 @@ def _layout(way: Way, files: set[str]) -> list[str]:
         made = [
             "  grid = PipelineParallelGrid(topology=topology)",
             "  tensor_parallel.set_group(grid.get_model_parallel_group())",
+            "  model = loading.build(lambda: ...)",
             "  engine, *_ = deepspeed.initialize(..., mpu=grid)",
         ]
     else:

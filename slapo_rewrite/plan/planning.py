@@ -27,6 +27,11 @@ from slapo_rewrite.simulate.byte_sizes import byte_size, gib
 from slapo_rewrite.simulate.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What float32 is multiplied in, and what has torch do that.
+PRODUCTS = {
+    "fp32": "float32, too, as is torch's default",
+    "tf32": 'TF32: `torch.set_float32_matmul_precision("high")`',
+}
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The knobs that a plan sets, as far as the schedule has them.
 SEQUENCE, RATIO, FUSE, STAGES = "sequence_parallel", "ckpt_ratio", "fuse", "pipeline_stages"
@@ -52,7 +57,7 @@ class Wanted:
         batch: Rows of a step.
         sequence: Tokens of a row; None for what the schedule's `inputs` give.
         node: GPUs of a node.
-        precision: `bf16`, `fp16` or `fp32`.
+        precision: Of parameters and activations: `bf16`, `fp16` or `fp32`.
     """
 
     source: str
@@ -110,6 +115,7 @@ class Planned:
                 "batch": wanted.batch,
                 "sequence": wanted.sequence,
                 "precision": wanted.precision,
+                "products": wanted.hardware.precision,
                 "plans": [
                     {**p.as_json(), "settings": self.settings(p.way)} for p in self.best[:10]
                 ],
@@ -248,15 +254,8 @@ class _Planner:
             f"trained in {wanted.precision} by DeepSpeed with an Adam: bytes for each parameter "
             "are 2 and 12 for the optimizer, of gradients 2, with ZeRO 1 4 (float32 sums)"
             if wanted.precision != "fp32"
-            else "trained in float32 by DeepSpeed with an Adam",
-            *(
-                [
-                    f"matrix products are taken to be as fast as in {wanted.hardware.precision}, "
-                    "and take several times as long: compare plans, not the times"
-                ]
-                if wanted.precision == "fp32" != wanted.hardware.precision
-                else []
-            ),
+            else "trained in float32 by DeepSpeed with an Adam, matrix products in "
+            + PRODUCTS.get(wanted.hardware.precision, wanted.hardware.precision),
             "pipelines run one forward, one backward, as DeepSpeed's; stages are cut as "
             "cut_evenly cuts them",
             "work and memory are those of the rewritten model's operators, counted without data; "

@@ -25,6 +25,8 @@ from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
 from slapo_rewrite.model.layer_kinds import shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import Shortening, filled, full_names
+from slapo_rewrite.model.sized_inputs import tokens_of
+from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.primitives.cut_evenly import ends_of_rounds, layers_in, sizes_of
 from slapo_rewrite.project import Project
@@ -61,8 +63,13 @@ def counted_rewrite(
         settings: Knobs, as `name=value`.
         sizes: The numbers of ranks.
         shape: What a step is.
+
+    Raises:
+        UsageError: Its rows are to have so many tokens, and no input has tokens.
     """
     found: Found = {}
+    if shape.sequence is not None:
+        _check_tokens(project, shape.sequence)
 
     def count(emitted: Emitted, short: Shortening) -> None:
         is_split = emitted.helper("tensor_parallel") is not None
@@ -78,6 +85,19 @@ def counted_rewrite(
 
     try_out(project, settings, count)
     return found
+
+
+def _check_tokens(project: Project, sequence: int) -> None:
+    try:
+        given = training_inputs(project.schedule.module, project.tree.root.live)
+    except Exception:  # the schedule's own code; the count says what is wrong
+        return
+    if tokens_of(given) is None:
+        raise errors.UsageError(
+            f"no input of the model holds whole numbers as [rows, tokens]: `--sequence {sequence}` "
+            "means nothing for it",
+            hint="leave it out: a row is then as the schedule's `inputs` give it",
+        )
 
 
 @dataclass(frozen=True)

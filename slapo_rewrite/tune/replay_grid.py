@@ -76,7 +76,7 @@ def read_grid(path: Path) -> Grid:
         at = errors.Span(str(path), error.lineno, error.colno, 1, line)
         raise errors.BadGrid(f"the grid is not JSON: {error.msg}", at=at) from None
     except (OSError, ValueError) as error:
-        raise errors.BadGrid(f"cannot read `{path}`: {error}") from None
+        raise errors.BadGrid(f"cannot read `{path}`: {getattr(error, 'strerror', error)}") from None
     hint = (
         'a grid is an object such as {"batch_size": [8, 16], "ckpt_ratio": [0.0, 1.0], '
         '"throughput": [[10.1, 9.3], [0, 11.2]]}'

@@ -18,7 +18,7 @@ import signal
 import string
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from slapo_rewrite import errors
@@ -106,7 +106,7 @@ def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
         RunFails: It fails otherwise than for memory, or reports no throughput.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as file, _ended_as_by_hand():
+    with open(log, "wb") as file, _ended_as_by_hand() as started:
         process = subprocess.Popen(
             command,
             shell=True,
@@ -116,6 +116,7 @@ def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
             start_new_session=True,
         )
         try:
+            started()
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return TIMED_OUT, 0.0
@@ -152,21 +153,32 @@ def throughput_in(text: str) -> float | None:
 
 
 @contextlib.contextmanager
-def _ended_as_by_hand() -> Iterator[None]:
+def _ended_as_by_hand() -> Iterator[Callable[[], None]]:
     """Meanwhile `kill`, or a terminal that is closed, does what Ctrl-C does.
 
-    A command in a session of its own hears of neither, and would train on by itself.
+    A command in a session of its own hears of none of them, and would train on by itself. One that
+    comes while it is started is answered when that has been said, and it can be ended.
     """
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
-    asked = [signal.SIGTERM, signal.SIGHUP] if is_main else []
-    ours = [number for number in asked if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
+    asked = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if is_main else []
+    before = {number: signal.getsignal(number) for number in asked}
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    ours = {number: handler for number, handler in before.items() if handler in usual}
+    early: list[int] = []
+
+    def started() -> None:
         for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.default_int_handler)
+        if early:
+            raise KeyboardInterrupt
+
+    for number in ours:
+        signal.signal(number, lambda number, _: early.append(number))
+    try:
+        yield started
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

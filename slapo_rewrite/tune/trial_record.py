@@ -6,15 +6,18 @@ schedule is refused, since its figures say nothing about this one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.emit.record import digest, installed
+from slapo_rewrite.emit.transaction import lock
 from slapo_rewrite.tune.knob_space import KnobSpace
 from slapo_rewrite.tune.outcome import Trial
 
@@ -58,6 +61,43 @@ def _gpus() -> list[str]:
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
+@contextlib.contextmanager
+def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator[TrialRecord]:
+    """A record, which no other search goes on with meanwhile.
+
+    Args:
+        path: The file; its folder is made. Beside it lies another one, which is locked, and says
+            by which process.
+        head: What its first line has to say.
+        space: What is searched.
+
+    Raises:
+        OtherTrials: The file is of something else, or is damaged.
+        OutputUnwritable: Another search is under way, or the folder cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path.with_suffix(".lock"), "a+", encoding="utf-8"))
+            if not lock(file.fileno()):
+                file.seek(0)
+                raise errors.OutputUnwritable(
+                    f"another `tune` is at work in `{path.parent}`: {file.read().strip()}",
+                    hint="wait for it, and give this command again to go on from there; or give "
+                    "another folder: -o FOLDER",
+                )
+            file.truncate(0)
+            since = datetime.now().strftime("%Y-%m-%d %H:%M")
+            file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n")
+            file.flush()
+            record = TrialRecord(path, head, space)
+        except OSError as error:
+            raise errors.OutputUnwritable(
+                f"cannot write `{path.parent}`: {error.strerror or error}"
+            ) from error
+        yield record
+
+
 class TrialRecord:
     """A record that is being written.
 
@@ -73,7 +113,6 @@ class TrialRecord:
     def __init__(self, path: Path, head: Mapping[str, Any], space: KnobSpace) -> None:
         self.path, self._space = path, space
         self.trials: list[Trial] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.stat().st_size:
             self._read(head)
         else:

@@ -17,7 +17,7 @@ from slapo_rewrite.tune import training_command
 from slapo_rewrite.tune.knob_space import shown, shown_value
 from slapo_rewrite.tune.outcome import Trial
 from slapo_rewrite.tune.strategies import made
-from slapo_rewrite.tune.trial_record import TrialRecord, header
+from slapo_rewrite.tune.trial_record import header, recording
 from slapo_rewrite.tune.tuned_schedule import Tuned, read
 from slapo_rewrite.tune.tuning_loop import Searched, search
 
@@ -63,6 +63,7 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
     Raises:
         BadSpace: The schedule declares nothing to tune, or `space` allows nothing.
         OtherTrials: The folder's record is of another search.
+        OutputUnwritable: Another search is under way in the folder, or it cannot be written.
         RunFails: The command fails, or reports no throughput.
         UsageError: The command lacks a knob, or names what there is not.
     """
@@ -79,7 +80,6 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
     }
     head = header(source, texts, wanted.fixed, wanted.command, tuned.space)
     strategy = made(wanted.strategy, tuned.space, wanted.seed, wanted.confidence)
-    record = TrialRecord(wanted.folder / RECORD, head, tuned.space)
 
     def attempt(number: int) -> tuple[Trial, float]:
         start = time.monotonic()
@@ -91,8 +91,9 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
             raise
         return trial, time.monotonic() - start
 
-    searched = search(tuned.space, strategy, record, attempt, wanted.most, say)
-    draw(searched, wanted.folder / SURFACE)
+    with recording(wanted.folder / RECORD, head, tuned.space) as record:
+        searched = search(tuned.space, strategy, record, attempt, wanted.most, say)
+        draw(searched, wanted.folder / SURFACE)
     return searched
 
 

@@ -1,18 +1,20 @@
 """`slapo-rewrite plan`: what is predicted, what is refused, what is written."""
 
 import json
+import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmark.plan_memory import ALONE, SPLIT, ZERO, Case, measured, predicted
+from slapo_rewrite import errors
 from slapo_rewrite.cli import main
 from slapo_rewrite.plan import planning
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.project import Project
-from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
@@ -21,6 +23,18 @@ from tests.marks import long
 from tests.plan.small_models import source_of, written_schedule
 
 ROWS, TOKENS = 4, 64
+NUMBERS = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+"""
 ARGUMENTS = ["--gpus", "8", "--gpu", "a100", "--batch", "64", "--sequence", "64"]
 
 
@@ -108,7 +122,13 @@ def test_a_plan_says_what_it_found_and_assumed(tmp_path, capsys):
     record = json.loads((out / "rewritten" / "rewrite.json").read_text())
     assert f"ckpt_ratio={best['recomputed']:g}" in best["settings"]
     assert record["knobs"]["ckpt_ratio"] == best["recomputed"]
-    assert "torchrun --nproc-per-node 8" in (out / "launch.sh").read_text()
+    launcher = tmp_path / "torchrun"  # by which the script is started from another folder
+    launcher.write_text('#!/bin/sh\necho "$@"\n')
+    launcher.chmod(0o755)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = subprocess.check_output([out / "launch.sh", "my.py"], cwd="/", env=path, text=True)
+    configured = f"--deepspeed_config {out / 'deepspeed.json'}"
+    assert told == f"--nproc-per-node 8 my.py {configured}\n"
 
 
 @pytest.mark.long
@@ -131,8 +151,11 @@ def test_less_memory_is_bought_with_time(tmp_path, capsys):
         (["--memory", "1MiB"], "nothing fits 8 x 1.00 MiB: the smallest"),
         (["--batch", "3"], "a batch of 3 cannot be divided over 8 GPUs"),
         (["--gpus", "0"], "--gpus is at least 1"),
+        (["--gpus", "12"], "12 GPUs are not whole nodes of 8"),
+        (["-o", __file__], "test_plan.py` is a file, where a folder is to be"),
         (["--sequence", "4096"], "a step of 4096 tokens a row does not run"),
         (["--plot", "plan.txt"], "`--plot` writes .png or .svg"),
+        (["--gpu", "v100", "--precision", "tf32"], "V100 SXM2 32GB computes nothing in tf32"),
         (["--set", "layers=2"], "the schedule has no knob `layers`"),
     ],
 )
@@ -142,15 +165,19 @@ def test_what_cannot_be_planned_is_refused_in_words(tmp_path, capsys, more, said
     assert said in capsys.readouterr().err
 
 
-def test_how_fast_float32_is_taken_to_be_is_said(tmp_path):
-    schedule = ScheduleFile.load(written_schedule("gpt2", tmp_path))
-    words = "products are taken to be as fast as in bf16"
-    for precision in ("bf16", "fp32"):
-        wanted = planning.Wanted(
-            source_of("gpt2"), "", [], 8, hardware("h100"), 1e9, 8, 64, 8, precision
-        )
-        assumed = planning._Planner(wanted, schedule, print).assumptions()
-        assert any(words in each for each in assumed) == (precision == "fp32")
+def test_products_in_float32_are_as_fast_as_a_gpu_has_them(tmp_path, capsys):
+    plain = ["--set", "fuse=false", "--set", "sequence_parallel=false", "--set", "ckpt_ratio=0"]
+    plain += ["--set", "pipeline_stages=1", "--set", "tensor_parallel=false", "--json"]
+    compute = []
+    for precision in ("fp32", "tf32"):
+        assert planned(tmp_path, *plain, "--precision", precision) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["precision"], plan["products"]) == ("fp32", precision)
+        assert f"Tflop/s ({precision})" in plan["assumptions"][0]
+        assert ("set_float32" in "".join(plan["assumptions"])) == (precision == "tf32")
+        best = plan["plans"][0]
+        compute.append(best["shares"]["compute"] * best["seconds"])
+    assert compute[0] / compute[1] == pytest.approx(156 / 19.5, rel=1e-3)
 
 
 @pytest.mark.long
@@ -190,3 +217,20 @@ def test_stages_that_do_not_divide_the_gpus_are_named(tmp_path, capsys):
     plain = ["--set", "fuse=false", "--set", "sequence_parallel=false", "--set", "ckpt_ratio=0"]
     assert planned(tmp_path, *plain, "--set", "pipeline_stages=3") == 2
     assert "with pipeline_stages=3" in capsys.readouterr().err
+
+
+def test_tokens_of_a_model_that_takes_none_are_refused(tmp_path):
+    (tmp_path / "net.py").write_text(NUMBERS)
+    (tmp_path / "s.py").write_text(
+        "import torch\n\n\ndef model(m):\n    return m.Net()\n\n\ndef inputs(model):\n"
+        '    return {"x": torch.randn(2, 4)}\n\n\ndef schedule(s):\n    pass\n'
+    )
+    project = Project(str(tmp_path / "net.py"), str(tmp_path / "s.py"))
+    shape = StepShape(TOKENS, torch.float32, is_gpu=True)
+    with pytest.raises(errors.UsageError, match=r"`--sequence 64` means nothing"):
+        counted_rewrite(project, [], [1], shape)
+
+
+@pytest.mark.parametrize("text", ["1KiB", "1024B", "1024", "1.024kB"])
+def test_sizes_of_memory_have_the_units_that_people_write(text):
+    assert planning.memory_size(text) == 1024

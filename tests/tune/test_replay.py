@@ -111,6 +111,11 @@ def test_grids_that_are_none(content, words, tmp_path):
         read_grid(path)
 
 
+def test_a_grid_that_is_not_there(tmp_path):
+    with pytest.raises(errors.BadGrid, match=r"cannot read `.*none\.json`: No such file[^:]*$"):
+        read_grid(tmp_path / "none.json")
+
+
 def test_null_is_out_of_memory(tmp_path):
     path = tmp_path / "grid.json"
     path.write_text('{"unit": "tokens/s", "a": ["x", "y"], "throughput": [null, 2]}')

@@ -11,11 +11,15 @@ import time
 
 import pytest
 
+from benchmark import report, tune_example
 from slapo_rewrite import cli
 from slapo_rewrite.tune.knob_space import Axis, KnobSpace
 from slapo_rewrite.tune.outcome import Trial
 from slapo_rewrite.tune.surface_plot import draw
+from slapo_rewrite.tune.training_command import run as run_command
 from slapo_rewrite.tune.training_command import throughput_in
+from slapo_rewrite.tune.trial_record import recording
+from slapo_rewrite.tune.tuned_schedule import read
 from slapo_rewrite.tune.tuning_loop import Searched
 
 MODEL = """\
@@ -133,6 +137,15 @@ def test_a_search_goes_on_where_it_ended(folder, capsys):
     assert "trials of another schedule" in refused(capsys, *SEARCH)
 
 
+def test_two_searches_in_one_folder(folder, capsys):
+    path = folder / "tuned/trials.jsonl"
+    with recording(path, {}, KnobSpace([Axis("ratio", (0.0,))])):
+        said = refused(capsys, *SEARCH)
+    assert "another `tune` is at work in `tuned`" in said and f"process {os.getpid()} on" in said
+    (folder / "file").write_text("")
+    assert "cannot write `file`" in refused(capsys, *SEARCH[:4], "-o", "file", "--run", RUN)
+
+
 @pytest.mark.long
 def test_the_model_says_when_it_ends(capsys):
     assert cli.main(SEARCH) == 0
@@ -229,6 +242,18 @@ def test_texts_are_drawn_as_they_are_and_as_wide_as_there_is_room(folder, monkey
     assert not any(label.get_parse_math() for label in labels)
 
 
+def test_the_committed_search_is_of_the_space_that_the_benchmark_declares(folder):
+    (folder / "example.py").write_text(tune_example.SCHEDULE)
+    points = read("example.py", ()).space.points
+    found = report.read(tune_example.NAME)
+    assert [trial["knobs"] for trial in found["all"]] == [dict(point) for point in points]
+    assert found["points"] == 24 and found["trials"] <= tune_example.MOST_TRIALS
+    assert found["part_of_best"] >= 1 - tune_example.WITHIN
+    judged = {json.dumps(trial["knobs"]): trial["throughput"] for trial in found["all"]}
+    chosen = max(found["tried"], key=lambda trial: trial["throughput"])
+    assert judged[json.dumps(chosen["knobs"])] == found["found_rows_a_second"]
+
+
 def test_knobs_without_choices(folder, capsys):
     edit(folder / "s.py", "Annotated[float, Choices(0.0, 0.5, 1.0)]", "float")
     edit(folder / "s.py", ", batch: Annotated[int, Range(1, 4)] = 1", "")
@@ -288,3 +313,20 @@ def test_who_ends_the_search_ends_what_it_runs(asked, folder):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(started, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_also_while_it_is_started(asked, folder, monkeypatch):
+    begun = []
+
+    class Asked(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            begun.append(self)
+            signal.raise_signal(asked)  # before anybody has what could be ended
+
+    monkeypatch.setattr(subprocess, "Popen", Asked)
+    before = signal.getsignal(asked)
+    with pytest.raises(KeyboardInterrupt):
+        run_command("exec sleep 60", None, folder / "log.txt")
+    assert begun[0].returncode == -signal.SIGKILL and signal.getsignal(asked) is before
