@@ -6,16 +6,17 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test test-long test-all fuzz lint check check-all docs generated bench
+.PHONY: help demo example test test-long test-all test-release fuzz lint check check-all docs generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
 	@echo 'make example    train a small GPT with DeepSpeed, in four processes'
 	@echo 'make test       run the tests'
 	@echo 'make test-all   run them, and the long ones: further models, world sizes and random pairs'
+	@echo 'make test-release  run all there are: models compiled, fresh environments, benchmarks'
 	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
 	@echo 'make check      before a commit: lint, types and tests; of a part by TESTS=tests/rules'
-	@echo 'make check-all  before a release: the long tests too'
+	@echo 'make check-all  before a release: lint, types and all tests'
 	@echo 'make docs       build the documentation into site/; a broken link is an error'
 	@echo 'make generated  make the outputs in generated/ again'
 	@echo 'make bench      measure, and write benchmark/results/'
@@ -54,6 +55,9 @@ test-long: $(READY)
 
 # In one run, which imports what takes long and makes what many tests look at once.
 test-all: $(READY)
+	$(PYTEST) -m 'not release' $(TESTS)
+
+test-release: $(READY)
 	$(PYTEST) $(TESTS)
 
 fuzz: $(READY)
@@ -68,7 +72,7 @@ lint: $(READY)
 # That `generated/` is current is one of the tests.
 check: lint test
 
-check-all: lint test-all
+check-all: lint test-release
 
 # The variable leaves out what the theme says of a successor of MkDocs.
 docs: $(READY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,19 @@ if not torch.accelerator.is_available():
     torch.manual_seed = torch.default_generator.manual_seed
 # With a million objects of torch and transformers in memory, looking for garbage is dear.
 gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps what pytest makes of the tests, for the next run, also where no bytecode is kept.
+
+    To have each assertion say what it compared takes seconds, in each of several processes.
+    """
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -68,7 +68,14 @@ def test_what_is_shown(document, folder, capsys):
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("document", [d for d in READ if any(b.long for b in read(ROOT / d))])
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(d, marks=pytest.mark.release if d == "docs/training.md" else ())
+        for d in READ
+        if any(b.long for b in read(ROOT / d))
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # PEFT asks transformers for what is deprecated there
 def test_what_is_shown_and_takes_long(document, folder, capsys):
     reader = Reader(folder, capsys, patient=True, by_torchrun=document == "README.md")

@@ -120,6 +120,7 @@ def test_the_release_is_called_alike_everywhere():
     assert f"rev: v{__version__}\n" in hook
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_a_source_distribution_installed_in_an_empty_environment_does_the_tutorial(tmp_path):
     """What it depends on is found where the tests have it, since torch takes minutes to install."""

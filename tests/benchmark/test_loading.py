@@ -24,6 +24,7 @@ def test_figures_meet_the_bars():
         assert row["cpu"] <= 2 * theirs["cpu"] / row["ranks"] + 0.15
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_smaller_model_is_started_so_too():

@@ -9,6 +9,7 @@ from tests.marks import long
 RESULTS = report.read(tensor_parallel.NAME)
 
 
+@pytest.mark.release
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [long(Size(2, 64, 2, 16))], ids=lambda size: size.name)
 def test_all_compute_the_same_and_ours_sends_least(size):

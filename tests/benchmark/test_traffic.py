@@ -127,6 +127,7 @@ def interpreted():
     return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_kernels_move_what_is_counted_for_them(interpreted):
     found = []

@@ -48,6 +48,7 @@ def results(prepared, tmp_path_factory):
     return json.loads(output.read_text())
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_it_measures_every_variant(results):
     row = results["steps"]["BERT-large"]

@@ -16,6 +16,7 @@ def test_every_original_is_given_back_by_an_empty_schedule():
     assert {found["identity"] for found in OUTCOMES if zoo.runs(found)} == {zoo.RIGHT}
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_a_family_comes_out_as_recorded():
     known = {found["family"]: found for found in OUTCOMES}

@@ -103,6 +103,7 @@ def check_compiled(folder: Path, name: str, variant: str, backend: str) -> None:
     check_alike(f"{name} {variant}", got, want)
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(

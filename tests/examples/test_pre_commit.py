@@ -50,6 +50,7 @@ def test_its_command_answers(output, capsys):
     assert "not current: " in capsys.readouterr().out
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.processes
 def test_by_pre_commit_itself(output, tmp_path, monkeypatch):

@@ -59,6 +59,7 @@ def run(repository: Path) -> list[int]:
     return codes
 
 
+@pytest.mark.release
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_pull_request_is_commented_and_checked(repository):

@@ -60,6 +60,7 @@ def test_a_few_steps_are_those_of_one_process(folder, monkeypatch):
     assert len(single) == 5 and (folder / "checkpoint" / "latest").exists()
 
 
+@pytest.mark.release
 @pytest.mark.long
 def test_the_example_trains_as_one_process_does(folder):
     single = losses(folder, "train.py", "--single", "--steps", "60")
@@ -79,18 +80,23 @@ from schedule import inputs, loss, model
 def schedule(s):
     s.autocast()
 """
-# In float32 the loss jumps here from 3.3 to 5.4 and is back at 3.2 in the next step. How far it
-# jumps is a matter of rounding: in bfloat16 to 4.2 on one CPU, under torch.autocast as well, and
-# to 5.2 on another.
-JUMP = 16
+# At the example's own rate the loss jumps from 3.3 to 5.4 in one step and is back in the next. How
+# far it jumps is a matter of rounding, in bfloat16 to 4.2 on one CPU and to 5.2 on another, and of
+# how far, what comes of the steps behind it. At this rate it does not.
+STEADY = "lr=1e-3"
 
 
-def in_precisions(tmp_path: Path, monkeypatch, steps: int) -> tuple[list[float], list[float]]:
-    """The losses of the example as it is, and with products in half precision."""
+def in_precisions(
+    tmp_path: Path, monkeypatch, steps: int, rate: str = "lr=3e-3"
+) -> tuple[list[float], list[float]]:
+    """The losses of the example as it is, and with products in half precision, at a rate."""
     found = []
     for name in ("plain", "mixed"):
         folder = tmp_path / name
         shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("parallel", "__pycache__"))
+        train = (folder / "train.py").read_text()
+        assert train.count("lr=3e-3") == 2
+        (folder / "train.py").write_text(train.replace("lr=3e-3", rate))
         with monkeypatch.context() as patch:
             patch.chdir(folder)
             patch.syspath_prepend(folder)
@@ -115,7 +121,5 @@ def test_a_few_steps_in_half_precision(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_fifty_steps_in_half_precision_stay_near(tmp_path, monkeypatch):
-    plain, mixed = in_precisions(tmp_path, monkeypatch, 50)
-    assert plain[JUMP] > 5 and 4 < mixed[JUMP] < 6
-    steady = [n for n in range(50) if n != JUMP]
-    assert [mixed[n] for n in steady] == pytest.approx([plain[n] for n in steady], rel=0.01)
+    plain, mixed = in_precisions(tmp_path, monkeypatch, 50, STEADY)
+    assert mixed == pytest.approx(plain, rel=0.01)
