@@ -7,12 +7,13 @@ called, is done there; its file is rewritten where what is asked reaches into it
 
 from __future__ import annotations
 
+import functools
 import keyword
 import linecache
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,17 +105,27 @@ class OutputFiles:
 
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
         """By the path of each module, that of the one whose changes are its own."""
-        elements = self._elements()
+        stand_in = self._stand_in()
         first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
-        return {p: _stand_in(first[id(n.live)], elements) for p, n in tree.nodes.items()}
+        return {path: stand_in(first[id(node.live)]) for path, node in tree.nodes.items()}
 
-    def _elements(self) -> dict[str, str]:
-        """By the path of an element of a list, that of the one that stands for it."""
-        return {
+    def _stand_in(self) -> Callable[[str], str]:
+        """Tells the path of the module that stands for one in an element of a list, or its own."""
+        elements = {
             f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
             for path, names in self._siblings.items()
             for name in names
         }
+
+        @functools.cache  # what is above, once for all that is below
+        def stand_in(path: str) -> str:
+            if not path:
+                return path
+            above, _, name = path.rpartition(".")
+            own = f"{stand_in(above)}.{name}".lstrip(".")
+            return elements.get(own, own)
+
+        return stand_in
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
         """The files in which a module is made up and computes."""
@@ -259,24 +270,15 @@ class OutputFiles:
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
-        elements = self._elements()
+        stand_in = self._stand_in()
         pairs = {}  # states are shared, so that these are few
         for path, state in states.items():
-            of_its_kind = states.get(_stand_in(path, elements), state)
+            of_its_kind = states.get(stand_in(path), state)
             pairs[id(of_its_kind), id(state)] = of_its_kind, state
         for of_its_kind, state in pairs.values():
             for mine, other in zip(of_its_kind.every_cause(), state.every_cause(), strict=True):
                 if mine.number != other.number:
                     self._same.setdefault(mine.number, {})[other.number] = other
-
-
-def _stand_in(path: str, elements: Mapping[str, str]) -> str:
-    """The path of the module that stands for one in an element of a list, or its own."""
-    stands = ""
-    for name in path.split("."):
-        stands = f"{stands}.{name}".lstrip(".")
-        stands = elements.get(stands, stands)
-    return stands
 
 
 def _identifier(stem: str) -> str:

@@ -41,29 +41,40 @@ def kinds_of(node: Node) -> list[Any]:
     """Of each element: what it is, and its plain attributes but for those that are its number."""
     children = list(node.children.values())
     found = [_plain_attributes(child) for child in children]
-    # Most attributes are the same in all, and tell no two apart.
-    apart = {key for each in found for key, _ in each.items() ^ found[0].items()}
-    apart -= {key for key in apart if _is_number(key, found)}
+    # Most attributes are the same in all, and tell no two apart: modules are compared at once.
+    apart = {
+        (below, name)
+        for each in found
+        for below in each.keys() | found[0].keys()
+        if (own := each.get(below, {})) != (first := found[0].get(below, {}))
+        for name, _ in own.items() ^ first.items()
+    }
+    apart -= {key for key in apart if _is_number(*key, found)}
     return [
-        (child.kind, frozenset(item for item in each.items() if item[0] in apart))
+        (
+            child.kind,
+            frozenset((b, n, each[b][n]) for b, n in apart if b in each and n in each[b]),
+        )
         for child, each in zip(children, found, strict=True)
     ]
 
 
-def _plain_attributes(element: Node) -> dict[tuple[str, str], Any]:
-    """The plain attributes of an element and of what is below, by path from it and name."""
-    found: dict[tuple[str, str], Any] = {}
-    for inner in element.walk():
-        below = inner.path[len(element.path) :]
-        for name, value in vars(inner.live).items():
-            if type(value) in PLAIN:
-                found[below, name] = value
-    return found
+def _plain_attributes(element: Node) -> dict[str, dict[str, Any]]:
+    """The plain attributes of an element and of what is below, by path from it and by name."""
+    start = len(element.path)
+    return {
+        inner.path[start:]: {n: v for n, v in vars(inner.live).items() if type(v) in PLAIN}
+        for inner in element.walk()
+    }
 
 
-def _is_number(key: tuple[str, str], found: Sequence[Mapping[tuple[str, str], Any]]) -> bool:
+def _is_number(below: str, name: str, found: Sequence[Mapping[str, Mapping[str, Any]]]) -> bool:
     """Whether an attribute is the element's number, counted from anywhere."""
-    values = [(each[key], number) for number, each in enumerate(found) if key in each]
+    values = [
+        (each[below][name], number)
+        for number, each in enumerate(found)
+        if name in each.get(below, ())
+    ]
     if any(type(value) is not int for value, _ in values):
         return False
     return len({value - number for value, number in values}) == 1
