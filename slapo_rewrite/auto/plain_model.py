@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import math
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +15,8 @@ from torch import nn
 
 from slapo_rewrite.auto.step import Step
 from slapo_rewrite.model.meta_build import on_meta
+from slapo_rewrite.model.small_arguments import small_number
 
-# Small numbers for arguments of constructors, by a part of their names; the first that fits.
-SMALL = {
-    "vocab": 203, "class": 10, "head": 4, "layer": 12, "depth": 12, "block_size": 64, "seq": 64,
-    "ctx": 64, "context": 64, "len": 64, "position": 64, "channel": 3, "expert": 4, "patch": 8,
-    "image": 32, "img": 32, "drop": 0, "inner": 128, "ff": 128, "hidden": 64, "dim": 64,
-    "width": 64, "embd": 64, "embed": 64, "size": 64,
-}  # fmt: skip
 # Arguments of a `forward` that make it compute a loss.
 TARGETS = ("labels", "targets", "target", "label", "y")
 # A model with more parameters than this gets a small one beside it.
@@ -106,10 +101,10 @@ def _smaller(name: str, default: Any) -> str | None:
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if not is_number and default is not inspect.Parameter.empty:
         return None
-    value = next((v for part, v in SMALL.items() if part in name.lower()), None)
-    if value is None or (is_number and default <= value):
-        return None
-    return str(float(value) if isinstance(default, float) else value)
+    if isinstance(default, float):
+        return "0.0" if "drop" in name.lower() and default > 0 else None
+    value = small_number(name, default if is_number else math.inf)
+    return None if value is None else str(value)
 
 
 def _inputs(model: nn.Module) -> Iterator[dict[str, str]]:

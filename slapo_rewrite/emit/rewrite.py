@@ -185,7 +185,7 @@ class _Emission:
         project, plan = self.project, self.plan
         self.sizes: tuple[int, ...] = ()
         if not _has_own_code(plan):
-            self.sizes = worlds(project.schedule.module, project.tree.root.live)
+            self.sizes = worlds(project.schedule.module, project.module, project.tree.root.live)
         self.lowered = lower(
             project.tree,
             plan.states,

@@ -28,6 +28,7 @@ from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import result_pairs
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
+from slapo_rewrite.model.small_arguments import small_build
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
 
 WORLD_SIZES = (2, 3, 4)
@@ -157,19 +158,25 @@ def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
             raise OtherNumbersError(1, name, 1.0, "something overflows in half precision:")
 
 
-def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:
+def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[int, ...]:
     """The world sizes that are tried; none for a model that is too large to be run.
 
-    A model with a configuration of Hugging Face is tried on two ranks alone, for time.
+    A model with a configuration of Hugging Face is tried on two ranks alone, for time. Of another
+    one a small model is looked for, which the schedule's module has from then on.
 
     Args:
         schedule: The schedule's module.
+        module: The module of the source.
         model: The whole model that it builds.
     """
     if hasattr(getattr(model, "config", None), "to_dict"):
         return WORLD_SIZES[:1]
-    small = hasattr(schedule, "verify_model") or _size(model) <= MOST_PARAMETERS
-    return WORLD_SIZES if small else ()
+    if not hasattr(schedule, "verify_model") and _size(model) > MOST_PARAMETERS:
+        build = small_build(schedule, module, model, MOST_PARAMETERS)
+        if build is None:
+            return ()
+        setattr(schedule, small_model.SMALL_BUILD, build)
+    return WORLD_SIZES
 
 
 def not_run(

@@ -22,6 +22,7 @@ from .small_config import deepened, small_config
 LARGEST_TWIN = 200_000_000  # parameters; each process holds about ten times their bytes
 BATCH, TOKENS = 2, 16
 FIRST_PADDED = 12  # the second row is padding from here on
+SMALL_BUILD = "_small_build"  # of a schedule's module: what builds a small model of any module
 
 
 def seed_torch(seed: int) -> None:
@@ -136,7 +137,8 @@ def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     Returns:
         `schedule.verify_model(module)` where that is defined, or its class with its config and more
         layers, if it has too few and the config says how many; else the same Hugging Face class
-        with a smaller config; else `schedule.model(module)` itself.
+        with a smaller config; else what `small_arguments` found for the schedule; else
+        `schedule.model(module)` itself.
 
     Raises:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.
@@ -166,6 +168,8 @@ def _small(schedule: Any, module: Any, depth: int) -> Callable[[], nn.Module]:
     config = getattr(full, "config", None)
     if hasattr(config, "to_dict"):
         return lambda: _module(shrunk(full, depth), "the model's class")
+    if hasattr(schedule, SMALL_BUILD):
+        return lambda: _module(getattr(schedule, SMALL_BUILD)(module), "model")
     num_parameters = sum(p.numel() for p in full.parameters())
     if num_parameters > LARGEST_TWIN:
         raise ValueError(

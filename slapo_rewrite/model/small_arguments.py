@@ -1,0 +1,145 @@
+"""A small model of somebody's own class: its constructor is given smaller numbers.
+
+A Hugging Face model has a configuration that can be made smaller (`small_config`). Another one is
+made by a call in the schedule's `model(m)`: of that call, and of the configurations that it is
+given, the whole numbers are taken for smaller ones by what their names say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from slapo_rewrite.model import small_model
+from slapo_rewrite.model.meta_build import on_meta
+
+# Small numbers for arguments of constructors, by a part of their names; the first that fits.
+HEADS = {"head_dim": 16, "head_size": 16, "dim_head": 16, "d_head": 16, "kv_head": 2, "head": 4}
+COUNTS = {"layer": 12, "depth": 12, "expert": 4, "inner": 128, "ff": 128, "mlp": 128}
+WIDTHS = {"hidden": 64, "dim": 64, "d_model": 64, "width": 64, "embd": 64, "embed": 64}
+DATA = {
+    "vocab": 203, "class": 10, "block_size": 64, "seq": 64, "ctx": 64, "context": 64, "len": 64,
+    "position": 64, "channel": 3, "patch": 8, "image": 32, "img": 32,
+}  # fmt: skip
+SMALL = {**HEADS, **DATA, **COUNTS, **WIDTHS, "size": 64}
+OTHER = {"": 64}  # whatever a number is called
+# What inputs that are made for the full model may count on is left as it is from the second on.
+FEW = {"layer": 4, "depth": 4}
+WAYS = (
+    {**SMALL, **OTHER},
+    {**HEADS, **COUNTS, **WIDTHS},
+    {**COUNTS, **FEW, "hidden": 128},
+    {**COUNTS, **FEW},
+)
+# What is narrower still beside a vocabulary that stays as it is.
+NARROW, NARROWED = 4, {*WIDTHS, *OTHER, *(name for name, size in HEADS.items() if size == 16)}
+DEEPEST = 3  # how many configurations lie in one another
+
+Build = Callable[[types.ModuleType], nn.Module]
+
+
+def small_number(name: str, default: float, small: Mapping[str, int] = SMALL) -> int | None:
+    """A smaller number for an argument; None where its own may stay."""
+    value = next((v for part, v in small.items() if part in name.lower()), None)
+    return None if value is None or default <= value else value
+
+
+def small_build(
+    schedule: Any, module: types.ModuleType, full: nn.Module, most: int
+) -> Build | None:
+    """What builds a small model of the class that a schedule builds, from any module that has it.
+
+    Args:
+        schedule: The schedule's module.
+        module: The module of the source.
+        full: What the schedule's `model` gives of it.
+        most: How many parameters it may have.
+
+    Returns:
+        None where no smaller numbers give a model of the same classes that takes the inputs.
+    """
+    own = type(full)
+    if vars(module).get(own.__name__) is not own:
+        return None
+    classes = {type(each) for each in full.modules()}
+    for small in _tables():
+
+        def build(m: types.ModuleType, small: Mapping[str, int] = small) -> nn.Module:
+            with _given_less(vars(m)[own.__name__], small):
+                model: nn.Module = schedule.model(m)
+            return model
+
+        with contextlib.suppress(Exception), _apart():  # what the user's own constructors raise
+            with on_meta():
+                made = build(module)
+            if sum(p.numel() for p in made.parameters()) > most:
+                continue
+            if {type(each) for each in made.modules()} == classes:
+                model = build(module)
+                model(**small_model.training_inputs(schedule, model))
+                return build
+    return None
+
+
+def _tables() -> Iterator[Mapping[str, int]]:
+    for small in WAYS:
+        yield small
+        if WIDTHS.keys() <= small.keys():
+            yield {
+                name: value // NARROW if name in NARROWED else value
+                for name, value in small.items()
+            }
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Nothing that is tried meanwhile draws the random numbers of others, or keeps a graph."""
+    with small_model.drawing(0), small_model.one_thread(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _given_less(cls: type[nn.Module], small: Mapping[str, int]) -> Iterator[None]:
+    """The constructor of a class is given smaller numbers the next time that it is called."""
+    original: Any = cls.__init__
+    patch: Any = mock.patch.object(cls, "__init__")
+
+    def constructor(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        patch.stop()  # what it makes of its own class is made of what it says
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        for name, value in list(given.arguments.items())[1:]:
+            given.arguments[name] = _smaller(name, value, small, DEEPEST)
+        original(*given.args, **given.kwargs)
+
+    patch.new = constructor
+    patch.start()
+    try:
+        yield
+    finally:
+        patch.stop()
+
+
+def _smaller(name: str, value: Any, small: Mapping[str, int], deep: int) -> Any:
+    """What an argument is given: a smaller number, or a configuration of smaller ones."""
+    if type(value) is int:
+        return small_number(name, value, small) or value
+    if type(value) is dict and deep:
+        return {key: _smaller(str(key), item, small, deep - 1) for key, item in value.items()}
+    if not deep or isinstance(value, (type, torch.Tensor, nn.Module)):
+        return value
+    if not hasattr(value, "__dict__") or callable(value):
+        return value
+    own = copy.copy(value)
+    for key, item in vars(value).items():
+        # As a frozen dataclass lets nobody else.
+        object.__setattr__(own, key, _smaller(key, item, small, deep - 1))
+    return own
