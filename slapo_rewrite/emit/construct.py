@@ -14,7 +14,13 @@ from slapo_rewrite.emit.idle_methods import check_run
 from slapo_rewrite.emit.registrations import imported_beside
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput
-from slapo_rewrite.model.rehearsal import MOST_ELEMENTS, MOST_PARAMETERS, TooLargeError, rehearse
+from slapo_rewrite.model.rehearsal import (
+    MOST_ELEMENTS,
+    MOST_PARAMETERS,
+    DoesNotRunError,
+    TooLargeError,
+    rehearse,
+)
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
@@ -122,6 +128,11 @@ def rehearsed(
             unfit = _rehearse(project, original, plan, emitted, sizes)
         except TooLargeError:
             draft.warnings.append(TOO_LARGE)
+            return
+        except DoesNotRunError as error:
+            draft.warnings.append(
+                f"nothing was compared with the original, whose small model does not run: {error}"
+            )
             return
     if unfit:
         tried = " or ".join(map(str, sizes))

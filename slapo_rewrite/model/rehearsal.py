@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.directive import Share, depth_of
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
@@ -47,6 +48,10 @@ class TooLargeError(Exception):
     """A run of the small model would take longer than the rewriting."""
 
 
+class DoesNotRunError(Exception):
+    """The original's small model does not run on a CPU, in words."""
+
+
 def rehearse(
     schedule: Any,
     original: types.ModuleType,
@@ -58,8 +63,8 @@ def rehearse(
 ) -> str:
     """Runs the output's small model against the original's.
 
-    Nothing is said of a model that does not run on a CPU. One that draws
-    random numbers besides dropout is run in one process: ranks that are threads would share them.
+    A model that draws random numbers besides dropout is run in one process: ranks that are threads
+    would share them.
 
     Args:
         schedule: The schedule's module, which builds the models.
@@ -79,6 +84,7 @@ def rehearse(
     Raises:
         OtherNumbersError: They differ.
         TooLargeError: The small model is too large to be run.
+        DoesNotRunError: It does not run; the weights that it starts with are compared all the same.
     """
     casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
     with (
@@ -88,10 +94,15 @@ def rehearse(
         small_model.drawing(0),
         casts,
     ):
-        references = _references(schedule, original, depth) if sizes else []
+        try:
+            references = _references(schedule, original, depth) if sizes else []
+        except DoesNotRunError:
+            if draws_alike:
+                _check_start(None, depth, schedule, original, output)
+            raise
         references = [r for r in references if draws_alike or not r.want.draws]
         if draws_alike and references:
-            _check_start(references[0], schedule, original, output)
+            _check_start(references[0].drawn, depth, schedule, original, output)
         unfit = [_check_step(each, schedule, original, output, sizes) for each in references]
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
@@ -280,16 +291,18 @@ class _Rank:
 
 
 def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> list[_Reference]:
-    """Steps of the original's small model; none where it does not run.
+    """Steps of the original's small model.
 
     One with a mask and a cache in double precision is enough: what these need single precision for
     is compared without them as well, as no other comparison is as sharp.
 
     Raises:
         TooLargeError: It is too large, or its inputs are.
+        DoesNotRunError: It does not run.
     """
     ways = (False,) if hasattr(schedule, "inputs") else (True, False)
     found: list[_Reference] = []
+    why = ""
     for whole in ways:
         try:
             reference = _reference(schedule, original, depth, whole)
@@ -297,20 +310,27 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
             if whole:  # without them inputs may be smaller
                 continue
             raise
+        except DoesNotRunError as error:
+            why = str(error)
+            continue
         found += [reference] if reference is not None else []
         if reference is not None and reference.dtype == torch.float64:
             break
+    if why and not found:
+        raise DoesNotRunError(why)
     return found
 
 
 def _reference(
     schedule: Any, original: types.ModuleType, depth: int, whole: bool
 ) -> _Reference | None:
-    """A step of the original's small model; None where it cannot be run.
+    """A step of the original's small model; None where one with a mask says nothing.
 
     Raises:
         TooLargeError: It would take too long.
+        DoesNotRunError: It does not run.
     """
+    fails: list[str] = []
     for dtype in LIMIT:
         try:
             model, drawn = _drawn(schedule, original, depth)
@@ -327,11 +347,14 @@ def _reference(
             want = _step(schedule, model, inputs, None)
         except TooLargeError:
             raise
-        except Exception:  # whatever the user's model does
+        except Exception as error:  # whatever the user's model does
+            fails.append(first_line(error))
             continue
         # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
         if not whole or all(bool(g.isfinite().all()) for g in want.gradients.values()):
             return _Reference(drawn, weights, inputs, dtype, want, depth)
+    if len(fails) == len(LIMIT):
+        raise DoesNotRunError(fails[0])
     return None
 
 
@@ -345,28 +368,37 @@ def _drawn(
 
 
 def _check_start(
-    reference: _Reference,
+    drawn: Mapping[str, torch.Tensor] | None,
+    depth: int,
     schedule: Any,
     original: types.ModuleType,
     output: Emitted,
 ) -> None:
     """In one process the output draws the weights that the original draws.
 
+    Args:
+        drawn: What the original draws; None where that is still to be found out.
+        depth: How many layers a small model has that nobody else defines, at least.
+        schedule: The schedule's module.
+        original: The module of the original source.
+        output: The output.
+
     Raises:
         OtherStartError: It draws others, as where a constructor asks for a module's very class.
     """
     try:
-        model, drawn = _drawn(schedule, output.module, reference.depth)
+        wanted = drawn if drawn is not None else _drawn(schedule, original, depth)[1]
+        model, found = _drawn(schedule, output.module, depth)
     except Exception:  # it may be made for several ranks alone; what fails there is told there
         return
     maps = _helper(output, "weight_maps")
     own = tuple(maps(model)) if maps else ()
-    for name, want in reference.drawn.items():
-        have = drawn.get(name)
+    for name, want in wanted.items():
+        have = found.get(name)
         if have is None or have.shape != want.shape or name.startswith(own):
             continue
         if not torch.equal(have, want) and error(want, have):
-            again = _drawn(schedule, original, reference.depth)[1]
+            again = _drawn(schedule, original, depth)[1]
             if torch.equal(again[name], want):
                 raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
 
