@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -28,10 +28,14 @@ class OneRank:
         source: A file or an importable module, as the user gave it.
         schedule: A file, or the name of a schedule that ships with the tool.
         settings: Knobs, as `name=value`.
+        try_out: Carries a schedule out on a project, and tries the output.
     """
 
-    def __init__(self, source: str, schedule: str, settings: Sequence[str]) -> None:
-        self.given = source, schedule, settings
+    def __init__(
+        self, source: str, schedule: str, settings: Sequence[str], try_out: Callable[..., None]
+    ) -> None:
+        self.source, self.schedule, self.settings = source, schedule, settings
+        self.try_out = try_out
 
     def __call__(self, ranks: int, count: Count) -> Any:
         """What `count` gives for the model's tree and the modules of the output.
@@ -65,9 +69,6 @@ class OneRank:
                 sender.send((None, first_line(error)))
 
     def _counted(self, ranks: int, count: Count) -> Any:
-        from slapo_rewrite.emit.rewrite import try_out
-
-        source, schedule, settings = self.given
         found: list[Any] = []
 
         def trial(emitted: Emitted, _: Shortening) -> None:
@@ -76,6 +77,6 @@ class OneRank:
                 tree = Tree(build_model(make, emitted.module))
                 found.append(count(tree, emitted.modules()))
 
-        project = Project(source, schedule)
-        try_out(project, settings, trial, on_ranks=False)
+        project = Project(self.source, self.schedule)
+        self.try_out(project, self.settings, trial, on_ranks=False)
         return found[0]

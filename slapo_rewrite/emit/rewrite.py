@@ -168,7 +168,7 @@ class _Emission:
             on_ranks = None
             if self.options.on_ranks:
                 schedule, settings = str(project.schedule.path), self.options.settings
-                on_ranks = OneRank(project.source_name, schedule, settings)
+                on_ranks = OneRank(project.source_name, schedule, settings, try_out)
             self.plan = project.plan(self.knobs, on_ranks)
             self._lower()
             self._write_models()

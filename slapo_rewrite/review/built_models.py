@@ -14,6 +14,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.current import TOOL_CHANGED, Asked, asked_again
 from slapo_rewrite.emit.one_rank import OneRank
+from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.project import Project
@@ -77,7 +78,7 @@ def built(
             original = Tree(build_model(make, project.module))
             with contextlib.redirect_stdout(sys.stderr):
                 knobs = project.schedule.settings(asked.settings)
-                on_ranks = OneRank(asked.source, asked.schedule, asked.settings)
+                on_ranks = OneRank(asked.source, asked.schedule, asked.settings, try_out)
                 plan = project.plan(knobs, on_ranks)
             files = _files(recorded)
             emitted = stack.enter_context(imported(files, recorded.content["source"]["file"]))
