@@ -129,10 +129,7 @@ def test_imports_point_down(path):
 def test_no_file_imports_itself_through_others():
     relative = {path: path.relative_to(PACKAGE.parent).with_suffix("") for path in FILES}
     names = {".".join(parts.parts): path for path, parts in relative.items()}
-    imported = {
-        name: {found.name for found in imports_of(path)}
-        for name, path in names.items()
-    }
+    imported = {name: {found.name for found in imports_of(path)} for name, path in names.items()}
     known = {
         name: {m for each in own for m in (each, each.rpartition(".")[0]) if m in names} - {name}
         for name, own in imported.items()

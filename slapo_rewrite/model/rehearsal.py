@@ -29,7 +29,7 @@ from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import result_pairs
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
-from slapo_rewrite.model.small_arguments import small_build
+from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
 
 WORLD_SIZES = (2, 3, 4)
@@ -182,12 +182,7 @@ def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[i
     """
     if hasattr(getattr(model, "config", None), "to_dict"):
         return WORLD_SIZES[:1]
-    if not hasattr(schedule, "verify_model") and _size(model) > MOST_PARAMETERS:
-        build = small_build(schedule, module, model, MOST_PARAMETERS)
-        if build is None:
-            return ()
-        setattr(schedule, small_model.SMALL_BUILD, build)
-    return WORLD_SIZES
+    return WORLD_SIZES if supply(schedule, module, MOST_PARAMETERS) else ()
 
 
 def not_run(

@@ -3,6 +3,9 @@
 A Hugging Face model has a configuration that can be made smaller (`small_config`). Another one is
 made by a call in the schedule's `model(m)`: of that call, and of the configurations that it is
 given, the whole numbers are taken for smaller ones by what their names say.
+
+Also executed by its path, as `small_model`, so it imports torch, the standard library and what lies
+beside it only.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from slapo_rewrite.model import small_model
-from slapo_rewrite.model.meta_build import on_meta
+from . import small_model
+from .meta_build import on_meta
 
 # Small numbers for arguments of constructors, by a part of their names; the first that fits.
 HEADS = {"head_dim": 16, "head_size": 16, "dim_head": 16, "d_head": 16, "kv_head": 2, "head": 4}
@@ -50,6 +53,30 @@ def small_number(name: str, default: float, small: Mapping[str, int] = SMALL) ->
     """A smaller number for an argument; None where its own may stay."""
     value = next((v for part, v in small.items() if part in name.lower()), None)
     return None if value is None or default <= value else value
+
+
+def supply(schedule: Any, module: types.ModuleType, largest: int) -> bool:
+    """Has a schedule build a small model, where it says none and the full one is too large.
+
+    Args:
+        schedule: The schedule's module.
+        module: The module of the source.
+        largest: How many parameters a model may have to be run.
+
+    Returns:
+        Whether there is a model that can be run.
+    """
+    if hasattr(schedule, "verify_model") or hasattr(schedule, small_model.SMALL_BUILD):
+        return True
+    with on_meta():
+        full = schedule.model(module)
+    sizes = (parameter.numel() for parameter in full.parameters())
+    if hasattr(getattr(full, "config", None), "to_dict") or sum(sizes) <= largest:
+        return True
+    build = small_build(schedule, module, full, largest)
+    if build is not None:
+        setattr(schedule, small_model.SMALL_BUILD, build)
+    return build is not None
 
 
 def small_build(

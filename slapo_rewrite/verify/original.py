@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import sys
@@ -94,6 +95,7 @@ class Original:
         stage("loading the schedule")
         self.schedule = load_schedule(Path(job["schedule"]))
         self.twin: Any = load_beside(Path(job["twin"]), "slapo_twin")
+        smaller = load_beside(Path(job["twin"]).with_name("small_arguments.py"), "slapo_twin")
         self.blocker = ToolBlocker(job["tool"], Path(job["out"]))
         self.blocker.install()
         stage("importing the original")
@@ -101,6 +103,13 @@ class Original:
         if file := getattr(self.original_module, "__file__", None):
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             self.source = {"file": file, "sha256": digest}
+        with contextlib.suppress(Exception):  # of the schedule's `model`, which says it soon
+            smaller.supply(self.schedule, self.original_module, self.twin.LARGEST_TWIN)
+        if hasattr(self.schedule, self.twin.SMALL_BUILD):
+            self.note(
+                "the model is too large to be run here: a small one was compared, whose "
+                "constructor is given smaller numbers; verify_model(m) would say another"
+            )
         stage("importing the output")
         self.rewritten_module, self.loading = import_output(
             Path(job["out"]), job["stem"], job["support"]

@@ -6,9 +6,11 @@ import sys
 import pytest
 import torch
 
+from slapo_rewrite.emit.write import write
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.rehearsal import MOST_PARAMETERS
 from slapo_rewrite.model.small_arguments import small_build, small_number
+from slapo_rewrite.verify.run import verify
 from tests.rewriting import refused, rewritten
 
 BODY = """
@@ -182,6 +184,14 @@ def test_a_large_model_of_ones_own_is_run_before_it_is_written(tmp_path):
     assert not right.warnings
     text = refused(tmp_path, source("plainly", exact=True), schedule("plainly"), "SR106")
     assert "it starts otherwise" in text
+
+
+def test_what_is_too_large_to_be_verified_is_verified_small(tmp_path):
+    plan = schedule("plainly").replace("m.Net()", "m.Net(n_embd=4096, n_head=32)")
+    output = rewritten(tmp_path, source("plainly"), plan)
+    write(tmp_path / "out", output.files)
+    report = verify(tmp_path / "out", [2])
+    assert report.ok and any("a small one was compared" in note for note in report.notes)
 
 
 def test_other_random_numbers_are_not_drawn(tmp_path):
