@@ -27,10 +27,12 @@ from .meta_build import on_meta
 # Small numbers for arguments of constructors, by a part of their names; the first that fits.
 HEADS = {"head_dim": 16, "head_size": 16, "dim_head": 16, "d_head": 16, "kv_head": 2, "head": 4}
 COUNTS = {"layer": 12, "depth": 12, "expert": 4, "inner": 128, "ff": 128, "mlp": 128}
-WIDTHS = {"hidden": 64, "dim": 64, "d_model": 64, "width": 64, "embd": 64, "embed": 64}
+WIDTHS = {
+    "hidden": 64, "dim": 64, "d_model": 64, "width": 64, "embd": 64, "embed": 64, "channel": 64,
+}  # fmt: skip
 DATA = {
     "vocab": 203, "class": 10, "block_size": 64, "seq": 64, "ctx": 64, "context": 64, "len": 64,
-    "position": 64, "channel": 3, "patch": 8, "image": 32, "img": 32,
+    "position": 64, "patch": 8, "image": 32, "img": 32,
 }  # fmt: skip
 SMALL = {**HEADS, **DATA, **COUNTS, **WIDTHS, "size": 64}
 OTHER = {"": 64}  # whatever a number is called
@@ -96,7 +98,7 @@ def small_build(
     own = type(full)
     if vars(module).get(own.__name__) is not own:
         return None
-    classes = {type(each) for each in full.modules()}
+    classes = _classes(full)
     for small in _tables():
 
         def build(m: types.ModuleType, small: Mapping[str, int] = small) -> nn.Module:
@@ -109,11 +111,16 @@ def small_build(
                 made = build(module)
             if sum(p.numel() for p in made.parameters()) > most:
                 continue
-            if {type(each) for each in made.modules()} == classes:
+            if _classes(made) == classes:
                 model = build(module)
                 model(**small_model.training_inputs(schedule, model))
                 return build
     return None
+
+
+def _classes(model: nn.Module) -> set[tuple[str, str]]:
+    """The classes of a model's modules; by name, as a function may define them anew."""
+    return {(cls.__module__, cls.__qualname__) for cls in map(type, model.modules())}
 
 
 def _tables() -> Iterator[Mapping[str, int]]:

@@ -158,6 +158,15 @@ def test_inputs_of_a_width_keep_it(tmp_path):
     assert (len(made.layers), made.layers[0][0].weight.shape) == (4, (128, 256))
 
 
+def test_classes_may_be_defined_anew_for_each_model(tmp_path):
+    text = BLOCKS.replace(
+        "class Net",
+        "def layer(*sizes):\n    class Layer(nn.Linear):\n        pass\n    return Layer(*sizes)\n\n"
+        "class Net",
+    ).replace("nn.Linear(hidden_dim, dim)", "layer(hidden_dim, dim)")
+    assert len(small(tmp_path, text, OF_BLOCKS).layers) == 4
+
+
 @pytest.mark.parametrize(
     "text, plan",
     [
