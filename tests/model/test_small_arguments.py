@@ -161,7 +161,8 @@ def test_inputs_of_a_width_keep_it(tmp_path):
 def test_classes_may_be_defined_anew_for_each_model(tmp_path):
     text = BLOCKS.replace(
         "class Net",
-        "def layer(*sizes):\n    class Layer(nn.Linear):\n        pass\n    return Layer(*sizes)\n\n"
+        "def layer(*sizes):\n    class Layer(nn.Linear):\n        pass\n"
+        "    return Layer(*sizes)\n\n"
         "class Net",
     ).replace("nn.Linear(hidden_dim, dim)", "layer(hidden_dim, dim)")
     assert len(small(tmp_path, text, OF_BLOCKS).layers) == 4
