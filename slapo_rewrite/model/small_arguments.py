@@ -48,7 +48,7 @@ WAYS = (
 NARROW, NARROWED = 4, {*WIDTHS, *OTHER, *(name for name, size in HEADS.items() if size == 16)}
 DEEPEST = 3  # how many configurations lie in one another
 
-Build = Callable[[types.ModuleType], nn.Module]
+Build = Callable[..., nn.Module]
 
 
 def small_number(name: str, default: float, small: Mapping[str, int] = SMALL) -> int | None:
@@ -93,7 +93,8 @@ def small_build(
         most: How many parameters it may have.
 
     Returns:
-        None where no smaller numbers give a model of the same classes that takes the inputs.
+        It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
+        smaller numbers give a model of the same classes that takes the inputs.
     """
     own = type(full)
     if vars(module).get(own.__name__) is not own:
@@ -101,8 +102,11 @@ def small_build(
     classes = _classes(full)
     for small in _tables():
 
-        def build(m: types.ModuleType, small: Mapping[str, int] = small) -> nn.Module:
-            with _given_less(vars(m)[own.__name__], small):
+        def build(
+            m: types.ModuleType, *, deep: bool = False, small: Mapping[str, int] = small
+        ) -> nn.Module:
+            less = {name: n for name, n in small.items() if not (deep and name in FEW)}
+            with _given_less(vars(m)[own.__name__], less):
                 model: nn.Module = schedule.model(m)
             return model
 

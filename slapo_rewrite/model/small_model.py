@@ -20,6 +20,7 @@ from .meta_build import on_meta
 from .small_config import deepened, small_config
 
 LARGEST_TWIN = 200_000_000  # parameters; each process holds about ten times their bytes
+LARGE = 20_000_000  # with more, a run takes minutes, and a smaller model is looked for
 BATCH, TOKENS = 2, 16
 FIRST_PADDED = 12  # the second row is padding from here on
 SMALL_BUILD = "_small_build"  # of a schedule's module: what builds a small model of any module
@@ -233,6 +234,8 @@ def build_deep(
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
             return shrunk(full, None, kept)
+    if hasattr(schedule, SMALL_BUILD):
+        return _module(getattr(schedule, SMALL_BUILD)(module, deep=True), "model")
     return build_small(schedule, module)
 
 

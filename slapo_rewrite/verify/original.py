@@ -104,11 +104,11 @@ class Original:
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             self.source = {"file": file, "sha256": digest}
         with contextlib.suppress(Exception):  # of the schedule's `model`, which says it soon
-            smaller.supply(self.schedule, self.original_module, self.twin.LARGEST_TWIN)
+            smaller.supply(self.schedule, self.original_module, self.twin.LARGE)
         if hasattr(self.schedule, self.twin.SMALL_BUILD):
             self.note(
-                "the model is too large to be run here: a small one was compared, whose "
-                "constructor is given smaller numbers; verify_model(m) would say another"
+                "the model is large: a small one was compared, whose constructor is given smaller "
+                "numbers; verify_model(m) in the schedule would say another"
             )
         stage("importing the output")
         self.rewritten_module, self.loading = import_output(

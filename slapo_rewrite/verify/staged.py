@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import importlib
 from collections.abc import Iterator
@@ -319,6 +320,7 @@ def _watched(kind: type) -> Iterator[dict[int, Built]]:
     own = vars(kind).get("__init__")
     original: Any = kind.__init__  # type: ignore[misc]
 
+    @functools.wraps(original)  # by whose parameters it may be given smaller numbers
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         given, random_state = copy.deepcopy((args, kwargs)), torch.get_rng_state()
         original(self, *args, **kwargs)

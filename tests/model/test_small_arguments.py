@@ -133,6 +133,14 @@ def test_a_small_model_is_made_however_its_numbers_are_told(tmp_path, style):
     assert (len(made.blocks), made.blocks[0].heads) == (12, 4)
 
 
+def test_all_layers_are_there_where_stages_are_cut_between_them(tmp_path):
+    plan = schedule("plainly").replace("m.Net()", "m.Net(n_layer=30)")
+    build, own = found(tmp_path, source("plainly"), plan)
+    deep = build(own, deep=True)
+    assert (len(build(own).blocks), len(deep.blocks)) == (12, 30)
+    assert deep.embed.embedding_dim == 64
+
+
 def test_inputs_that_are_made_for_the_vocabulary_keep_it(tmp_path):
     ids = "torch.tensor([[50256, 3]])"
     made = small(tmp_path, source("plainly"), schedule("plainly", ids))
