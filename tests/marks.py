@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` leaves to `make test-all`."""
+"""Which cases of a test `make test` leaves to `make test-all`, and that to `make test-release`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import pytest
 def long(*values: Any) -> Any:
     """Further cases of what others hold already."""
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+def release(*values: Any) -> Any:
+    """Further cases that take long, and are seldom the first that break."""
+    return pytest.param(*values, marks=(pytest.mark.long, pytest.mark.release))
 
 
 def all_but(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.small_model import loss_of, step_inputs
 from slapo_rewrite.schedule.source_module import import_source
-from tests.marks import long
+from tests.marks import release
 from tests.processes import run
 from tests.rewriting import written
 from tests.stages.cases import CASES, Case, for_torch
@@ -236,7 +236,7 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layouts", [LAYOUTS, long(FURTHER)], ids=["short", "further"])
+@pytest.mark.parametrize("layouts", [LAYOUTS, release(FURTHER)], ids=["short", "further"])
 def test_torch_schedules_train_as_one_process_does(layouts, tmp_path):
     (tmp_path / "model.py").write_text(TURNED)
     cases = {**CASES, "turned": Case(str(tmp_path / "model.py"), TURNED_SCHEDULE)}

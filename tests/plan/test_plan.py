@@ -19,7 +19,7 @@ from slapo_rewrite.simulate.hardware import hardware, known_gpus
 from slapo_rewrite.simulate.links import Link
 from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
 from slapo_rewrite.simulate.pipeline import Stage, simulate
-from tests.marks import long
+from tests.marks import long, release
 from tests.plan.small_models import source_of, written_schedule
 
 ROWS, TOKENS = 4, 64
@@ -69,7 +69,7 @@ def planned(tmp_path, *more, name="gpt2"):
     "case",
     [
         long(Case("bert", ALONE, 1.0, False, 1)),
-        long(Case("t5", ALONE, 0.5, True, 2)),
+        release(Case("t5", ALONE, 0.5, True, 2)),
         pytest.param(Case("llama", SPLIT, 0.5, True, 1), marks=pytest.mark.processes),
         long(Case("gpt2", ZERO, 0.0, False, 2)),
     ],

@@ -16,7 +16,7 @@ from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.deferred_init import build_deferred
 from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.runtime.stages import ShardedStage
-from tests.marks import long
+from tests.marks import release
 from tests.processes import run
 
 VOCABULARY, WIDTH = 11, 8  # 11 divides over neither 2 nor 4
@@ -312,8 +312,8 @@ def check_starting(folder):
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [2, long(4)])
-@pytest.mark.parametrize("build", [build_layers, long(SecondHalf)])
+@pytest.mark.parametrize("world", [2, release(4)])
+@pytest.mark.parametrize("build", [build_layers, SecondHalf])
 def test_a_rank_holds_its_part_while_it_starts(world, build):
     number = 16 * world if build is build_layers else 32 * world  # 64 MiB a rank
     run(check_what_is_held, world, build, (8, 2), (1024, number), start="spawn")

@@ -21,7 +21,7 @@ from tests.runtime.kernels.picked import PUBLIC
 ABSENT = ("libcst", "black", "rich", "hypothesis", "deepspeed")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_it_measures_every_kernel_with_torch_alone(tmp_path):
     script = f"""
         import sys

@@ -60,7 +60,7 @@ def test_a_kernel_computes_what_it_stands_for(name, found):
     assert found[name] is None, found[name]
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("name", sorted(CASES.keys() - SHORT))
 def test_so_does_it_in_all_sizes_and_ways(name, found_slowly):
     assert found_slowly[name] is None, found_slowly[name]
