@@ -50,7 +50,7 @@ def write_plan(planned: Planned, folder: Path) -> list[str]:
             (folder / name).write_text(text, encoding="utf-8")
         (folder / LAUNCH).chmod(0o755)
     except OSError as error:
-        raise errors.OutputUnwritable(f"cannot write `{folder}`: {error.strerror}") from error
+        raise errors.unwritable(folder, error) from error
     write(folder / MODEL, output.files, inputs=output.inputs)
     return [f"{MODEL}/", *texts]
 

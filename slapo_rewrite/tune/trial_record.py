@@ -92,9 +92,7 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
             file.flush()
             record = TrialRecord(path, head, space)
         except OSError as error:
-            raise errors.OutputUnwritable(
-                f"cannot write `{path.parent}`: {error.strerror or error}"
-            ) from error
+            raise errors.unwritable(path.parent, error) from error
         yield record
 
 
