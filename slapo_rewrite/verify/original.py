@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_rewrite.errors import first_line
+
+from .figures import Named
 from .isolated_imports import (
     ToolBlocker,
     import_original,
@@ -25,7 +28,17 @@ from .isolated_imports import (
 from .probes import dropouts, in_float64, nudge, tie_groups, vary_constants
 
 Stage = Callable[[str], None]
+T = TypeVar("T")
 SEED = 0
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """What each rank gives, in their order; every rank calls it."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
@@ -182,6 +195,15 @@ class Original:
         given = self.given(model, inputs)
         return model(**self.twin.model_inputs(self.schedule, model, given)), given
 
+    def hold(self, model: nn.Module) -> None:
+        """Notes what share of the parameters a model on this rank has."""
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (model, self.original)]
+        self.share = sizes[0] / max(1, sizes[1])
+
+    def whole(self, model: nn.Module, named: Named) -> Named:
+        """Full tensors from tensors like a model's parameters; all ranks that share it call it."""
+        return named if self.loading is None else dict(self.loading.to_full(model, named))
+
     def is_double(self, model: nn.Module) -> bool:
         """Whether a model runs in float64."""
         return self.doubled or (model is self.exact and not self.nudged)
@@ -197,10 +219,9 @@ class Original:
             if self.nudged:
                 self.exact = None
                 return None
-            words = str(error).strip().splitlines() or [type(error).__name__]
             self.note(
-                f"the original does not run in float64 ({words[0]}): its rounding error is taken "
-                "from a copy whose weights are off by one rounding"
+                f"the original does not run in float64 ({first_line(error)}): its rounding error "
+                "is taken from a copy whose weights are off by one rounding"
             )
             self.nudged, self.exact = True, self.built(self.original_module, 0)
             self.exact.load_state_dict(self.full)
