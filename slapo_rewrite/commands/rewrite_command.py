@@ -137,7 +137,7 @@ def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: A
 def _diff(options: argparse.Namespace, asked: Asked) -> int:
     """Prints the diff, which may have been made before."""
     from slapo_rewrite.emit import diff_cache
-    from slapo_rewrite.emit.diff_colours import coloured
+    from slapo_rewrite.emit.diff_hunks import coloured
 
     if (known := diff_cache.look_up(diff_cache.place(asked), asked)) is None:
         output = _rewritten(asked)
@@ -251,7 +251,7 @@ def update_command(options: argparse.Namespace) -> int:
         print("\n".join(reasons or ["none of its recorded inputs has changed"]))
     output = _rewritten(asked)
     warn(output.warnings)
-    from slapo_rewrite.emit.diff_colours import coloured
+    from slapo_rewrite.emit.diff_hunks import coloured
     from slapo_rewrite.emit.fresh_changes import fresh_in
 
     new = "".join(each.render() for each in fresh_in(out, output))

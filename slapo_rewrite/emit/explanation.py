@@ -122,10 +122,7 @@ def _line(out: Path, name: str, number: int) -> str:
 
 def _added(out: Path, name: str) -> set[int]:
     """The lines of a file that are not as in its original, by the output's own diff."""
-    try:
-        diff = (out / "rewrite.diff").read_bytes().decode(errors="replace")
-    except OSError:
-        return set()
+    diff = record.text_at(out / "rewrite.diff")
     return {number for hunk in hunks(diff) if hunk.file == name for number in hunk.added}
 
 

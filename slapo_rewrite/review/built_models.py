@@ -6,12 +6,12 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.emit import record
 from slapo_rewrite.emit.current import TOOL_CHANGED, Asked, asked_again
 from slapo_rewrite.emit.one_rank import OneRank
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
@@ -122,7 +122,7 @@ def _files(recorded: Recorded) -> dict[str, str]:
     if (support := content.get("support")) is not None:
         for path in sorted((out.parent / support["folder"]).glob("*.py")):
             found[f"../{support['folder']}/{path.name}"] = path
-    return {name: Path(path).read_bytes().decode(errors="replace") for name, path in found.items()}
+    return {name: record.text_at(path) for name, path in found.items()}
 
 
 def _sizes(tree: Tree) -> list[tuple[int, ...]]:

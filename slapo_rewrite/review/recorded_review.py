@@ -139,13 +139,11 @@ def _call(directive: Mapping[str, Any]) -> Call:
 def _compared_files(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> list[Compared]:
     """Every rewritten file beside its original, as it was written."""
     path = out / "rewrite.diff"
-    diff = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    diff = record.text_at(path)
     written = record.written_files(out)
     found = []
     for name in [content["source"]["file"], *content.get("copies", {})]:
-        new = written.get(name)
-        if new is None:
-            new = (out / name).read_bytes().decode(errors="replace")
+        new = written[name] if name in written else record.text_at(out / name)
         if (old := original_text(diff, name, new)) is None:
             raise errors.NotAnOutput(
                 f"`{path}` is not the diff of {name} as it was written",
@@ -198,7 +196,7 @@ def _helpers(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> li
     for change in content.get("changes", ()):
         if change["lines"] is not None:
             continue
-        text = (out / change["file"]).read_bytes().decode(errors="replace")
+        text = record.text_at(out / change["file"])
         try:
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         except SyntaxError:  # it was edited
@@ -267,7 +265,7 @@ def _edits(out: Path) -> list[Compared]:
     found = []
     for name in hand_edited(out):
         if name in written:
-            now = (out / name).read_bytes().decode(errors="replace")
+            now = record.text_at(out / name)
             found.append(Compared(name, written[name], now, tuple(_parts(written[name], now))))
     return found
 
