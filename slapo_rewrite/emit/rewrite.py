@@ -16,7 +16,7 @@ from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.emit.construct import construct, rehearsed
+from slapo_rewrite.emit.construct import Construction
 from slapo_rewrite.emit.draft import Draft, Options, Trial
 from slapo_rewrite.emit.failures import Causes
 from slapo_rewrite.emit.helpers import (
@@ -178,7 +178,12 @@ class _Emission:
         if self.options.support is not None:
             self._share_helpers(self.options.support)
         self.users = own_modules(project.original, project.schedule.tree, project.loaded)
-        self._construct()
+        # The output is imported, built and run.
+        anew = [*self.users, project.original.name]
+        made = Construction(
+            self.draft, project, self.plan, self.copies, anew, self.original, self.sizes
+        )
+        made.tried(self.options.tries)
 
     def _lower(self) -> None:
         """What the schedule asked for becomes edits, and names the rewritten files."""
@@ -305,15 +310,6 @@ class _Emission:
         files = use_support(folder, draft.uses, draft.files, draft.changes, draft.lengths)
         draft.texts = {name: files.pop(name) for name in draft.texts}
         draft.helpers = files
-
-    def _construct(self) -> None:
-        """The output is imported, built and run."""
-        anew = [*self.users, self.project.original.name]
-        tries = self.options.tries or functools.partial(
-            rehearsed, self.draft, self.project, self.plan, self.original, self.sizes
-        )
-        is_short = self.options.tries is not None
-        construct(self.draft, self.project, self.plan, self.copies, anew, tries, is_short)
 
     def _finished(self) -> Output:
         project, draft, plan, copies = self.project, self.draft, self.plan, self.copies
