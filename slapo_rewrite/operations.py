@@ -272,11 +272,6 @@ def _letters(term: str, rank: int) -> list[str]:
     return [*ahead, *(f"...{i - between}" for i in range(between)), *behind]
 
 
-def _outer(call: Call) -> Treatment:
-    """`outer`: nothing is summed, and the result has both operands' axes."""
-    return FREE
-
-
 def _attention(call: Call) -> Treatment:
     """Attention: over the features of queries and keys, and over all keys and values.
 
@@ -288,13 +283,8 @@ def _attention(call: Call) -> Treatment:
     return Treatment((*over, *({rank - 1} for rank in call.ranks[3:4])), aligned=2)
 
 
-def _bucketize(call: Call) -> Treatment:
-    """`bucketize`: every element for itself, by whole bounds."""
-    return Treatment((set(), {0}))
-
-
 def _embedding(call: Call) -> Treatment:
-    """`embedding`: the rows of the table."""
+    """`embedding`: the rows of the table; `bucketize`: by whole bounds."""
     return Treatment((set(), {0}))
 
 
@@ -341,14 +331,6 @@ def _repeat_interleave(call: Call) -> Treatment:
     if axis is None and call.ranks[0] > 1:
         return _all_of_each(call)
     return FREE if isinstance(repeats, int) else Treatment((call.axes(axis),))
-
-
-def _attributes_of(names: str, row: Row) -> dict[str, Row]:
-    return dict.fromkeys(names.split(), row)
-
-
-def _with_inplace(names: str, row: Row) -> dict[str, Row]:
-    return {spelled: row for name in names.split() for spelled in (name, f"{name}_")}
 
 
 _UNARY = """
@@ -407,120 +389,87 @@ _WHOLE = """
 dist trace linalg_det histc cov corrcoef take renorm nonzero unique masked_select cdist
 kron block_diag chain_matmul linalg_multi_dot bilinear cartesian_prod meshgrid searchsorted
 """
+_POOLS = "max_poolNd avg_poolNd lp_poolNd adaptive_avg_poolNd adaptive_max_poolNd"
 
 
 @functools.cache
 def rows() -> dict[str, Row]:
     """Every row by the operation's name."""
-    last_or_flat = _along(1, -1)
-    return {
-        **_with_inplace(_UNARY, _elementwise),
-        **_with_inplace(_BINARY, _elementwise),
-        **_attributes_of(_DUNDER + _PLAIN, _elementwise),
-        **_attributes_of(_VIEWS, _free),
+    in_place = " ".join(f"{name}_" for name in (_UNARY + _BINARY).split())
+    table: tuple[tuple[str, Row], ...] = (
+        (f"{_UNARY} {_BINARY} {in_place} {_DUNDER} {_PLAIN} expand_as", _elementwise),
+        (f"{_VIEWS} outer ger", _free),  # of an outer product nothing is summed
         # One axis for itself.
-        **_attributes_of(
-            "softmax log_softmax softmin special_softmax special_log_softmax", _along(1)
-        ),
-        **_attributes_of("cumsum cumprod logcumsumexp cummax cummin cumsum_ cumprod_", _along(1)),
-        **_attributes_of("flip", _flip),
-        **_attributes_of("sort argsort", _sort),
-        "msort": _fixed(0),
-        "topk": _along(2, -1),
-        "roll": _along(2),
-        "normalize": _along(2, 1),
-        "gumbel_softmax": _along(4, -1),
-        "glu": _along(1, -1),
-        "diff": _along(2, -1),
-        "unfold": _along(1, name="dimension", aligned=None),
-        "rms_norm": _normalised,
-        "layer_norm": _normalised,
-        "tril": _fixed(*LAST_TWO),
-        "triu": _fixed(*LAST_TWO),
-        "tril_": _fixed(*LAST_TWO),
-        "triu_": _fixed(*LAST_TWO),
-        "fliplr": _fixed(1),
-        "flipud": _fixed(0),
-        "prelu": _fixed(1),
-        "view_as_complex": _fixed(-1, aligned=None),
-        "diagonal": _diagonal,
-        "diag_embed": _all_of_each,
-        "cosine_similarity": _distance(2, 1),
-        "pairwise_distance": _distance(9, -1),
-        "cross": _distance(2, None),
-        "linalg_cross": _distance(9, -1),
-        "trapezoid": _all_of_each,
-        **_attributes_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", _along(2, -1)),
-        **_attributes_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", _along(2, LAST_TWO)),
-        **_attributes_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn", _along(2)),
-        **_attributes_of("fft_fftshift fft_ifftshift", _along(1)),
+        ("softmax log_softmax softmin special_softmax special_log_softmax", _along(1)),
+        ("cumsum cumprod logcumsumexp cummax cummin cumsum_ cumprod_", _along(1)),
+        ("fft_fftshift fft_ifftshift", _along(1)),
+        ("glu multinomial", _along(1, -1)),
+        ("roll fft_fftn fft_ifftn fft_rfftn fft_irfftn", _along(2)),
+        ("topk diff fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", _along(2, -1)),
+        ("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", _along(2, LAST_TWO)),
+        ("normalize", _along(2, 1)),
+        ("gumbel_softmax", _along(4, -1)),
+        ("unfold", _along(1, name="dimension", aligned=None)),
+        ("flip", _flip),
+        ("sort argsort", _sort),
+        ("rms_norm layer_norm", _normalised),
+        ("msort flipud", _fixed(0)),
+        ("fliplr prelu", _fixed(1)),
+        ("tril triu tril_ triu_", _fixed(*LAST_TWO)),
+        ("view_as_complex", _fixed(-1, aligned=None)),
+        ("diagonal", _diagonal),
+        ("cosine_similarity", _distance(2, 1)),
+        ("cross", _distance(2, None)),
+        ("pairwise_distance linalg_cross", _distance(9, -1)),
         # One value of several.
-        **_attributes_of("sum nansum", _reduces(adds_up=True)),
-        **_attributes_of("mean nanmean var std var_mean std_mean amax amin prod", _reduces()),
-        **_attributes_of("any all argmax argmin count_nonzero logsumexp", _reduces()),
-        **_attributes_of("special_logsumexp median nanmedian linalg_matrix_rank", _reduces()),
-        "aminmax": _reduces(9),
-        "mode": _along(1, -1, aligned=None),
-        "kthvalue": _along(2, -1, aligned=None),
-        "quantile": _along(2, aligned=None),
-        "nanquantile": _along(2, aligned=None),
-        "norm": _reduces(2),
-        "linalg_norm": _reduces(2),
-        "linalg_vector_norm": _reduces(2),
-        "linalg_matrix_norm": _reduces(2, LAST_TWO),
-        "max": _extreme,
-        "min": _extreme,
+        ("sum nansum", _reduces(adds_up=True)),
+        ("mean nanmean var std var_mean std_mean amax amin prod any all argmax argmin", _reduces()),
+        ("count_nonzero logsumexp special_logsumexp median nanmedian", _reduces()),
+        ("linalg_matrix_rank", _reduces()),
+        ("aminmax", _reduces(9)),
+        ("norm linalg_norm linalg_vector_norm", _reduces(2)),
+        ("linalg_matrix_norm", _reduces(2, LAST_TWO)),
+        ("mode", _along(1, -1, aligned=None)),
+        ("kthvalue", _along(2, -1, aligned=None)),
+        ("quantile nanquantile", _along(2, aligned=None)),
+        ("max min", _extreme),
         # Products.
-        **_attributes_of("matmul mm bmm linalg_matmul mv", _product),
-        **_attributes_of("grouped_mm _grouped_mm", _grouped),
-        "__rmatmul__": _product_reversed,
-        **_attributes_of("dot vdot inner", _inner),
-        **_attributes_of("addmm baddbmm addmv", _added_product),
-        "addbmm": _all_of_each,
-        "outer": _outer,
-        "ger": _outer,
-        "linalg_vecdot": _vecdot,
-        "tensordot": _tensordot,
-        "einsum": _einsum,
-        "linear": _linear,
-        **_attributes_of("linalg_inv linalg_cholesky linalg_solve_triangular", _matrices),
-        "scaled_dot_product_attention": _attention,
+        ("matmul mm bmm linalg_matmul mv", _product),
+        ("grouped_mm _grouped_mm", _grouped),
+        ("__rmatmul__", _product_reversed),
+        ("dot vdot inner", _inner),
+        ("addmm baddbmm addmv", _added_product),
+        ("linalg_vecdot", _vecdot),
+        ("tensordot", _tensordot),
+        ("einsum", _einsum),
+        ("linear", _linear),
+        ("linalg_inv linalg_cholesky linalg_solve_triangular", _matrices),
+        ("scaled_dot_product_attention", _attention),
         # Neighbours.
-        **{f"conv{n}d": _convolution(n) for n in (1, 2, 3)},
-        **{f"conv_transpose{n}d": _convolution(n, transposed=True) for n in (1, 2, 3)},
-        **{
-            f"{kind}pool{n}d": _sliding(n)
-            for n in (1, 2, 3)
-            for kind in ("max_", "avg_", "lp_", "adaptive_avg_", "adaptive_max_")
-        },
-        "interpolate": _sliding(None),
-        "pad": _padding,
-        "batch_norm": _batch_norm,
-        "group_norm": _all_but_first,
-        "instance_norm": _all_but_first,
-        "local_response_norm": _all_but_first,
+        *((f"conv{n}d", _convolution(n)) for n in (1, 2, 3)),
+        *((f"conv_transpose{n}d", _convolution(n, transposed=True)) for n in (1, 2, 3)),
+        *((_POOLS.replace("N", str(n)), _sliding(n)) for n in (1, 2, 3)),
+        ("interpolate", _sliding(None)),
+        ("pad", _padding),
+        ("batch_norm", _batch_norm),
+        ("group_norm instance_norm local_response_norm", _all_but_first),
         # By indices.
-        "expand_as": _elementwise,
-        **_attributes_of("view_as reshape_as", lambda call: Treatment(paired=2)),
-        "embedding": _embedding,
-        "bucketize": _bucketize,
-        "gather": _picks(1),
-        "take_along_dim": _picks(2),
-        **_attributes_of("scatter scatter_ scatter_add scatter_add_", _picks(1, paired=3)),
-        **_attributes_of("scatter_reduce scatter_reduce_", _picks(1, paired=3)),
-        "index_select": _selects(source=False),
-        **_attributes_of("index_fill index_fill_", _selects(source=False)),
-        **_attributes_of("index_add index_add_ index_copy index_copy_", _selects(source=True)),
-        "repeat_interleave": _repeat_interleave,
-        "multinomial": last_or_flat,
-        "hstack": _stacked(1, 2),
-        "vstack": _stacked(0, 2),
-        "row_stack": _stacked(0, 2),
-        "column_stack": _stacked(1, 2),
-        "dstack": _stacked(2, 3),
+        ("view_as reshape_as", lambda call: Treatment(paired=2)),
+        ("embedding bucketize", _embedding),
+        ("gather", _picks(1)),
+        ("take_along_dim", _picks(2)),
+        ("scatter scatter_ scatter_add scatter_add_", _picks(1, paired=3)),
+        ("scatter_reduce scatter_reduce_", _picks(1, paired=3)),
+        ("index_select index_fill index_fill_", _selects(source=False)),
+        ("index_add index_add_ index_copy index_copy_", _selects(source=True)),
+        ("repeat_interleave", _repeat_interleave),
+        ("hstack column_stack", _stacked(1, 2)),
+        ("vstack row_stack", _stacked(0, 2)),
+        ("dstack", _stacked(2, 3)),
         # All of everything.
-        **_attributes_of(_LOSSES + _WHOLE, _all_of_each),
-    }
+        (f"{_LOSSES} {_WHOLE} diag_embed trapezoid addbmm", _all_of_each),
+    )
+    return {name: row for names, row in table for name in names.split()}
 
 
 def _flip(call: Call) -> Treatment:
