@@ -12,7 +12,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.current import TOOL_CHANGED, Asked, asked_again
+from slapo_rewrite.emit.current import TOOL_CHANGED, Asked
 from slapo_rewrite.emit.one_rank import OneRank
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 from slapo_rewrite.model.tree import Tree, build_model
@@ -52,21 +52,17 @@ class Models:
 
 
 @contextlib.contextmanager
-def built(
-    recorded: Recorded, world: int | None, source: str | None = None, schedule: str | None = None
-) -> Iterator[Models]:
+def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
     """Builds the models; the output stays imported as long as it lasts.
 
     Args:
         recorded: The output.
         world: On how many ranks; by default two where anything is split, else one.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
 
     Raises:
         NotBuilt: An input is not what it was, or a model cannot be built.
     """
-    asked = _unchanged(recorded, source, schedule)
+    asked = _unchanged(recorded)
     is_split = any(call.primitive == "shard" for call in recorded.calls)
     ranks = world or (2 if is_split else 1)
     with contextlib.ExitStack() as stack:
@@ -103,12 +99,11 @@ def built(
         )
 
 
-def _unchanged(recorded: Recorded, source: str | None, schedule: str | None) -> Asked:
+def _unchanged(recorded: Recorded) -> Asked:
     """What the output was made of, where that is still there and the same."""
-    try:
-        asked = asked_again(recorded.content, source, schedule)
-    except errors.RewriteError as error:
-        raise NotBuilt(f"{error.message}: {error.hint}") from error
+    asked = recorded.asked
+    if isinstance(asked, errors.RewriteError):
+        raise NotBuilt(f"{asked.message}: {asked.hint}") from asked
     # Another version of the tool builds the same models.
     if changed := [words for words in recorded.changed if words != TOOL_CHANGED]:
         raise NotBuilt(f"{'; '.join(changed)}: `slapo-rewrite update {recorded.out}` rewrites it")
