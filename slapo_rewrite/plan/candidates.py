@@ -88,6 +88,8 @@ class Predicted:
 COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communication"
 BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
 
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # that a micro-batch may have
+
 
 class _StagePart(NamedTuple):
     """What a stage of a pipeline runs.
@@ -329,8 +331,6 @@ def ways(
     tensors: Sequence[int],
     stages: Sequence[int],
     ratios: Sequence[float],
-    *,
-    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
 ) -> Iterator[Way]:
     """All ways on so many GPUs, those of each split of the GPUs together.
 
@@ -340,7 +340,6 @@ def ways(
         tensors: Numbers of ranks that can share a layer.
         stages: Numbers of stages that there can be.
         ratios: Shares of layers that can be recomputed.
-        rows: Rows that a micro-batch may have.
     """
     for tensor in tensors:
         if gpus % tensor:
@@ -351,7 +350,7 @@ def ways(
             data = gpus // tensor // pipeline
             if batch % data:
                 continue
-            for each in rows:
+            for each in ROWS:
                 if (batch // data) % each:
                     continue
                 for zero in (0, 1, 2, 3) if data > 1 and pipeline == 1 else (0, 1)[:data]:
