@@ -287,10 +287,10 @@ def _is_untied(names: tuple[str, ...], built: Tree) -> bool:
     return len(known) > 1 and any(not known <= {*built.ties.get(n, ())} for n in known)
 
 
-def _not_kept(node: Node, lost: str, at: errors.Span | None = None) -> errors.RewriteError:
+def _not_kept(node: Node, lost: str) -> errors.RewriteError:
     return errors.Unsupported(
         f"{node.shown} (`{node.cls.__name__}`) is not the original's in the output: {lost}",
-        at=at or construction_calls.place(construction_calls.stack_of(node.live)),
+        at=construction_calls.place(construction_calls.stack_of(node.live)),
         hint="have it so from its own constructor, by an argument say, or schedule all instances "
         "of the class that holds it alike",
     )

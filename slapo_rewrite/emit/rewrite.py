@@ -17,8 +17,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.emit.construct import Construction
-from slapo_rewrite.emit.draft import Draft, Options, Trial
-from slapo_rewrite.emit.failures import Causes
+from slapo_rewrite.emit.draft import Causes, Draft, Options, Trial
 from slapo_rewrite.emit.helpers import (
     helper_files,
     inlined_helpers,

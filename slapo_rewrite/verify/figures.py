@@ -144,12 +144,12 @@ def settle(check: Check, rounding: float, exact: Check | None) -> None:
         check.differs, check.after = [], ""
 
 
-def some(label: str, names: list[str], most: int = 3) -> str:
+def some(label: str, names: list[str]) -> str:
     """The first of `names` behind a label, and how many there are besides."""
     if not names:
         return ""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{label} {', '.join(names[:most])}{rest}".strip()
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{label} {', '.join(names[:3])}{rest}".strip()
 
 
 def gradients_of(model: nn.Module) -> Named:

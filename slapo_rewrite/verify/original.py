@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,6 +130,24 @@ class Original:
             for each in job["rewritten"]
         ]
 
+    def misfit(self, ranks: int) -> str | None:
+        """What the rewritten model says where it is built as the first of so many ranks.
+
+        One process tells, in which the others are pretended: its words where a size does not fit,
+        None where all do, or where nothing can be said.
+        """
+        try:
+            with _pretended(ranks), self.twin.on_meta():
+                self.small(self.rewritten_module)
+        except ValueError as error:
+            out = Path(self.job["out"])
+            frames = traceback.extract_tb(error.__traceback__)
+            if any(Path(frame.filename).parent == out for frame in frames):
+                return str(error)
+        except Exception:
+            return None  # not every model can be built without memory; the ranks say what is wrong
+        return None
+
     def join_group(self) -> None:
         """Joins the process group, where there is more than one process."""
         if self.world == 1:
@@ -229,3 +249,15 @@ class Original:
             for holder, name, _ in list(dropouts(self.exact, configs=True)):
                 setattr(holder, name, 0.0)
             return self.exactly(action)
+
+
+@contextlib.contextmanager
+def _pretended(ranks: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first and only one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
