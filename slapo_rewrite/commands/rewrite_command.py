@@ -42,7 +42,7 @@ def rewrite_command(options: argparse.Namespace) -> int:
         options.set,
         options.single_file,
         options.further,
-        _folder_name(options),
+        options.support.absolute().name if options.support is not None else None,
     )
     if options.check:
         return _check(options, options.output, options.support, asked)
@@ -103,11 +103,6 @@ def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
     tidy(options.output)
     if options.support is not None:
         tidy(options.support)
-
-
-def _folder_name(options: argparse.Namespace) -> str | None:
-    """What the support folder is called, if there is to be one."""
-    return options.support.absolute().name if options.support is not None else None
 
 
 def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: Asked) -> int:

@@ -104,6 +104,6 @@ s["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()
         if "bias" not in node.parameters:
             raise errors.Unsupported(f"{node.shown} has no bias")
         if state.decompose is not None:
-            earlier = state.decompose.cause.at
-            raise errors.ConflictingEdits(f"{node.shown} is decomposed already", also=[earlier])
+            earlier = state.decompose.cause
+            raise errors.ConflictingEdits(f"{node.shown} is decomposed already", cause=earlier)
         return replace(state, decompose=Wish(call.directive))

@@ -130,11 +130,6 @@ def in_runs(pieces: Sequence[Piece]) -> Runs:
     return tuple((piece, sum(1 for _ in same)) for piece, same in groupby(pieces))
 
 
-def held_between(runs: Runs, rows: int) -> float:
-    """Bytes that a micro-batch holds between its way there and its way back."""
-    return sum(times * piece.forward.net.of(rows) for piece, times in runs)
-
-
 @lru_cache(maxsize=2**16)  # stages are alike, and ways differ in what this does not see
 def most_held(runs: Runs, rows: int, live: int = 1, *, gradients_stay: bool = False) -> float:
     """The most bytes that a step holds beside parameters and what outlasts it.
@@ -146,7 +141,9 @@ def most_held(runs: Runs, rows: int, live: int = 1, *, gradients_stay: bool = Fa
         gradients_stay: Whether gradients come into being in the step and stay; else there is room
             for their sums already, and they are let go as they are added to these.
     """
-    now = (live - 1) * held_between(runs, rows) if live > 1 else 0.0
+    # What a micro-batch holds between its way there and its way back.
+    between = sum(times * piece.forward.net.of(rows) for piece, times in runs)
+    now = (live - 1) * between if live > 1 else 0.0
     most = now
     for part, times in _there_and_back(runs):
         net = part.net.of(rows) + (part.gradients if gradients_stay else 0.0)

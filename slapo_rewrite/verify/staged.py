@@ -188,7 +188,8 @@ class Staged(Original):
 
     def train(self, model: nn.Module) -> Trained:
         """Trains the original, as the engine trains the stages."""
-        runs = copy.deepcopy(model).bfloat16() if self._rounds(model) else model
+        rounds = self.training.bf16 and model is self.original
+        runs = copy.deepcopy(model).bfloat16() if rounds else model
         optimizer = optimizer_of(model.parameters(), self.engine.rate)
         losses, gradients = [], Named()
         for step in self.steps:
@@ -209,9 +210,6 @@ class Staged(Original):
                 runs.load_state_dict(model.state_dict())
             losses.append(torch.stack(parts).sum())
         return Trained(losses, gradients, runs.state_dict())
-
-    def _rounds(self, model: nn.Module) -> bool:
-        return self.training.bf16 and model is self.original
 
     def _loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         with self.twin.drawing(SEED):
