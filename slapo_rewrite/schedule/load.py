@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import sys
 import sysconfig
+import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -160,27 +161,26 @@ class ScheduleFile:
                 f"{what} raises {type(error).__name__}: {error}", at=at
             ) from error
 
-    def _is_ours(self, traceback: types.TracebackType | None) -> bool:
+    def _is_ours(self, error: types.TracebackType | None) -> bool:
         """Whether of the tool's code and the user's, libraries apart, the tool's was run last."""
         ours = False
-        while traceback is not None:
-            path = traceback.tb_frame.f_code.co_filename
+        for frame, _ in traceback.walk_tb(error):
+            path = frame.f_code.co_filename
             if path == str(self.path):
                 ours = False
             elif any(Path(path).is_relative_to(folder) for folder in _TOOL):
                 ours = True
             elif not any(Path(path).is_relative_to(folder) for folder in _LIBRARIES):
                 ours = False
-            traceback = traceback.tb_next
         return ours
 
-    def span_of(self, traceback: types.TracebackType | None) -> Span | None:
+    def span_of(self, error: types.TracebackType | None) -> Span | None:
         """The innermost place of a traceback that lies in this file."""
         found = None
-        while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename == str(self.path):
-                found = (traceback.tb_frame.f_code, traceback.tb_lasti)
-            traceback = traceback.tb_next
+        while error is not None:
+            if error.tb_frame.f_code.co_filename == str(self.path):
+                found = (error.tb_frame.f_code, error.tb_lasti)
+            error = error.tb_next
         return self.span_at(*found) if found else None
 
     def shadowed(self) -> list[str]:
@@ -211,12 +211,9 @@ class ScheduleFile:
 
     def caller(self) -> Span | None:
         """The place in this file that called into the tool just now."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename == str(self.path):
-                return self.span_at(frame.f_code, frame.f_lasti)
-            frame = frame.f_back
-        return None
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        own = (f for f in frames if f.f_code.co_filename == str(self.path))
+        return next((self.span_at(f.f_code, f.f_lasti) for f in own), None)
 
     @property
     def knobs(self) -> dict[str, Knob]:
