@@ -107,23 +107,22 @@ class RewriteError(Exception):
 
     def record(self) -> dict[str, Any]:
         """The same for programs: the code as the reason, the message, the places, the hint."""
-        places = [self.at, *self.also] if self.at else self.also
         return {
             "reason": self.code,
             "error": type(self).__name__,
             "message": self.message,
             "places": [
-                {"path": p.path, "line": p.line, "column": p.column}
-                for p in places
-                if p is not None
+                {"path": p.path, "line": p.line, "column": p.column} for p in self._places()
             ],
             "hint": self.hint,
         }
 
     def render(self) -> str:
         """The diagnostic: a headline, each place with its line and a caret, the hint."""
-        places = ([self.at] if self.at else []) + list(self.also)
-        return excerpt(f"error[{self.code}]: {self.message}", places, self.hint)
+        return excerpt(f"error[{self.code}]: {self.message}", self._places(), self.hint)
+
+    def _places(self) -> list[Span]:
+        return [*([self.at] if self.at else []), *self.also]
 
 
 def excerpt(headline: str, places: Sequence[Span], hint: str | None = None) -> str:

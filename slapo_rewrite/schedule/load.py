@@ -244,15 +244,18 @@ class ScheduleFile:
             if isinstance(node, ast.FunctionDef) and node.name == "schedule":
                 for each in (*node.args.args, *node.args.kwonlyargs):
                     if each.arg == name:
-                        return _span(each, str(self.path), self.lines)
+                        text = self.lines[each.lineno - 1]
+                        is_one_line = each.end_lineno == each.lineno
+                        end = (each.end_col_offset or 0) if is_one_line else len(text)
+                        start, width = each.col_offset + 1, max(1, end - each.col_offset)
+                        return Span(str(self.path), each.lineno, start, width, text)
         return self.definition("schedule")
 
     def definition(self, name: str) -> Span | None:
         """The head of a function of the file."""
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
-                text = self.lines[node.lineno - 1]
-                return Span(str(self.path), node.lineno, 1, len(text), text)
+                return Span.of_line(str(self.path), node.lineno, self.lines[node.lineno - 1])
         return None
 
     def settings(self, given: Sequence[str]) -> dict[str, Any]:
@@ -288,14 +291,6 @@ class ScheduleFile:
                 f"`{text}` is not a value for knob `{knob.name}`: {error}",
                 at=self._parameter(knob.name),
             ) from None
-
-
-def _span(node: ast.expr | ast.arg, path: str, lines: Sequence[str]) -> Span:
-    text = lines[node.lineno - 1]
-    ends_here = node.end_lineno == node.lineno and node.end_col_offset is not None
-    end = node.end_col_offset if ends_here else len(text)
-    assert end is not None
-    return Span(path, node.lineno, node.col_offset + 1, max(1, end - node.col_offset), text)
 
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -6,15 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slapo_rewrite import errors
+from slapo_rewrite.schedule.choices import Direction, Value
 
-Value = bool | int | float | str
-Direction = Literal["up", "down"]
 Floats = NDArray[np.float64]
 
 # Larger batches need more memory, a larger share of recomputed layers less.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.schedule.choices import is_value
 from slapo_rewrite.tune.knob_space import Axis, KnobSpace, shown
 from slapo_rewrite.tune.outcome import TIMED_OUT, Kind, Trial, best_of
 from slapo_rewrite.tune.strategies import Strategy, made
@@ -101,7 +102,7 @@ def _axis(path: Path, name: str, values: list[Any]) -> Axis:
     if not values:
         raise errors.BadGrid(f"knob `{name}` of `{path}` has no values")
     for value in values:
-        if not isinstance(value, bool | int | float | str) or value != value:
+        if not is_value(value):
             raise errors.BadGrid(
                 f"knob `{name}` of `{path}` has the value {json.dumps(value)}",
                 hint="values are numbers, texts, true and false",
