@@ -160,7 +160,7 @@ def convolution(call: Call, spatial: int, transposed: bool = False) -> Treatment
     channel = rank - spatial - 1
     if call.shapes[1][1] == 1 and call.shapes[1][0] == call.shapes[0][channel]:
         return Treatment((windows, kernel | {1}))  # depthwise: every channel for itself
-    if call.get("groups", 7 if transposed else 6, 1) != 1:
+    if call.get("groups", 6, 1) != 1:
         # Each group has channels of its own; groups are not told from a rank's part of them.
         return Treatment((windows | {channel}, kernel | {0, 1}))
     contracted = 0 if transposed else 1

@@ -65,6 +65,7 @@ F.conv1d(x, torch.ones(4, 6, 3, dtype=x.dtype)) | F.conv1d(x, k, padding=1, grou
 F.conv1d(x, torch.ones(4, 3, 3, dtype=x.dtype), groups=2)
 F.conv2d(q, torch.ones(2, 4, 1, 1, dtype=x.dtype))
 F.conv_transpose1d(x, torch.ones(6, 4, 3, dtype=x.dtype)) | F.max_pool1d(x, 2)
+F.conv_transpose1d(x, torch.ones(6, 2, 3, dtype=x.dtype), None, 1, 0, 0, 2)
 F.avg_pool1d(x, 2) | F.avg_pool2d(q, 2) | F.adaptive_avg_pool1d(x, 2) | F.lp_pool1d(x, 2.0, 2)
 F.interpolate(x, 4) | F.interpolate(x, scale_factor=2, mode="linear") | F.pad(x, (0, 1))
 F.pad(x, (0, 0, 1, 1)) | F.pad(x, (0, 0), value=1) | F.batch_norm(x, None, None, training=True)
