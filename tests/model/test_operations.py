@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.results import tensors
-from slapo_rewrite.operations import name_of, rows
+from slapo_rewrite.operations import name_of, rows, treatment
 from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, SHARD, Flow, PlacementError, State
 from slapo_rewrite.sharding.rank_checks import RULES
 
@@ -320,3 +320,10 @@ def test_softmax_along_the_split_axis_is_refused():
     wrong.set(part, State(SHARD, "layer"))
     with pytest.raises(PlacementError, match="runs over an axis"):
         wrong.operate("softmax", [part], [(4, 8)], (part, -1), {}, [part.softmax(-1)], [(4, 8)])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_draw_needs_all_that_it_draws_from(count):
+    """The argument behind the input says how often, not along which axis."""
+    found = treatment("multinomial", [torch.rand(4, 8), count], {}, [(4, 8)])
+    assert found is not None and found.over == ({1},)
