@@ -65,12 +65,7 @@ RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 # What an output offers beside what the model file itself calls.
 SURFACE = {
     "tensor_parallel": {"set_group"},
-    "loading": {
-        "build",
-        "full_state_dict",
-        "to_full",
-        "to_local",
-    },
+    "loading": {"build", "full_state_dict", "to_full", "to_local"},
 }
 # Behind statements that are there for modules in others' places alone.
 OF_WEIGHTS = "  # for weights"

@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from slapo_rewrite.primitives.base import Primitive
 
-SHARED = {
-    "argument_types",
-    "base",
-    "held",
-    "matched",
-    "page",
-    "recompute_budget",
-}  # files that define none
+# Files that define none.
+SHARED = {"argument_types", "base", "held", "matched", "page", "recompute_budget"}
 
 
 class Registry(UserDict[str, Any]):

@@ -64,9 +64,9 @@ def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str
         return _svg(figure, name)
 
 
-def timeline(step: Step, name: str) -> str:
+def timeline(step: Step) -> str:
     """A line for each stage with what it does when."""
-    with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with plt.rc_context({**_STYLE, "svg.hashsalt": "stages"}):
         count = len(step.stages)
         figure, axes = plt.subplots(figsize=(7.2, 1.0 + 0.45 * count), layout="constrained")
         colours = dict(zip(EVENTS, COLOURS, strict=False))
@@ -89,7 +89,7 @@ def timeline(step: Step, name: str) -> str:
         figure.legend(
             handles=handles, loc="outside upper center", ncols=len(handles), frameon=False
         )
-        return _svg(figure, name)
+        return _svg(figure, "stages")
 
 
 def _svg(figure: Figure, name: str) -> str:

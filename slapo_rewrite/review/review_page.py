@@ -90,5 +90,5 @@ def drawn(review: Review) -> dict[str, Markup]:
         "time": plots.bars(names, seconds, "ms", "time"),
     }
     if prediction.stages is not None and prediction.stages.timeline is not None:
-        found["stages"] = plots.timeline(prediction.stages.timeline, "stages")
+        found["stages"] = plots.timeline(prediction.stages.timeline)
     return {name: Markup(svg) for name, svg in found.items()}

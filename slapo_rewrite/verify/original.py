@@ -108,7 +108,7 @@ class Original:
         job, stage = self.job, self.stage
         stage("loading the schedule")
         self.schedule = load_schedule(Path(job["schedule"]))
-        self.twin: Any = load_beside(Path(job["twin"]), "slapo_twin")
+        self.twin: Any = load_beside(Path(job["twin"]))
         self.blocker = ToolBlocker(job["tool"], Path(job["out"]))
         self.blocker.install()
         stage("importing the original")
