@@ -65,23 +65,22 @@ def noted(
     """What became of each rule, for the record: where it was applied, and why not elsewhere."""
     notes = []
     for name, looked in rules:
-        paths = [with_wildcards(claim.node.path) for claim in kept if claim.what == name]
-        note: dict[str, object] = {"rule": name}
-        if paths:
-            note["applied"] = list(dict.fromkeys(paths))
-        if chosen := {with_wildcards(c.node.path): c.why for c in kept if c.what == name and c.why}:
-            note["chosen"] = chosen
-        spread = [claim.spread for claim in kept if claim.what == name and claim.spread]
-        if absent := list(dict.fromkeys(output for each in spread for output in each.absent)):
-            note["none in training"] = absent
-        reasons = {
-            with_wildcards(each.claim.node.path): each.reason
-            for each in left
-            if each.claim.what == name
+        own = [(with_wildcards(c.node.path), c) for c in kept if c.what == name]
+        note: dict[str, object] = {
+            "rule": name,
+            "applied": list(dict.fromkeys(path for path, _ in own)),
+            "chosen": {path: claim.why for path, claim in own if claim.why},
+            "none in training": list(
+                dict.fromkeys(n for _, c in own if c.spread for n in c.spread.absent)
+            ),
+            "left": {
+                with_wildcards(each.claim.node.path): each.reason
+                for each in left
+                if each.claim.what == name
+            },
         }
-        if reasons:
-            note["left"] = reasons
-        if not paths and not reasons:
+        note = {key: found for key, found in note.items() if found}
+        if "applied" not in note and "left" not in note:
             if (miss := looked.nearest) is not None:
                 where = f"{with_wildcards(miss.path) or 'the model'}, {miss.function}"
                 found = f"{miss.stop.matched} of {miss.size} operations found"
