@@ -40,16 +40,16 @@ def explain(out: Path, place: str | None) -> str:
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)
     text = _line(out, name, number)
+    said = f"{name}:{number}: {text.strip()}"
     if change := _change_at(out, content, name, number, text):
-        return "\n".join([*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)])
-    if name == content["source"]["file"] or name in content.get("copies", {}):
-        why = (
-            "an import made absolute, since the file left its package"
-            if number in content.get("absolute", {}).get(name, ())
-            else "as in the original"
-        )
-        return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
-    return "\n".join([*lines, f"{name}: written beside the model file"])
+        lines += [said, *_causes(content, change)]
+    elif name not in (content["source"]["file"], *content.get("copies", ())):
+        lines.append(f"{name}: written beside the model file")
+    elif number in content.get("absolute", {}).get(name, ()):
+        lines += [said, "    an import made absolute, since the file left its package"]
+    else:
+        lines += [said, "    as in the original"]
+    return "\n".join(lines)
 
 
 def explained(out: Path, place: str | None) -> dict[str, Any]:

@@ -89,6 +89,7 @@ s["down"].sync("fwd_post", "all_reduce")
 """
 NORM_SAMPLE = Sample(NORM, setting("Normed(12)"))
 MEAN_SAMPLE = Sample(MEAN, setting("Mean(48, 12)"))
+ONE_OF_TWO = "take one of the two lines out"
 
 
 class Shard(Primitive):
@@ -234,11 +235,8 @@ class Shard(Primitive):
             )
         for earlier in state.shards:
             if earlier.name == name:
-                raise errors.ShardedTwice(
-                    f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}",
-                    cause=earlier.cause,
-                    hint="take one of the two lines out",
-                )
+                words = f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}"
+                raise errors.ShardedTwice(words, cause=earlier.cause, hint=ONE_OF_TWO)
         shape = tuple(parameter.shape)
         axis = call.arguments["axis"]
         if not -len(shape) <= axis < len(shape):
@@ -259,11 +257,8 @@ class Shard(Primitive):
         spoken = f"`{node.path or 's'}.{name}`"
         for earlier in state.shares:
             if earlier.name == name:
-                raise errors.ShardedTwice(
-                    f"{spoken} is sharded already",
-                    cause=earlier.cause,
-                    hint="take one of the two lines out",
-                )
+                words = f"{spoken} is sharded already"
+                raise errors.ShardedTwice(words, cause=earlier.cause, hint=ONE_OF_TWO)
         base, axis, parts = base_of(node.cls), call.arguments["axis"], call.arguments["parts"]
         if base is not None and name in inspect.signature(base).parameters:
             raise errors.Unsupported(
