@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmark.element_costs import Cost
-from slapo_rewrite.simulate.hardware import Device
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Link
 from slapo_rewrite.simulate.pipeline import Stage, simulate
 from slapo_rewrite.simulate.training_state import states
 

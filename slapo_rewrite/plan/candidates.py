@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.model.step_profile import NOTHING, Part
-from slapo_rewrite.simulate.hardware import Hardware
-from slapo_rewrite.simulate.links import Link
-from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
-from slapo_rewrite.simulate.pipeline import Stage
+from slapo_rewrite.simulate.hardware import Hardware, Link
+from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds
 from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
 from slapo_rewrite.simulate.step_memory import Runs, Unfolded, in_runs
 from slapo_rewrite.simulate.training_state import States, states

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from slapo_rewrite.simulate.hardware import Device, Hardware, no_such_products
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Hardware, Link, no_such_products
 
 ROUNDS = 5
 SMALL, LARGE = 2**12, 2**24  # bytes that are summed

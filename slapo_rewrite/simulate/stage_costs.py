@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slapo_rewrite.simulate.hardware import Device
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Link
 
 if TYPE_CHECKING:
     from slapo_rewrite.model.costs import Cost

@@ -1,4 +1,7 @@
-"""The points that may be tried: every combination of the knobs' values, but for excluded ones."""
+"""The points that may be tried, and what trying one comes to.
+
+They are every combination of the knobs' values, but for excluded ones.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,3 +132,32 @@ def shown(point: Point, names: Iterable[str] | None = None) -> str:
 def shown_value(value: Any) -> str:
     """A value as `--set` takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+Kind = Literal["ok", "out of memory", "timed out", "failed"]
+TIMED_OUT: Final = "timed out"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A point that was tried.
+
+    Attributes:
+        number: Which of the space's points.
+        kind: How it ended.
+        throughput: What the command reported, 0 unless `kind` is "ok".
+    """
+
+    number: int
+    kind: Kind
+    throughput: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a throughput."""
+        return self.kind == "ok"
+
+
+def best_of(trials: Iterable[Trial]) -> Trial | None:
+    """The trial with the highest throughput, the first of equals; None if none has one."""
+    return max((t for t in trials if t.counts), key=lambda t: t.throughput, default=None)

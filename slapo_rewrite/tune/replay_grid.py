@@ -17,8 +17,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.schedule.choices import is_value
-from slapo_rewrite.tune.knob_space import Axis, KnobSpace, shown
-from slapo_rewrite.tune.outcome import TIMED_OUT, Kind, Trial, best_of
+from slapo_rewrite.tune.knob_space import TIMED_OUT, Axis, Kind, KnobSpace, Trial, best_of, shown
 from slapo_rewrite.tune.strategies import made
 
 NEAR = 0.99  # of the best, and good enough

@@ -18,8 +18,7 @@ from typing import Any
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.emit.record import digest, installed
 from slapo_rewrite.emit.transaction import lock
-from slapo_rewrite.tune.knob_space import KnobSpace
-from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.knob_space import KnobSpace, Trial
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "deepspeed", "triton")

@@ -14,8 +14,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.tune import training_command
-from slapo_rewrite.tune.knob_space import shown, shown_value
-from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.knob_space import Trial, shown, shown_value
 from slapo_rewrite.tune.strategies import made
 from slapo_rewrite.tune.trial_record import header, recording
 from slapo_rewrite.tune.tuned_schedule import Tuned, read

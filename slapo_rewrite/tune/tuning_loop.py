@@ -10,8 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from slapo_rewrite.tune.knob_space import KnobSpace, shown, shown_value
-from slapo_rewrite.tune.outcome import Trial, best_of
+from slapo_rewrite.tune.knob_space import KnobSpace, Trial, best_of, shown, shown_value
 from slapo_rewrite.tune.predicted_first import PredictedFirst
 from slapo_rewrite.tune.strategies import Strategy
 from slapo_rewrite.tune.trial_record import TrialRecord

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Link
 from slapo_rewrite.simulate.pipeline import Stage, simulate
 
 SECONDS = st.floats(0.001, 10)

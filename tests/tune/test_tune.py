@@ -13,8 +13,7 @@ import pytest
 
 from benchmark import report, tune_example
 from slapo_rewrite import cli
-from slapo_rewrite.tune.knob_space import Axis, KnobSpace
-from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.knob_space import Axis, KnobSpace, Trial
 from slapo_rewrite.tune.surface_plot import draw
 from slapo_rewrite.tune.training_command import run as run_command
 from slapo_rewrite.tune.training_command import throughput_in
