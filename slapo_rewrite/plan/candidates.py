@@ -14,8 +14,7 @@ from slapo_rewrite.model.step_profile import NOTHING, Part
 from slapo_rewrite.simulate.hardware import Hardware, Link
 from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds
 from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
-from slapo_rewrite.simulate.step_memory import Runs, Unfolded, in_runs
-from slapo_rewrite.simulate.training_state import States, states
+from slapo_rewrite.simulate.step_memory import Runs, States, Unfolded, in_runs, states
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.plan.candidates import Predicted, Way
 from slapo_rewrite.plan.planning import Planned, described
-from slapo_rewrite.simulate.training_state import BUCKET
+from slapo_rewrite.simulate.step_memory import BUCKET
 
 MODEL, CONFIGURATION, LAUNCH, PLAN = "rewritten", "deepspeed.json", "launch.sh", "plan.json"
 

@@ -22,8 +22,7 @@ from slapo_rewrite.model.substitute import (
 )
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Primitive, function_of
-from slapo_rewrite.primitives.held import check_stateless, class_of
-from slapo_rewrite.primitives.matched import replaced
+from slapo_rewrite.primitives.matched import check_stateless, class_of, replaced
 from slapo_rewrite.primitives.shard import MLP, MODEL, SAMPLE
 from slapo_rewrite.runtime.weights import Original, Weight, weight_of
 

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 
 from slapo_rewrite.tune.knob_space import shown, shown_value
 from slapo_rewrite.tune.predicted_first import expected_throughputs
-from slapo_rewrite.tune.tuning_loop import Searched
+from slapo_rewrite.tune.tuning import Searched
 
 LETTERS = 16  # of a title that an inch holds
 

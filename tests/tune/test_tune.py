@@ -19,7 +19,7 @@ from slapo_rewrite.tune.training_command import run as run_command
 from slapo_rewrite.tune.training_command import throughput_in
 from slapo_rewrite.tune.trial_record import recording
 from slapo_rewrite.tune.tuned_schedule import read
-from slapo_rewrite.tune.tuning_loop import Searched
+from slapo_rewrite.tune.tuning import Searched
 
 MODEL = """\
 from torch import nn
