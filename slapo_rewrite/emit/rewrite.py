@@ -24,7 +24,6 @@ from slapo_rewrite.emit.helpers import (
     library_uses,
     optional_helpers,
 )
-from slapo_rewrite.emit.idle_calls import idle_calls
 from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
@@ -368,6 +367,33 @@ def _has_own_code(plan: Plan) -> bool:
     return any(
         directive.primitive in ("replace", "replace_all") for directive in plan.directives
     ) or any(not isinstance(sync.op, str) for state in plan.states.values() for sync in state.syncs)
+
+
+def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[str]:
+    """Warns of the calls that selected modules, and changed nothing.
+
+    Not of those that have said what they chose or left out, and why, nor of those that only check.
+
+    Args:
+        plan: The calls.
+        draft: The output.
+        inferred: The collectives that were inferred.
+    """
+    changes = (change for own in draft.changes.values() for change in own)
+    causes = [*(change.causes for change in changes), *draft.helper_causes().values()]
+    busy = {directive.number for each in causes for directive in each}
+    told = {d.number for d in plan.directives if d.outcome is not None} | plan.notes.keys()
+    # Splits and collectives are held against each other: some say what follows from the others.
+    states = plan.states.values()
+    is_split = bool(inferred) or any(s.shards or s.shares or s.syncs for s in states)
+    checked = {"shard", "sync", "infer_sync"} if is_split else set()
+    return [
+        errors.warning(f"`{directive.text}` changes nothing", directive.at)
+        for directive in plan.directives
+        if directive.paths
+        and directive.number not in busy | told
+        and directive.primitive not in checked
+    ]
 
 
 def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> Directive | None:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.model.step_profile import NOTHING, Part
-from slapo_rewrite.simulate.hardware import Hardware, Link
+from slapo_rewrite.simulate.hardware import Hardware, Link, part_seconds, sent_seconds
 from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds
-from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
 from slapo_rewrite.simulate.step_memory import Runs, States, Unfolded, in_runs, states
 
 

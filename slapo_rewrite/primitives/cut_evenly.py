@@ -15,8 +15,7 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, SAMPLE, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.stage_costs import step_seconds
+from slapo_rewrite.simulate.hardware import hardware, step_seconds
 
 MEASURES = ("cost", "layers", "parameters")
 

@@ -1,4 +1,4 @@
-"""What GPUs and the links between them do: the table `hardware.toml`.
+"""What GPUs and the links between them do, by the table `hardware.toml`, and take for a step.
 
 Links are modelled by a start-up time and a bandwidth.
 """
@@ -8,11 +8,16 @@ from __future__ import annotations
 import functools
 import math
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
+
+if TYPE_CHECKING:
+    from slapo_rewrite.model.costs import Cost
+    from slapo_rewrite.model.step_profile import Part
 
 HALF = ("bf16", "fp16")
 
@@ -140,3 +145,28 @@ def hardware(name: str, precision: str | None = None) -> Hardware:
             f"of these figures a model gets {share}",
         ),
     )
+
+
+def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
+    """Seconds of a part of a step that go into products, and into other operators."""
+    return part.flops.of(rows) / device.flops, part.moved.of(rows) / device.bandwidth
+
+
+def sent_seconds(part: Part, rows: int, link: Link, ranks: int) -> float:
+    """Seconds of its collectives, among so many ranks."""
+    sent = 0.0
+    for kind, size in part.sent.items():
+        # A reduce-scatter takes as long as an all-gather.
+        time = link.all_reduce if "allreduce" in kind else link.all_gather
+        sent += time(size.of(rows), ranks)
+    if part.calls:
+        sent += (part.calls - len(part.sent)) * link.latency
+    return sent
+
+
+def step_seconds(costs: Sequence[Cost], device: Device) -> list[float]:
+    """Seconds that each element takes for a micro-batch: what to cut stages by.
+
+    Its backward pass is twice the work of the one forward.
+    """
+    return [3 * (cost.flops / device.flops + cost.moved / device.bandwidth) for cost in costs]
