@@ -53,16 +53,7 @@ def explain(out: Path, place: str | None) -> str:
 
 
 def explained(out: Path, place: str | None) -> dict[str, Any]:
-    """The same for programs: changes with the schedule's lines that ask for them.
-
-    Args:
-        out: The output folder.
-        place: `FILE:LINE`, or a line of the model file; None for everything.
-
-    Raises:
-        NotAnOutput: The folder has no record.
-        UsageError: There is no such file or line.
-    """
+    """The same as `explain` for programs: changes with the schedule's lines that ask for them."""
     content = record.read(out)
     changes, rules = content.get("changes", []), content.get("rules", [])
     if place is not None:

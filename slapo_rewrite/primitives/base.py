@@ -122,10 +122,6 @@ class Primitive:
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
         """How the source changes before the schedule goes on; None where it does not.
 
-        Args:
-            call: The call.
-            nodes: The selected modules.
-
         Raises:
             RewriteError: It cannot be changed so.
         """
@@ -165,10 +161,6 @@ class Question(Primitive):
 
     def answer(self, call: Call, nodes: list[Node]) -> Any:
         """What the call gives to the schedule.
-
-        Args:
-            call: The call.
-            nodes: The selected modules.
 
         Raises:
             RewriteError: The call does not fit the modules.

@@ -134,12 +134,7 @@ def pipelined_seconds(
 
     What follows is left out: sums over replicas, the optimizer. The slowest stage goes through all
     its micro-batches without waiting, but for the first one's way there through the stages before
-    it, and the way back of the last.
-
-    Args:
-        stages: The stages, first to last.
-        micro_batches: How many make up a step.
-        pipeline: What connects neighbouring stages.
+    it, and the way back of the last. Arguments are those of `simulate`.
     """
     link = pipeline or Link()
     sends = [2 * link.send(stage.sent) for stage in stages[:-1]]  # there, and the gradient back

@@ -79,20 +79,18 @@ class KnobSpace:
         coordinates: A row for each point, with the columns of `Axis.coordinates`.
         signs: For each column, whether memory grows along it, as `Axis.sign` says it.
         ordered: For each column, whether it belongs to a knob that has an order.
+
+    Args:
+        axes: The knobs.
+        allowed: Whether a point belongs to the space.
+
+    Raises:
+        BadSpace: No point does, or there are more than can be searched.
     """
 
     def __init__(
         self, axes: Sequence[Axis], allowed: Callable[[Point], bool] = lambda point: True
     ) -> None:
-        """Makes the points.
-
-        Args:
-            axes: The knobs.
-            allowed: Whether a point belongs to the space.
-
-        Raises:
-            BadSpace: No point does, or there are more than can be searched.
-        """
         size = math.prod(len(axis.values) for axis in axes)
         if size > LARGEST:
             raise errors.BadSpace(
