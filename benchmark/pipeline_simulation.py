@@ -22,8 +22,7 @@ from benchmark import report
 from benchmark.element_costs import Cost
 from benchmark.split_stages import Split, SplitStep, forward_seconds, made_of, step_of, step_seconds
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.hardware import Device, hardware
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Link, hardware
 from slapo_rewrite.simulate.pipeline import Stage, simulate
 from tests.simulate.engine import RealClock, compared
 from tests.simulate.shapes import LLAMA_33B, PUBLISHED, SHAPES

@@ -36,8 +36,7 @@ from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import ScheduleFile
-from slapo_rewrite.simulate.step_memory import Unfolded, in_runs
-from slapo_rewrite.simulate.training_state import states
+from slapo_rewrite.simulate.step_memory import Unfolded, in_runs, states
 from tests.plan.small_models import MODELS, source_of, written_schedule
 from tests.processes import run
 

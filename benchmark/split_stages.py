@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmark.element_costs import Cost
-from slapo_rewrite.simulate.hardware import Device
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Link
 from slapo_rewrite.simulate.pipeline import Stage, simulate
-from slapo_rewrite.simulate.training_state import states
+from slapo_rewrite.simulate.step_memory import states
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from typing import Any
 
 from benchmark import report
 from slapo_rewrite.tune.knob_space import shown
-from slapo_rewrite.tune.tuning import Wanted, tune
-from slapo_rewrite.tune.tuning_loop import Searched
+from slapo_rewrite.tune.tuning import Searched, Wanted, tune
 
 NAME = "tune_example"
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt"

@@ -77,6 +77,9 @@ class RewriteError(Exception):
     code = "SR000"
     exit_code = 2
 
+    def __init_subclass__(cls, code: str, exit_code: int = 2) -> None:
+        cls.code, cls.exit_code = code, exit_code
+
     def __init__(
         self,
         message: str,
@@ -104,23 +107,22 @@ class RewriteError(Exception):
 
     def record(self) -> dict[str, Any]:
         """The same for programs: the code as the reason, the message, the places, the hint."""
-        places = [self.at, *self.also] if self.at else self.also
         return {
             "reason": self.code,
             "error": type(self).__name__,
             "message": self.message,
             "places": [
-                {"path": p.path, "line": p.line, "column": p.column}
-                for p in places
-                if p is not None
+                {"path": p.path, "line": p.line, "column": p.column} for p in self._places()
             ],
             "hint": self.hint,
         }
 
     def render(self) -> str:
         """The diagnostic: a headline, each place with its line and a caret, the hint."""
-        places = ([self.at] if self.at else []) + list(self.also)
-        return excerpt(f"error[{self.code}]: {self.message}", places, self.hint)
+        return excerpt(f"error[{self.code}]: {self.message}", self._places(), self.hint)
+
+    def _places(self) -> list[Span]:
+        return [*([self.at] if self.at else []), *self.also]
 
 
 def excerpt(headline: str, places: Sequence[Span], hint: str | None = None) -> str:
@@ -140,227 +142,157 @@ def excerpt(headline: str, places: Sequence[Span], hint: str | None = None) -> s
     return "\n".join(lines)
 
 
-class SourceError(RewriteError):
+class SourceError(RewriteError, code="SR101"):
     """The source cannot be found, read or parsed."""
 
-    code = "SR101"
 
-
-class ModelError(RewriteError):
+class ModelError(RewriteError, code="SR102"):
     """`model(m)` is missing, fails, or does not return a module."""
 
-    code = "SR102"
 
-
-class UnfollowableConstruction(RewriteError):
+class UnfollowableConstruction(RewriteError, code="SR103"):
     """No construction site that the rewriter can edit makes this module."""
 
-    code = "SR103"
 
-
-class UnfollowableSize(RewriteError):
+class UnfollowableSize(RewriteError, code="SR104"):
     """A `forward` depends on a sharded size in a way that cannot be followed."""
 
-    code = "SR104"
 
-
-class NameTaken(RewriteError):
+class NameTaken(RewriteError, code="SR105"):
     """A name that the rewrite needs already means something else in the source."""
 
-    code = "SR105"
 
-
-class OtherNumbers(RewriteError):
+class OtherNumbers(RewriteError, code="SR106"):
     """What comes of the schedule computes something else than the original."""
 
-    code = "SR106"
 
-
-class ScheduleError(RewriteError):
+class ScheduleError(RewriteError, code="SR201"):
     """The schedule file cannot be read, does not parse, or fails while it runs."""
 
-    code = "SR201"
 
-
-class UnknownPath(RewriteError):
+class UnknownPath(RewriteError, code="SR202"):
     """A selection selects nothing."""
 
-    code = "SR202"
 
-
-class UnknownParameter(RewriteError):
+class UnknownParameter(RewriteError, code="SR203"):
     """A module has no parameter, buffer or attribute of this name."""
 
-    code = "SR203"
 
-
-class UnknownKnob(RewriteError):
+class UnknownKnob(RewriteError, code="SR204"):
     """`--set` names a knob that the schedule does not have."""
 
-    code = "SR204"
 
-
-class BadKnob(RewriteError):
+class BadKnob(RewriteError, code="SR205"):
     """`--set` gives a knob a value that its annotation does not allow."""
 
-    code = "SR205"
 
-
-class BadArgument(RewriteError):
+class BadArgument(RewriteError, code="SR206"):
     """A primitive is called with an argument that it does not take."""
 
-    code = "SR206"
 
-
-class UnknownPrimitive(RewriteError):
+class UnknownPrimitive(RewriteError, code="SR207"):
     """There is no primitive of this name."""
 
-    code = "SR207"
 
-
-class BadPattern(RewriteError):
+class BadPattern(RewriteError, code="SR210"):
     """What is looked for is not a pure computation, or cannot be read."""
 
-    code = "SR210"
 
-
-class BadAxis(RewriteError):
+class BadAxis(RewriteError, code="SR301"):
     """The axis is out of range for the parameter, or cannot be sharded there."""
 
-    code = "SR301"
 
-
-class BadSize(RewriteError):
+class BadSize(RewriteError, code="SR302"):
     """A size that the world size or the packed parts do not divide."""
 
-    code = "SR302"
 
-
-class ShardedTwice(RewriteError):
+class ShardedTwice(RewriteError, code="SR303"):
     """The same parameter is sharded a second time."""
 
-    code = "SR303"
 
-
-class SyncMismatch(RewriteError):
+class SyncMismatch(RewriteError, code="SR304"):
     """A collective that does not fit what it is applied to."""
 
-    code = "SR304"
 
-
-class Unsupported(RewriteError):
+class Unsupported(RewriteError, code="SR305"):
     """A request that this primitive does not carry out on this kind of module."""
 
-    code = "SR305"
 
-
-class ConflictingEdits(RewriteError):
+class ConflictingEdits(RewriteError, code="SR306"):
     """Two lines of the schedule want different things of the same place."""
 
-    code = "SR306"
 
-
-class IncompleteShard(RewriteError):
+class IncompleteShard(RewriteError, code="SR307"):
     """A parameter has to be split with another one, and is not."""
 
-    code = "SR307"
 
-
-class WeightsMisfit(RewriteError):
+class WeightsMisfit(RewriteError, code="SR308"):
     """A replacement's weights cannot be made of the original's, or not the other way round."""
 
-    code = "SR308"
 
-
-class NoMatch(RewriteError):
+class NoMatch(RewriteError, code="SR309"):
     """What is to be replaced is not found, or may not be replaced where it is found."""
 
-    code = "SR309"
 
-
-class CannotCut(RewriteError):
+class CannotCut(RewriteError, code="SR310"):
     """A place where no pipeline stage can end, or a value that cannot go from one to the next."""
 
-    code = "SR310"
 
-
-class OutputEdited(RewriteError):
+class OutputEdited(RewriteError, code="SR401"):
     """The output folder holds hand edits, or files that the tool did not write."""
 
-    code = "SR401"
 
-
-class OutputUnwritable(RewriteError):
+class OutputUnwritable(RewriteError, code="SR402"):
     """The output folder cannot be written."""
 
-    code = "SR402"
 
-
-class NotAnOutput(RewriteError):
+class NotAnOutput(RewriteError, code="SR403"):
     """The folder was not written by slapo-rewrite, or its record is damaged."""
 
-    code = "SR403"
 
-
-class OutputFails(RewriteError):
+class OutputFails(RewriteError, code="SR404"):
     """What was rewritten cannot be imported, or its model not be built, where the original can."""
 
-    code = "SR404"
 
-
-class BrokenOutput(RewriteError):
+class BrokenOutput(RewriteError, code="SR405", exit_code=3):
     """The same, at a line that the tool itself wrote: a defect."""
 
-    code = "SR405"
-    exit_code = 3
 
-
-class OthersWouldChange(RewriteError):
+class OthersWouldChange(RewriteError, code="SR406"):
     """A support folder that another version of the tool made also for other outputs."""
 
-    code = "SR406"
 
-
-class UsageError(RewriteError):
+class UsageError(RewriteError, code="SR501"):
     """The command line does not say what is needed."""
 
-    code = "SR501"
 
-
-class MissingPackage(RewriteError):
+class MissingPackage(RewriteError, code="SR502"):
     """An optional package that a command needs is not installed."""
 
-    code = "SR502"
 
-
-class BadSpace(RewriteError):
+class BadSpace(RewriteError, code="SR601"):
     """What is to be tuned has no choices, no points, or too many."""
 
-    code = "SR601"
 
-
-class BadGrid(RewriteError):
+class BadGrid(RewriteError, code="SR602"):
     """A file of measured throughputs is not what `tune --replay` reads."""
 
-    code = "SR602"
 
-
-class RunFails(RewriteError):
+class RunFails(RewriteError, code="SR603"):
     """The command that trains fails, or does not report its throughput."""
 
-    code = "SR603"
 
-
-class OtherTrials(RewriteError):
+class OtherTrials(RewriteError, code="SR604"):
     """The record of trials belongs to another model, schedule, space or command."""
 
-    code = "SR604"
 
-
-class NothingFits(RewriteError):
+class NothingFits(RewriteError, code="SR605"):
     """No way to train a model fits the memory that there is."""
 
-    code = "SR605"
+
+def unwritable(path: object, error: OSError) -> OutputUnwritable:
+    """The refusal of a file or folder that the system does not let be written."""
+    return OutputUnwritable(f"cannot write `{path}`: {error.strerror or error}")
 
 
 def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:

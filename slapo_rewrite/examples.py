@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import textwrap
 from dataclasses import dataclass
 
 
@@ -28,6 +29,27 @@ class Refusal:
     source: str
     schedule: str
     code: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What examples are worked on: a source file, and how a schedule file for it begins."""
+
+    source: str
+    setting: str
+
+    def example(self, schedule: str, diff: str = "", printed: str = "", about: str = "") -> Example:
+        """What comes of the statements of a schedule."""
+        return Example(self.source, self.scheduled(schedule), diff, printed, about)
+
+    def refused(self, code: str, *schedule: str) -> Refusal:
+        """That the statements of a schedule are refused."""
+        return Refusal(self.source, self.scheduled("\n".join(schedule)), code)
+
+    def scheduled(self, statements: str) -> str:
+        """The schedule file with these statements in its `schedule`."""
+        written = textwrap.indent(statements.rstrip("\n"), "    ")
+        return f"{self.setting}def schedule(s):\n{written}\n"
 
 
 def setting(

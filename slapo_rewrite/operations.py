@@ -11,345 +11,11 @@ the operation itself, on parts and on the whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-Axes = set[int]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of an operation.
-
-    Attributes:
-        args: Its positional arguments; a method's first is the tensor.
-        kwargs: Its keyword arguments.
-        shapes: The whole shapes of the tensors among the arguments, in their order.
-    """
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    shapes: Sequence[tuple[int, ...]]
-
-    @property
-    def ranks(self) -> list[int]:
-        """How many axes each tensor has."""
-        return [len(shape) for shape in self.shapes]
-
-    def get(self, name: str, position: int, default: Any = None) -> Any:
-        """An argument by its name or position."""
-        for spelled in (name, *_OTHER_NAMES.get(name, ())):
-            if spelled in self.kwargs:
-                return self.kwargs[spelled]
-        return self.args[position] if len(self.args) > position else default
-
-    def axes(self, given: Any, operand: int = 0) -> Axes:
-        """Axes of an operand, counted from 0; all of them where none are given."""
-        rank = self.ranks[operand]
-        if given is None or (isinstance(given, (tuple, list)) and not given):
-            return set(range(rank))
-        listed = given if isinstance(given, (tuple, list)) else [given]
-        return {int(axis) % rank for axis in listed if rank}
-
-
-# Names that torch has for one argument.
-_OTHER_NAMES = {"dim": ("axis", "dims"), "dims": ("dim", "axis")}
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """How a call treats the axes of its operands.
-
-    Attributes:
-        over: For each operand the axes that it needs whole.
-        summed: For each operand the axes that it sums over: of a split one a rank has a summand.
-        aligned: How many of the last axes are an operand's own. All before them are the result's,
-            counted from there: what is split along one is split so in every operand that has it.
-            None where axes are not aligned.
-        paired: How many of the first operands have to be split along the same axes; -1 for the
-            first and the third, with indices between them.
-    """
-
-    over: tuple[Axes, ...] = ()
-    summed: tuple[Axes, ...] = ()
-    aligned: int | None = None
-    paired: int = 0
-
-
-Row = Callable[[Call], Treatment]
-ELEMENTWISE = Treatment(aligned=0)
-FREE = Treatment()
-LAST_TWO = (-2, -1)
-
-
-def _elementwise(call: Call) -> Treatment:
-    return ELEMENTWISE
-
-
-def _free(call: Call) -> Treatment:
-    return FREE
-
-
-def _along(position: int, default: Any = None, name: str = "dim", aligned: int | None = 0) -> Row:
-    """An operation that needs whole the axes that an argument names."""
-
-    def row(call: Call) -> Treatment:
-        given = call.get(name, position, default)
-        if not isinstance(given, (int, tuple, list, type(None))) or isinstance(given, bool):
-            given = None
-        return Treatment((call.axes(given),), aligned=aligned)
-
-    return row
-
-
-def _reduces(position: int = 1, default: Any = None, adds_up: bool = False) -> Row:
-    """An operation that makes one value of all those along some axes."""
-
-    def row(call: Call) -> Treatment:
-        given = call.get("dim", position, default)
-        if not _is_axis(given) and not isinstance(given, (tuple, list, type(None))):
-            given = None
-        axes = call.axes(given)
-        return Treatment(summed=(axes,)) if adds_up else Treatment((axes,))
-
-    return row
-
-
-def _is_axis(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _extreme(call: Call) -> Treatment:
-    """`max` and `min`: of two tensors, along one axis, or of all."""
-    if len(call.ranks) > 1:
-        return ELEMENTWISE
-    return Treatment((call.axes(call.get("dim", 1)),))
-
-
-def _fixed(*axes: int, aligned: int | None = 0) -> Row:
-    """An operation that needs the same axes whole wherever it is called."""
-
-    def row(call: Call) -> Treatment:
-        rank = call.ranks[0]
-        return Treatment(({a % rank for a in axes if -rank <= a < rank},), aligned=aligned)
-
-    return row
-
-
-def _all_of_each(call: Call) -> Treatment:
-    """An operation that needs every axis of every operand whole."""
-    return Treatment(tuple(set(range(rank)) for rank in call.ranks))
-
-
-def _diagonal(call: Call) -> Treatment:
-    """`diagonal`: the two axes that its arguments `dim1` and `dim2` name."""
-    return Treatment((call.axes((call.get("dim1", 2, 0), call.get("dim2", 3, 1))),))
-
-
-def _sliding(spatial: int | None) -> Row:
-    """A pooling: it takes neighbours along the last axes."""
-
-    def row(call: Call) -> Treatment:
-        rank = call.ranks[0]
-        first = 2 if spatial is None else rank - spatial
-        return Treatment((set(range(max(0, first), rank)),), aligned=0)
-
-    return row
-
-
-def _convolution(spatial: int, transposed: bool = False) -> Row:
-    """A convolution: neighbours along the last axes, and a sum over the channels of a group."""
-    place = 8 if transposed else 6
-    place -= transposed  # conv_transpose has `groups` before `dilation`
-
-    def row(call: Call) -> Treatment:
-        rank = call.ranks[0]
-        windows = set(range(rank - spatial, rank))
-        kernel = set(range(2, 2 + spatial))
-        channel = rank - spatial - 1
-        if call.shapes[1][1] == 1 and call.shapes[1][0] == call.shapes[0][channel]:
-            return Treatment((windows, kernel | {1}))  # depthwise: every channel for itself
-        if call.get("groups", place, 1) != 1:
-            # Each group has channels of its own; groups are not told from a rank's part of them.
-            return Treatment((windows | {channel}, kernel | {0, 1}))
-        contracted = 0 if transposed else 1
-        return Treatment((windows, kernel), ({channel}, {contracted}))
-
-    return row
-
-
-def _normalised(call: Call) -> Treatment:
-    """`layer_norm` and `rms_norm`: over the last axes, as many as `normalized_shape` has."""
-    shape = call.get("normalized_shape", 1, ())
-    count = len(shape) if isinstance(shape, (tuple, list)) else 1
-    rank = call.ranks[0]
-    return Treatment((set(range(rank - count, rank)),), aligned=0)
-
-
-def _padding(call: Call) -> Treatment:
-    """`pad`: the axes that it makes longer or shorter."""
-    widths = list(call.get("pad", 1, ()))
-    rank = call.ranks[0]
-    return Treatment(({rank - 1 - i // 2 for i, width in enumerate(widths) if width},))
-
-
-def _product(call: Call) -> Treatment:
-    """`matmul` and its like: over the last axis of the first, the last but one of the second."""
-    first, second = call.ranks[:2]
-    return Treatment(summed=({first - 1}, {max(0, second - 2)}), aligned=2)
-
-
-def _product_reversed(call: Call) -> Treatment:
-    """`__rmatmul__`, which is given its operands in the other order."""
-    second, first = call.ranks[:2]
-    return Treatment(summed=({max(0, second - 2)}, {first - 1}), aligned=2)
-
-
-def _linear(call: Call) -> Treatment:
-    """`linear`: over the last axis of the input and of the weight; a bias is added to the sum."""
-    axes = ({call.ranks[0] - 1}, {call.ranks[1] - 1})
-    return Treatment(axes) if len(call.ranks) > 2 else Treatment(summed=axes)
-
-
-def _added_product(call: Call) -> Treatment:
-    """`addmm` and its like: what a product is added to is not split as the product is."""
-    _, first, second = call.ranks[:3]
-    return Treatment((set(), {first - 1}, {max(0, second - 2)}))
-
-
-def _inner(call: Call) -> Treatment:
-    """`inner`, `dot`: over the last axis of both."""
-    return Treatment(summed=tuple({rank - 1} for rank in call.ranks[:2]))
-
-
-def _matrices(call: Call) -> Treatment:
-    """`linalg.inv` and its like: over the matrices in the last two axes."""
-    return Treatment(tuple({rank - 2, rank - 1} for rank in call.ranks), aligned=2)
-
-
-def _vecdot(call: Call) -> Treatment:
-    """`linalg.vecdot`: over one axis of both."""
-    axis = call.kwargs.get("dim", -1)
-    return Treatment(summed=tuple({axis % rank} for rank in call.ranks[:2]))
-
-
-def _tensordot(call: Call) -> Treatment:
-    """`tensordot`: over the last axes of the first and the first of the second, or those named."""
-    given = call.get("dims", 2, 2)
-    first, second = call.ranks[:2]
-    if isinstance(given, int):
-        return Treatment(summed=(set(range(first - given, first)), set(range(given))))
-    if not isinstance(given, (tuple, list)):
-        return _all_of_each(call)
-    ours, theirs = ([a] if isinstance(a, int) else list(a) for a in given)
-    return Treatment(summed=({a % first for a in ours}, {a % second for a in theirs}))
-
-
-def _einsum(call: Call) -> Treatment:
-    """`einsum`: over the letters that the result has not, and no diagonals along split axes."""
-    equation = call.args[0] if call.args else call.kwargs.get("equation")
-    if not isinstance(equation, str):
-        return _all_of_each(call)
-    before, arrow, after = equation.replace(" ", "").partition("->")
-    named = [_letters(term, rank) for term, rank in zip(before.split(","), call.ranks, strict=True)]
-    if not arrow:
-        every = [n for letters in named for n in letters]
-        after = "".join(n for n in every if len(n) == 1 and every.count(n) == 1) + "..."
-    over, summed = [], []
-    for letters in named:
-        twice = {axis for axis, letter in enumerate(letters) if letters.count(letter) > 1}
-        over.append(twice)
-        gone = {axis for axis, n in enumerate(letters) if len(n) == 1 and n not in after}
-        summed.append(gone - twice)
-    return Treatment(tuple(over), tuple(summed))
-
-
-def _letters(term: str, rank: int) -> list[str]:
-    """What each axis of an operand is called; those of an ellipsis have longer names."""
-    ahead, dots, behind = term.partition("...")
-    between = rank - len(ahead) - len(behind) if dots else 0
-    return [*ahead, *(f"...{i - between}" for i in range(between)), *behind]
-
-
-def _outer(call: Call) -> Treatment:
-    """`outer`: nothing is summed, and the result has both operands' axes."""
-    return FREE
-
-
-def _attention(call: Call) -> Treatment:
-    """Attention: over the features of queries and keys, and over all keys and values.
-
-    A causal one takes the first query for the first token's.
-    """
-    causal = call.get("is_causal", 5, False)
-    backs = ((1, 2) if causal else (1,), (1, 2), (2,))
-    over = [{rank - b for b in back} for rank, back in zip(call.ranks, backs, strict=False)]
-    return Treatment((*over, *({rank - 1} for rank in call.ranks[3:4])), aligned=2)
-
-
-def _bucketize(call: Call) -> Treatment:
-    """`bucketize`: every element for itself, by whole bounds."""
-    return Treatment((set(), {0}))
-
-
-def _embedding(call: Call) -> Treatment:
-    """`embedding`: the rows of the table."""
-    return Treatment((set(), {0}))
-
-
-def _picks(position: int, paired: int = 2) -> Row:
-    """`gather`, `scatter` and their like: one axis whole, split alike along all others."""
-
-    def row(call: Call) -> Treatment:
-        given = call.get("dim", position)
-        over = tuple(call.axes(given, n) for n in range(min(paired, len(call.ranks))))
-        return Treatment(over, paired=paired)
-
-    return row
-
-
-def _selects(source: bool) -> Row:
-    """`index_select`, `index_add` and their like: one axis, by whole indices."""
-
-    def row(call: Call) -> Treatment:
-        axis = call.axes(call.get("dim", 1))
-        if not source:
-            return Treatment((axis, {0}))
-        like = call.ranks[2] == call.ranks[0]
-        return Treatment((axis, {0}, axis if like else set(range(call.ranks[2]))), paired=-1)
-
-    return row
-
-
-def _stacked(axis: int, least: int) -> Row:
-    """`hstack` and its like: `cat` along a given axis."""
-
-    def row(call: Call) -> Treatment:
-        over = tuple(
-            {min(axis, rank - 1)} if rank >= least else set(range(rank)) for rank in call.ranks
-        )
-        return Treatment(over)
-
-    return row
-
-
-def _repeat_interleave(call: Call) -> Treatment:
-    """`repeat_interleave`: every element of an axis for itself; without an axis, of a flat one."""
-    axis = call.get("dim", 2)
-    repeats = call.get("repeats", 1)
-    if axis is None and call.ranks[0] > 1:
-        return _all_of_each(call)
-    return FREE if isinstance(repeats, int) else Treatment((call.axes(axis),))
-
-
-def _attributes_of(names: str, row: Row) -> dict[str, Row]:
-    return dict.fromkeys(names.split(), row)
-
-
-def _with_inplace(names: str, row: Row) -> dict[str, Row]:
-    return {spelled: row for name in names.split() for spelled in (name, f"{name}_")}
-
+from slapo_rewrite import treatments as of
+from slapo_rewrite.treatments import Call, Row, Treatment
 
 _UNARY = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
@@ -407,159 +73,88 @@ _WHOLE = """
 dist trace linalg_det histc cov corrcoef take renorm nonzero unique masked_select cdist
 kron block_diag chain_matmul linalg_multi_dot bilinear cartesian_prod meshgrid searchsorted
 """
+_POOLS = "max_poolNd avg_poolNd lp_poolNd adaptive_avg_poolNd adaptive_max_poolNd"
 
 
 @functools.cache
 def rows() -> dict[str, Row]:
     """Every row by the operation's name."""
-    last_or_flat = _along(1, -1)
-    return {
-        **_with_inplace(_UNARY, _elementwise),
-        **_with_inplace(_BINARY, _elementwise),
-        **_attributes_of(_DUNDER + _PLAIN, _elementwise),
-        **_attributes_of(_VIEWS, _free),
+    in_place = " ".join(f"{name}_" for name in (_UNARY + _BINARY).split())
+    table: tuple[tuple[str, Row], ...] = (
+        (f"{_UNARY} {_BINARY} {in_place} {_DUNDER} {_PLAIN} expand_as", of.elementwise),
+        (f"{_VIEWS} outer ger", of.free),  # of an outer product nothing is summed
         # One axis for itself.
-        **_attributes_of(
-            "softmax log_softmax softmin special_softmax special_log_softmax", _along(1)
-        ),
-        **_attributes_of("cumsum cumprod logcumsumexp cummax cummin cumsum_ cumprod_", _along(1)),
-        **_attributes_of("flip", _flip),
-        **_attributes_of("sort argsort", _sort),
-        "msort": _fixed(0),
-        "topk": _along(2, -1),
-        "roll": _along(2),
-        "normalize": _along(2, 1),
-        "gumbel_softmax": _along(4, -1),
-        "glu": _along(1, -1),
-        "diff": _along(2, -1),
-        "unfold": _along(1, name="dimension", aligned=None),
-        "rms_norm": _normalised,
-        "layer_norm": _normalised,
-        "tril": _fixed(*LAST_TWO),
-        "triu": _fixed(*LAST_TWO),
-        "tril_": _fixed(*LAST_TWO),
-        "triu_": _fixed(*LAST_TWO),
-        "fliplr": _fixed(1),
-        "flipud": _fixed(0),
-        "prelu": _fixed(1),
-        "view_as_complex": _fixed(-1, aligned=None),
-        "diagonal": _diagonal,
-        "diag_embed": _all_of_each,
-        "cosine_similarity": _distance(2, 1),
-        "pairwise_distance": _distance(9, -1),
-        "cross": _distance(2, None),
-        "linalg_cross": _distance(9, -1),
-        "trapezoid": _all_of_each,
-        **_attributes_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", _along(2, -1)),
-        **_attributes_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", _along(2, LAST_TWO)),
-        **_attributes_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn", _along(2)),
-        **_attributes_of("fft_fftshift fft_ifftshift", _along(1)),
+        ("softmax log_softmax softmin special_softmax special_log_softmax", of.along(1)),
+        ("cumsum cumprod logcumsumexp cummax cummin cumsum_ cumprod_", of.along(1)),
+        ("fft_fftshift fft_ifftshift", of.along(1)),
+        ("glu", of.along(1, -1)),
+        ("multinomial", of.fixed(-1)),
+        ("roll fft_fftn fft_ifftn fft_rfftn fft_irfftn", of.along(2)),
+        ("topk diff fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", of.along(2, -1)),
+        ("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", of.along(2, of.LAST_TWO)),
+        ("normalize", of.along(2, 1)),
+        ("gumbel_softmax", of.along(4, -1)),
+        ("unfold", of.along(1, name="dimension", aligned=None)),
+        ("flip", of.flip),
+        ("sort argsort", of.sort),
+        ("rms_norm layer_norm", of.normalised),
+        ("msort flipud", of.fixed(0)),
+        ("fliplr prelu", of.fixed(1)),
+        ("tril triu tril_ triu_", of.fixed(*of.LAST_TWO)),
+        ("view_as_complex", of.fixed(-1, aligned=None)),
+        ("diagonal", of.diagonal),
+        ("cosine_similarity", of.distance(2, 1)),
+        ("cross", of.distance(2, None)),
+        ("pairwise_distance linalg_cross", of.distance(9, -1)),
         # One value of several.
-        **_attributes_of("sum nansum", _reduces(adds_up=True)),
-        **_attributes_of("mean nanmean var std var_mean std_mean amax amin prod", _reduces()),
-        **_attributes_of("any all argmax argmin count_nonzero logsumexp", _reduces()),
-        **_attributes_of("special_logsumexp median nanmedian linalg_matrix_rank", _reduces()),
-        "aminmax": _reduces(9),
-        "mode": _along(1, -1, aligned=None),
-        "kthvalue": _along(2, -1, aligned=None),
-        "quantile": _along(2, aligned=None),
-        "nanquantile": _along(2, aligned=None),
-        "norm": _reduces(2),
-        "linalg_norm": _reduces(2),
-        "linalg_vector_norm": _reduces(2),
-        "linalg_matrix_norm": _reduces(2, LAST_TWO),
-        "max": _extreme,
-        "min": _extreme,
+        ("sum nansum", of.reduces(adds_up=True)),
+        ("mean nanmean var std var_mean std_mean amax amin prod any all argmax", of.reduces()),
+        ("argmin count_nonzero logsumexp special_logsumexp median nanmedian", of.reduces()),
+        ("linalg_matrix_rank", of.reduces()),
+        ("aminmax", of.reduces(9)),
+        ("norm linalg_norm linalg_vector_norm", of.reduces(2)),
+        ("linalg_matrix_norm", of.reduces(2, of.LAST_TWO)),
+        ("mode", of.along(1, -1, aligned=None)),
+        ("kthvalue", of.along(2, -1, aligned=None)),
+        ("quantile nanquantile", of.along(2, aligned=None)),
+        ("max min", of.extreme),
         # Products.
-        **_attributes_of("matmul mm bmm linalg_matmul mv", _product),
-        **_attributes_of("grouped_mm _grouped_mm", _grouped),
-        "__rmatmul__": _product_reversed,
-        **_attributes_of("dot vdot inner", _inner),
-        **_attributes_of("addmm baddbmm addmv", _added_product),
-        "addbmm": _all_of_each,
-        "outer": _outer,
-        "ger": _outer,
-        "linalg_vecdot": _vecdot,
-        "tensordot": _tensordot,
-        "einsum": _einsum,
-        "linear": _linear,
-        **_attributes_of("linalg_inv linalg_cholesky linalg_solve_triangular", _matrices),
-        "scaled_dot_product_attention": _attention,
+        ("matmul mm bmm linalg_matmul mv", of.product),
+        ("grouped_mm _grouped_mm", of.grouped),
+        ("__rmatmul__", of.product_reversed),
+        ("dot vdot inner", of.inner),
+        ("addmm baddbmm addmv", of.added_product),
+        ("linalg_vecdot", of.vecdot),
+        ("tensordot", of.tensordot),
+        ("einsum", of.einsum),
+        ("linear", of.linear),
+        ("linalg_inv linalg_cholesky linalg_solve_triangular", of.matrices),
+        ("scaled_dot_product_attention", of.attention),
         # Neighbours.
-        **{f"conv{n}d": _convolution(n) for n in (1, 2, 3)},
-        **{f"conv_transpose{n}d": _convolution(n, transposed=True) for n in (1, 2, 3)},
-        **{
-            f"{kind}pool{n}d": _sliding(n)
-            for n in (1, 2, 3)
-            for kind in ("max_", "avg_", "lp_", "adaptive_avg_", "adaptive_max_")
-        },
-        "interpolate": _sliding(None),
-        "pad": _padding,
-        "batch_norm": _batch_norm,
-        "group_norm": _all_but_first,
-        "instance_norm": _all_but_first,
-        "local_response_norm": _all_but_first,
+        *((f"conv{n}d", of.convolution(n)) for n in (1, 2, 3)),
+        *((f"conv_transpose{n}d", of.convolution(n, transposed=True)) for n in (1, 2, 3)),
+        *((_POOLS.replace("N", str(n)), of.sliding(n)) for n in (1, 2, 3)),
+        ("interpolate", of.sliding(None)),
+        ("pad", of.padding),
+        ("batch_norm", of.batch_norm),
+        ("group_norm instance_norm local_response_norm", of.all_but_first),
         # By indices.
-        "expand_as": _elementwise,
-        **_attributes_of("view_as reshape_as", lambda call: Treatment(paired=2)),
-        "embedding": _embedding,
-        "bucketize": _bucketize,
-        "gather": _picks(1),
-        "take_along_dim": _picks(2),
-        **_attributes_of("scatter scatter_ scatter_add scatter_add_", _picks(1, paired=3)),
-        **_attributes_of("scatter_reduce scatter_reduce_", _picks(1, paired=3)),
-        "index_select": _selects(source=False),
-        **_attributes_of("index_fill index_fill_", _selects(source=False)),
-        **_attributes_of("index_add index_add_ index_copy index_copy_", _selects(source=True)),
-        "repeat_interleave": _repeat_interleave,
-        "multinomial": last_or_flat,
-        "hstack": _stacked(1, 2),
-        "vstack": _stacked(0, 2),
-        "row_stack": _stacked(0, 2),
-        "column_stack": _stacked(1, 2),
-        "dstack": _stacked(2, 3),
+        ("view_as reshape_as", lambda call: Treatment(paired=2)),
+        ("embedding bucketize", of.embedding),
+        ("gather", of.picks(1)),
+        ("take_along_dim", of.picks(2)),
+        ("scatter scatter_ scatter_add scatter_add_", of.picks(1, paired=3)),
+        ("scatter_reduce scatter_reduce_", of.picks(1, paired=3)),
+        ("index_select index_fill index_fill_", of.selects(source=False)),
+        ("index_add index_add_ index_copy index_copy_", of.selects(source=True)),
+        ("repeat_interleave", of.repeat_interleave),
+        ("hstack column_stack", of.stacked(1, 2)),
+        ("vstack row_stack", of.stacked(0, 2)),
+        ("dstack", of.stacked(2, 3)),
         # All of everything.
-        **_attributes_of(_LOSSES + _WHOLE, _all_of_each),
-    }
-
-
-def _flip(call: Call) -> Treatment:
-    dims = call.kwargs.get("dims", call.args[1:])
-    listed = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return Treatment((call.axes(tuple(listed)),), aligned=0)
-
-
-def _sort(call: Call) -> Treatment:
-    rest = [a for a in call.args[1:] if _is_axis(a)]
-    given = call.kwargs.get("dim", rest[0] if rest else -1)
-    return Treatment((call.axes(given),), aligned=0)
-
-
-def _distance(position: int, default: int | None) -> Row:
-    """Two operands, compared along one axis."""
-
-    def row(call: Call) -> Treatment:
-        axis = call.get("dim", position, default)
-        return Treatment(tuple(call.axes(axis, n) for n in range(min(2, len(call.ranks)))))
-
-    return row
-
-
-def _grouped(call: Call) -> Treatment:
-    """The product of groups: as `matmul`; which rows are a group's is told by whole offsets."""
-    first, second = call.ranks[:2]
-    return Treatment(
-        (set(), set(), *({0} for _ in call.ranks[2:])), ({first - 1}, {max(0, second - 2)})
+        (f"{_LOSSES} {_WHOLE} diag_embed trapezoid addbmm", of.all_of_each),
     )
-
-
-def _batch_norm(call: Call) -> Treatment:
-    """`batch_norm`: every channel for itself."""
-    return Treatment((set(range(call.ranks[0])) - {1},))
-
-
-def _all_but_first(call: Call) -> Treatment:
-    return Treatment((set(range(1, call.ranks[0])),), aligned=0)
+    return {name: row for names, row in table for name in names.split()}
 
 
 PRODUCT, FLOAT32, EITHER = "product", "float32", "either"

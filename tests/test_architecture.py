@@ -36,6 +36,7 @@ LAYERS = (
     {"patterns"},
     {"code"},
     {"bundle", "examples", "garbage", "operations", "hugging_face"},
+    {"treatments"},
     {"directive"},
     {"errors"},
     {"runtime"},

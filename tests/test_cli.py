@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slapo_rewrite.cli import main
-from slapo_rewrite.emit.diff_colours import coloured
+from slapo_rewrite.emit.diff_hunks import coloured
 from slapo_rewrite.verify import run
 
 SOURCE = """\

@@ -13,7 +13,6 @@ from slapo_rewrite.commands.answers import (
     NO,
     answered,
     shows_colours,
-    tell,
     tidy,
     warn,
     working,
@@ -42,7 +41,7 @@ def rewrite_command(options: argparse.Namespace) -> int:
         options.set,
         options.single_file,
         options.further,
-        _folder_name(options),
+        options.support.absolute().name if options.support is not None else None,
     )
     if options.check:
         return _check(options, options.output, options.support, asked)
@@ -105,11 +104,6 @@ def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
         tidy(options.support)
 
 
-def _folder_name(options: argparse.Namespace) -> str | None:
-    """What the support folder is called, if there is to be one."""
-    return options.support.absolute().name if options.support is not None else None
-
-
 def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: Asked) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.emit import current, record
@@ -137,15 +131,20 @@ def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: A
 def _diff(options: argparse.Namespace, asked: Asked) -> int:
     """Prints the diff, which may have been made before."""
     from slapo_rewrite.emit import diff_cache
-    from slapo_rewrite.emit.diff_colours import coloured
 
     if (known := diff_cache.look_up(diff_cache.place(asked), asked)) is None:
         output = _rewritten(asked)
         known = output.diff(), output.warnings
     diff, warnings = known
     warn(warnings)
-    print(coloured(diff) if shows_colours() else diff, end="")
+    print(_shown(diff), end="")
     return DONE
+
+
+def _shown(diff: str) -> str:
+    from slapo_rewrite.emit.diff_hunks import coloured
+
+    return coloured(diff) if shows_colours() else diff
 
 
 def _written(options: argparse.Namespace, asked: Asked) -> int:
@@ -153,12 +152,10 @@ def _written(options: argparse.Namespace, asked: Asked) -> int:
     output = _rewritten(asked)
     warn(output.warnings)
     merge = _put(options.output, output, options.support, options.merge, options.force)
-    if options.json:
-        return _told_merge("written", merge)
-    print(f"wrote {options.output}: {', '.join(merge.files)}")
+    words = [f"wrote {options.output}: {', '.join(merge.files)}"]
     if options.support is not None:
-        print(f"its helpers are in {options.support}")
-    return _merged(merge)
+        words.append(f"its helpers are in {options.support}")
+    return _answered_merge(options, merge, "written", words)
 
 
 def _rewritten(asked: Asked) -> Output:
@@ -210,23 +207,16 @@ def _put(out: Path, output: Output, support: Path | None, merges: bool, force: b
     return merge
 
 
-def _told_merge(reason: str, merge: Merged, **facts: Any) -> int:
-    """The same for programs."""
-    return tell(
-        NO if merge.conflicts else DONE,
-        reason="conflicts" if merge.conflicts else reason,
-        files=sorted(merge.files),
-        conflicts=sorted(merge.conflicts),
-        **facts,
-    )
-
-
-def _merged(merge: Merged) -> int:
-    """Says what is left to do by hand."""
+def _answered_merge(
+    options: argparse.Namespace, merge: Merged, reason: str, words: list[str], **facts: Any
+) -> int:
+    """Says what was written, and what is left to do by hand; to people or to programs."""
+    code = DONE
     if merge.conflicts:
-        print(f"conflicts to resolve by hand: {', '.join(merge.conflicts)}")
-        return NO
-    return DONE
+        code, reason = NO, "conflicts"
+        words = [*words, f"conflicts to resolve by hand: {', '.join(merge.conflicts)}"]
+    facts = {"files": sorted(merge.files), "conflicts": sorted(merge.conflicts), **facts}
+    return answered(options, code, "\n".join(words), reason=reason, **facts)
 
 
 def update_command(options: argparse.Namespace) -> int:
@@ -251,17 +241,15 @@ def update_command(options: argparse.Namespace) -> int:
         print("\n".join(reasons or ["none of its recorded inputs has changed"]))
     output = _rewritten(asked)
     warn(output.warnings)
-    from slapo_rewrite.emit.diff_colours import coloured
     from slapo_rewrite.emit.fresh_changes import fresh_in
 
     new = "".join(each.render() for each in fresh_in(out, output))
     merge = _put(out, output, shared, merges=not options.force, force=options.force)
-    if options.json:
-        return _told_merge("updated" if new else "no difference", merge, inputs=reasons, diff=new)
-    print(coloured(new) if shows_colours() else new, end="")
-    print(f"updated {out}" if new else f"{out} stays as it is: that makes no difference")
+    words = [_shown(new).removesuffix("\n")] if new else []
+    words.append(f"updated {out}" if new else f"{out} stays as it is: that makes no difference")
     if kept := sorted(merge.replacing.keys() - set(merge.conflicts)):
-        print(f"hand edits carried over: {', '.join(kept)}")
+        words.append(f"hand edits carried over: {', '.join(kept)}")
     if content.get("verification") and new:
-        print(f"what was verified has changed: slapo-rewrite verify {out}")
-    return _merged(merge)
+        words.append(f"what was verified has changed: slapo-rewrite verify {out}")
+    reason = "updated" if new else "no difference"
+    return _answered_merge(options, merge, reason, words, inputs=reasons, diff=new)

@@ -49,9 +49,7 @@ def _reviewed(options: argparse.Namespace) -> int:
         try:
             options.html.write_text(review_page(review), encoding="utf-8")
         except OSError as error:
-            raise errors.OutputUnwritable(
-                f"cannot write `{options.html}`: {error.strerror or error}"
-            ) from None
+            raise errors.unwritable(options.html, error) from None
         if not options.markdown:
             print("\n".join([*review.summary(), f"wrote {options.html}"]))
     if options.markdown:

@@ -287,10 +287,10 @@ def _is_untied(names: tuple[str, ...], built: Tree) -> bool:
     return len(known) > 1 and any(not known <= {*built.ties.get(n, ())} for n in known)
 
 
-def _not_kept(node: Node, lost: str, at: errors.Span | None = None) -> errors.RewriteError:
+def _not_kept(node: Node, lost: str) -> errors.RewriteError:
     return errors.Unsupported(
         f"{node.shown} (`{node.cls.__name__}`) is not the original's in the output: {lost}",
-        at=at or construction_calls.place(construction_calls.stack_of(node.live)),
+        at=construction_calls.place(construction_calls.stack_of(node.live)),
         hint="have it so from its own constructor, by an argument say, or schedule all instances "
         "of the class that holds it alike",
     )
@@ -305,7 +305,7 @@ def _other_values(tree: Tree, other: Tree) -> Iterator[tuple[Node, str]]:
         own, others = vars(node.live), vars(other.nodes[path].live)
         for name in own.keys() & others.keys() - {"training"}:
             whole, here = own[name], others[name]
-            if is_layer and not _is_no_size(whole):
+            if is_layer and not isinstance(whole, bool | float | str):  # it may be a size
                 continue
             if _is_plain(whole) and _is_plain(here) and whole != here:
                 yield node, name
@@ -331,10 +331,6 @@ def _assigned_at(sources: Sources, cls: type, name: str) -> errors.Span | None:
                 case ast.Attribute(attr=attribute, ctx=ast.Store()) if attribute == name:
                     return file.at(node)
     return None
-
-
-def _is_no_size(value: object) -> bool:
-    return isinstance(value, bool | float | str) and value == value
 
 
 def _is_plain(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
@@ -28,120 +29,6 @@ from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
 
-
-def construct(
-    draft: Draft,
-    project: Project,
-    plan: Plan,
-    copies: SiblingFiles,
-    anew: Sequence[str],
-    tries: Trial,
-    is_short: bool,
-) -> None:
-    """Builds the output's model, and tries it.
-
-    Args:
-        draft: The output.
-        project: The source, the schedule and the model.
-        plan: What was scheduled.
-        copies: Which files are rewritten.
-        anew: Modules that the output imports for itself, by name.
-        tries: What it is tried with.
-        is_short: Whether a few of the layers that are alike will do, since nothing is written.
-
-    Raises:
-        RewriteError: It fails, or is not what was scheduled, or not the model any more.
-    """
-    with project.timed("construct"), imported_beside(draft, copies, anew) as emitted:
-        if is_short and (short := _short(project, plan, copies, emitted)) is not None:
-            tries(emitted, short)
-        else:
-            built = _built(project, plan, copies, emitted)
-            check_run(emitted, draft, built, project.module)
-            tries(emitted, Shortening.of(built) if is_short else ALL)
-
-
-def _short(
-    project: Project, plan: Plan, copies: SiblingFiles, emitted: Emitted
-) -> Shortening | None:
-    """Which layers were made where few were, and nothing is wrong with these; else None."""
-    siblings = Representatives(project.tree, plan.states).siblings
-    first = {
-        f"{path.rpartition('.')[0]}.{name}": path for path, own in siblings.items() for name in own
-    }
-    short = Shortening.of(project.tree, first).by(emitted.instead_of)
-    try:
-        built = _built(project, plan, copies, emitted, short)
-    except (errors.RewriteError, FailedOutput):  # it may be for want of the others
-        return None
-    return short if short.is_of(built.root.live) else None
-
-
-def _built(
-    project: Project,
-    plan: Plan,
-    copies: SiblingFiles,
-    emitted: Emitted,
-    short: Shortening = ALL,
-) -> Tree:
-    """The output's model, which is what was scheduled.
-
-    Raises:
-        RewriteError: It is not.
-        FailedOutput: It cannot be built.
-    """
-    is_split = any(state.shards for state in plan.states.values())
-    built = emitted.tree(project.schedule.module.model, 2 if is_split else 1, short)
-    copies.check_built(built, project.tree, project.changes)
-    BuiltOutput(emitted, built, project, copies.outputs, plan.states).check()
-    return built
-
-
-def rehearsed(
-    draft: Draft,
-    project: Project,
-    plan: Plan,
-    original: types.ModuleType,
-    sizes: tuple[int, ...],
-    emitted: Emitted,
-    short: Shortening,
-) -> None:
-    """Runs a small model of an output against the original's.
-
-    Args:
-        draft: The output.
-        project: The source, the schedule and the model.
-        plan: What was scheduled.
-        original: The module of the source as it was before the schedule ran.
-        sizes: The world sizes to run on; none for a model that is too large.
-        emitted: The output, imported.
-        short: Which layers of its model were made: all.
-
-    Raises:
-        OtherNumbers: It computes something else.
-    """
-    # Where nothing changes, a class of transformers only is in another package, and draws so.
-    if not sizes or not any(draft.changes.values()):
-        return
-    with project.timed("rehearse"):
-        try:
-            unfit = _rehearse(project, original, plan, emitted, sizes)
-        except TooLargeError:
-            draft.warnings.append(TOO_LARGE)
-            return
-        except DoesNotRunError as error:
-            draft.warnings.append(
-                f"nothing was compared with the original, whose small model does not run: {error}"
-            )
-            return
-    if unfit:
-        tried = " or ".join(map(str, sizes))
-        draft.warnings.append(
-            "what is split was not compared with the original: the small model does not fit "
-            f"{tried} ranks ({unfit}): define a verify_model(m) that does, and verify the output"
-        )
-
-
 TOO_LARGE = (
     f"the small model has more than {MOST_PARAMETERS:,} parameters, or inputs of more than "
     f"{MOST_ELEMENTS:,} elements, so that the last check, a run against the original, was left "
@@ -149,27 +36,129 @@ TOO_LARGE = (
 )
 
 
-def _rehearse(
-    project: Project,
-    original: types.ModuleType,
-    plan: Plan,
-    emitted: Emitted,
-    sizes: tuple[int, ...],
-) -> str:
-    try:
+@dataclass(frozen=True)
+class Construction:
+    """What an output is tried with.
+
+    Attributes:
+        draft: The output.
+        project: The source, the schedule and the model.
+        plan: What was scheduled.
+        copies: Which files are rewritten.
+        anew: Modules that the output imports for itself, by name.
+        original: The module of the source as it was before the schedule ran.
+        sizes: The world sizes to run on; none for a model that is too large.
+    """
+
+    draft: Draft
+    project: Project
+    plan: Plan
+    copies: SiblingFiles
+    anew: Sequence[str]
+    original: types.ModuleType
+    sizes: tuple[int, ...]
+
+    def tried(self, trial: Trial | None) -> None:
+        """Builds the output's model, and tries it.
+
+        Args:
+            trial: What it is tried with, for which a few of the layers that are alike will do; None
+                to run a small model of it against the original's.
+
+        Raises:
+            RewriteError: It fails, or is not what was scheduled, or not the model any more.
+        """
+        draft, project = self.draft, self.project
+        with (
+            project.timed("construct"),
+            imported_beside(draft, self.copies, self.anew) as emitted,
+        ):
+            if trial is not None and (short := self._short(emitted)) is not None:
+                trial(emitted, short)
+                return
+            built = self._built(emitted)
+            check_run(emitted, draft, built, project.module)
+            if trial is not None:
+                trial(emitted, Shortening.of(built))
+            else:
+                self._compare(emitted)
+
+    def _short(self, emitted: Emitted) -> Shortening | None:
+        """Which layers were made where few were, and nothing is wrong with these; else None."""
+        siblings = Representatives(self.project.tree, self.plan.states).siblings
+        first = {
+            f"{path.rpartition('.')[0]}.{name}": path
+            for path, own in siblings.items()
+            for name in own
+        }
+        short = Shortening.of(self.project.tree, first).by(emitted.instead_of)
+        try:
+            built = self._built(emitted, short)
+        except (errors.RewriteError, FailedOutput):  # it may be for want of the others
+            return None
+        return short if short.is_of(built.root.live) else None
+
+    def _built(self, emitted: Emitted, short: Shortening = ALL) -> Tree:
+        """The output's model, which is what was scheduled.
+
+        Raises:
+            RewriteError: It is not.
+            FailedOutput: It cannot be built.
+        """
+        project, copies, states = self.project, self.copies, self.plan.states
+        is_split = any(state.shards for state in states.values())
+        built = emitted.tree(project.schedule.module.model, 2 if is_split else 1, short)
+        copies.check_built(built, project.tree, project.changes)
+        BuiltOutput(emitted, built, project, copies.outputs, states).check()
+        return built
+
+    def _compare(self, emitted: Emitted) -> None:
+        """Runs a small model of the output against the original's.
+
+        Raises:
+            OtherNumbers: It computes something else.
+        """
+        draft = self.draft
+        # Where nothing changes, a class of transformers only is in another package, and draws so.
+        if not self.sizes or not any(draft.changes.values()):
+            return
+        with self.project.timed("rehearse"):
+            try:
+                unfit = self._rehearsed(emitted)
+            except TooLargeError:
+                draft.warnings.append(TOO_LARGE)
+                return
+            except DoesNotRunError as error:
+                draft.warnings.append(
+                    "nothing was compared with the original, whose small model does not run: "
+                    f"{error}"
+                )
+                return
+        if unfit:
+            tried = " or ".join(map(str, self.sizes))
+            draft.warnings.append(
+                "what is split was not compared with the original: the small model does not fit "
+                f"{tried} ranks ({unfit}): define a verify_model(m) that does, and verify the "
+                "output"
+            )
+
+    def _rehearsed(self, emitted: Emitted) -> str:
+        plan, schedule = self.plan, self.project.schedule.module
         draws_alike = not any(state.replacement for state in plan.states.values())
-        depth = needed_depth(plan.directives)
         is_mixed = any(state.asks(HalfPrecision) for state in plan.states.values())
-        schedule = project.schedule.module
-        return rehearse(schedule, original, emitted, sizes, depth, draws_alike, is_mixed)
-    except OtherNumbersError as error:
-        inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
-        near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]
-        causes = [*(c for found in near for c in found), *plan.directives]
-        places = list(dict.fromkeys(c.at for c in causes if c.at is not None))
-        raise errors.OtherNumbers(
-            f"what comes of this schedule is not the model any more: {error}",
-            at=places[0] if places else None,
-            also=places[1:3],
-            hint=error.hint,
-        ) from error
+        depth = needed_depth(plan.directives)
+        try:
+            return rehearse(
+                schedule, self.original, emitted, self.sizes, depth, draws_alike, is_mixed
+            )
+        except OtherNumbersError as error:
+            inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
+            near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]
+            causes = [*(c for found in near for c in found), *plan.directives]
+            places = list(dict.fromkeys(c.at for c in causes if c.at is not None))
+            raise errors.OtherNumbers(
+                f"what comes of this schedule is not the model any more: {error}",
+                at=places[0] if places else None,
+                also=places[1:3],
+                hint=error.hint,
+            ) from error

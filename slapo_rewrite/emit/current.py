@@ -124,9 +124,7 @@ def is_current(out: Path, content: Mapping[str, Any], asked: Asked, shared: Path
         shared: The folder that holds its helpers, if there is one.
     """
     if not is_asked(content, asked) or any(
-        not (out / name).is_file()
-        or record.digest((out / name).read_bytes()) != record.as_left(content, name)
-        for name in content["files"]
+        not record.holds(out / name, record.as_left(content, name)) for name in content["files"]
     ):
         return False
     if shared is None:

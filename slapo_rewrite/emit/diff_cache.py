@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,12 @@ def keep(path: Path, asked: Asked, text: str, diff: str, warnings: list[str]) ->
         if len(data) > MOST_BYTES or not is_certain(content, asked):
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(name, path)  # whole, whoever else writes or reads it just now
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+            part.write_bytes(data)
+            part.replace(path)  # whole, whoever else writes or reads it just now
+        finally:
+            part.unlink(missing_ok=True)
         _make_room(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""Reads the diff of an output: which lines it puts in, and what the original was."""
+"""Reads the diff of an output: its colours, which lines it puts in, what the original was."""
 
 from __future__ import annotations
 
@@ -6,9 +6,39 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slapo_rewrite.emit.diff_colours import HUNK
-
+HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 NO_END = "\\ No newline at end of file"
+HEADER, PLACE, REMOVED, ADDED, END = "\x1b[1m", "\x1b[36m", "\x1b[31m", "\x1b[32m", "\x1b[m"
+COLOURS = {"-": REMOVED, "+": ADDED, "@": PLACE}
+
+
+def marked(diff: str) -> Iterator[tuple[str, str]]:
+    """Each line of a unified diff with what it is: `@` begins a hunk; nothing for what is in none.
+
+    In a hunk a line that begins with `---` may be a removed one: it says how many lines it has.
+    """
+    old = new = 0
+    for line in diff.split("\n"):
+        mark = line[:1]
+        if (old > 0 or new > 0) and line != NO_END:
+            old -= mark in ("-", " ")
+            new -= mark in ("+", " ")
+            yield mark, line
+        elif hunk := HUNK.match(line):
+            old, new = int(hunk[1] or 1), int(hunk[3] or 1)
+            yield "@", line
+        else:
+            yield "", line
+
+
+def coloured(diff: str) -> str:
+    """The diff in git's colours: what goes is red, what comes is green."""
+    shown = []
+    for mark, line in marked(diff):
+        is_header = not mark and line[:3] in ("---", "+++")
+        colour = HEADER if is_header else COLOURS.get(mark, "")
+        shown.append(f"{colour}{line}{END}" if colour else line)
+    return "\n".join(shown)
 
 
 @dataclass
@@ -32,31 +62,32 @@ class Hunk:
 
 def hunks(diff: str) -> Iterator[Hunk]:
     """The hunks of a unified diff, whose new side is `rewritten/FILE`."""
-    file, mark, found = "", "", Hunk("", 0)
-    old = new = 0  # lines that the hunk still has: one that begins with `---` may be a removed one
-    for line in diff.split("\n"):
+    file, last, found = "", "", Hunk("", 0)
+    for mark, line in marked(diff):
         if line == NO_END:
-            for side in {"-": [found.old], "+": [found.new]}.get(mark, [found.old, found.new]):
+            for side in {"-": [found.old], "+": [found.new]}.get(last, [found.old, found.new]):
                 side[-1] = side[-1].removesuffix("\n")
-        elif old > 0 or new > 0:
-            mark, text = line[:1], line[1:] + "\n"
-            if mark in ("-", " "):
-                found.old.append(text)
-                old -= 1
-            if mark in ("+", " "):
-                if mark == "+":
-                    found.added.append(found.first + len(found.new))
-                found.new.append(text)
-                new -= 1
-        elif place := HUNK.match(line):
+        elif mark == "@" and (place := HUNK.match(line)):
             if found.file:
                 yield found
-            old, new = (int(count or 1) for count in place.groups())
-            found = Hunk(file, int(re.findall(r"\+(\d+)", line)[0]))
+            found = Hunk(file, int(place[2]))
+        elif mark:
+            last, text = mark, line[1:] + "\n"
+            if mark in ("-", " "):
+                found.old.append(text)
+            if mark == "+":
+                found.added.append(found.first + len(found.new))
+            if mark in ("+", " "):
+                found.new.append(text)
         elif line.startswith("+++ "):
             file = line.partition("/")[2]
     if found.file:
         yield found
+
+
+def ended_lines(text: str) -> list[str]:
+    """The lines of a text, each with its end; the last one may have none."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def original_text(diff: str, name: str, text: str) -> str | None:
@@ -70,7 +101,7 @@ def original_text(diff: str, name: str, text: str) -> str | None:
     Returns:
         None where the diff is of another text.
     """
-    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+    lines = ended_lines(text)
     # Backwards, so that places stay what they are.
     for hunk in reversed([hunk for hunk in hunks(diff) if hunk.file == name]):
         start = hunk.first - 1 if hunk.new else hunk.first

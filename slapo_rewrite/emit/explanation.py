@@ -40,29 +40,20 @@ def explain(out: Path, place: str | None) -> str:
         return "\n".join(lines) or "nothing was changed"
     name, number = _place(out, content, place)
     text = _line(out, name, number)
+    said = f"{name}:{number}: {text.strip()}"
     if change := _change_at(out, content, name, number, text):
-        return "\n".join([*lines, f"{name}:{number}: {text.strip()}", *_causes(content, change)])
-    if name == content["source"]["file"] or name in content.get("copies", {}):
-        why = (
-            "an import made absolute, since the file left its package"
-            if number in content.get("absolute", {}).get(name, ())
-            else "as in the original"
-        )
-        return "\n".join([*lines, f"{name}:{number}: {text.strip()}", f"    {why}"])
-    return "\n".join([*lines, f"{name}: written beside the model file"])
+        lines += [said, *_causes(content, change)]
+    elif name not in (content["source"]["file"], *content.get("copies", ())):
+        lines.append(f"{name}: written beside the model file")
+    elif number in content.get("absolute", {}).get(name, ()):
+        lines += [said, "    an import made absolute, since the file left its package"]
+    else:
+        lines += [said, "    as in the original"]
+    return "\n".join(lines)
 
 
 def explained(out: Path, place: str | None) -> dict[str, Any]:
-    """The same for programs: changes with the schedule's lines that ask for them.
-
-    Args:
-        out: The output folder.
-        place: `FILE:LINE`, or a line of the model file; None for everything.
-
-    Raises:
-        NotAnOutput: The folder has no record.
-        UsageError: There is no such file or line.
-    """
+    """The same as `explain` for programs: changes with the schedule's lines that ask for them."""
     content = record.read(out)
     changes, rules = content.get("changes", []), content.get("rules", [])
     if place is not None:
@@ -122,10 +113,7 @@ def _line(out: Path, name: str, number: int) -> str:
 
 def _added(out: Path, name: str) -> set[int]:
     """The lines of a file that are not as in its original, by the output's own diff."""
-    try:
-        diff = (out / "rewrite.diff").read_bytes().decode(errors="replace")
-    except OSError:
-        return set()
+    diff = record.text_at(out / "rewrite.diff")
     return {number for hunk in hunks(diff) if hunk.file == name for number in hunk.added}
 
 

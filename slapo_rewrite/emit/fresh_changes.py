@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.diff_hunks import original_text
+from slapo_rewrite.emit.diff_hunks import ended_lines, original_text
 from slapo_rewrite.emit.rewrite import Output
 from slapo_rewrite.emit.source_diff import unified_diff
 
@@ -53,8 +52,7 @@ def fresh_in(out: Path, output: Output) -> list[Fresh]:
         NotAnOutput: The folder has no record.
     """
     before = record.written_files(out)
-    path = out / "rewrite.diff"
-    diff = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    diff = record.text_at(out / "rewrite.diff")
     originals = {
         name: text
         for name in output.originals
@@ -93,18 +91,14 @@ def fresh(
 
 def _with_sources_own(old: str, new: str, source: str, source_now: str) -> tuple[str, int]:
     """A file as it was, with the changes in it that its source has made alike, and how many."""
-    own = Counter(change for _, change in _changes(_lines(source), _lines(source_now)))
-    lines, count = _lines(old), 0
-    for start, change in reversed(_changes(lines, _lines(new))):
+    own = Counter(change for _, change in _changes(ended_lines(source), ended_lines(source_now)))
+    lines, count = ended_lines(old), 0
+    for start, change in reversed(_changes(lines, ended_lines(new))):
         if own[change]:
             own[change] -= 1
             count += 1
             lines[start : start + len(change[0])] = change[1]
     return "".join(lines), count
-
-
-def _lines(text: str) -> list[str]:
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 _Change = tuple[tuple[str, ...], tuple[str, ...]]

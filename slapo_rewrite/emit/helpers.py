@@ -16,8 +16,10 @@ from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.used_definitions import (
     Definitions,
     Picked,
+    add_import,
     bound_names,
     import_groups,
+    imported_outside,
     kept_statements,
 )
 from slapo_rewrite.schedule.load import ScheduleFile
@@ -63,12 +65,7 @@ RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 # What an output offers beside what the model file itself calls.
 SURFACE = {
     "tensor_parallel": {"set_group"},
-    "loading": {
-        "build",
-        "full_state_dict",
-        "to_full",
-        "to_local",
-    },
+    "loading": {"build", "full_state_dict", "to_full", "to_local"},
 }
 # Behind statements that are there for modules in others' places alone.
 OF_WEIGHTS = "  # for weights"
@@ -185,12 +182,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
 
 def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> None:
     """Adds what the model file does not import yet: names by module, '' for the module itself."""
-    statement = ast.parse(line).body[0]
-    if isinstance(statement, ast.ImportFrom) and statement.level:
-        return
-    assert isinstance(statement, (ast.Import, ast.ImportFrom))
-    for alias in statement.names:
-        module = statement.module if isinstance(statement, ast.ImportFrom) else None
+    for module, alias in imported_outside(line):
         meaning = f"{module}.{alias.name}" if module else alias.name
         name = alias.asname or alias.name
         known = file.imports.get(name if module or alias.asname else name.split(".")[0])
@@ -201,8 +193,7 @@ def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> N
                 f"`{name}` means something else in {file.path.name} than `{meaning}`",
                 hint="leave out --single-file: helpers then keep to files of their own",
             )
-        shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
-        imports.setdefault(module or shown, set()).add(shown if module else "")
+        add_import(imports, module, alias)
 
 
 def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, Picked]:

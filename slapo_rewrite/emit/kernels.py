@@ -15,8 +15,10 @@ from slapo_rewrite.emit.used_definitions import (
     LINE_LENGTH,
     Definitions,
     Picked,
+    add_import,
     bound_names,
     import_groups,
+    imported_outside,
 )
 
 RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
@@ -132,7 +134,8 @@ def picked(
     bodies, last = [], ""
     for name, part in every:
         for line in (line for group in part.imports for line in group):
-            _add(line, imports)
+            for module, alias in imported_outside(line):
+                add_import(imports, module, alias)
         # Where nothing is launched, references stand below the heading of what calls them.
         shown = part if names else plain.get(name)
         body = part.body.strip("\n")
@@ -196,20 +199,6 @@ def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
             hint="give the outputs that share a folder of helpers one backend, or leave out "
             "--support",
         )
-
-
-def _add(line: str, imports: dict[str, set[str]]) -> None:
-    """Adds what an import line imports: names by module, '' for the module itself."""
-    statement = ast.parse(line).body[0]
-    if isinstance(statement, ast.ImportFrom):
-        if not statement.level:
-            imports.setdefault(statement.module or "", set()).update(
-                a.name for a in statement.names
-            )
-    elif isinstance(statement, ast.Import):
-        for alias in statement.names:
-            shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
-            imports.setdefault(shown, set()).add("")
 
 
 def legend_of(docstring: str) -> dict[str, str]:

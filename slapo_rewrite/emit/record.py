@@ -25,6 +25,16 @@ def digest(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
+def holds(path: Path, expected: str | None) -> bool:
+    """Whether a file is there, and has this SHA-256."""
+    return path.is_file() and digest(path.read_bytes()) == expected
+
+
+def text_at(path: Path) -> str:
+    """What a file of an output holds, whatever became of it; nothing where there is none."""
+    return path.read_bytes().decode(errors="replace") if path.is_file() else ""
+
+
 @functools.cache
 def tool_digest() -> str:
     """One hash over the tool's own files: another tool may give another output.

@@ -16,16 +16,14 @@ from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.emit.construct import construct, rehearsed
-from slapo_rewrite.emit.draft import Draft, Options, Trial
-from slapo_rewrite.emit.failures import Causes
+from slapo_rewrite.emit.construct import Construction
+from slapo_rewrite.emit.draft import Causes, Draft, Options, Trial
 from slapo_rewrite.emit.helpers import (
     helper_files,
     inlined_helpers,
     library_uses,
     optional_helpers,
 )
-from slapo_rewrite.emit.idle_calls import idle_calls
 from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
@@ -178,7 +176,12 @@ class _Emission:
         if self.options.support is not None:
             self._share_helpers(self.options.support)
         self.users = own_modules(project.original, project.schedule.tree, project.loaded)
-        self._construct()
+        # The output is imported, built and run.
+        anew = [*self.users, project.original.name]
+        made = Construction(
+            self.draft, project, self.plan, self.copies, anew, self.original, self.sizes
+        )
+        made.tried(self.options.tries)
 
     def _lower(self) -> None:
         """What the schedule asked for becomes edits, and names the rewritten files."""
@@ -306,15 +309,6 @@ class _Emission:
         draft.texts = {name: files.pop(name) for name in draft.texts}
         draft.helpers = files
 
-    def _construct(self) -> None:
-        """The output is imported, built and run."""
-        anew = [*self.users, self.project.original.name]
-        tries = self.options.tries or functools.partial(
-            rehearsed, self.draft, self.project, self.plan, self.original, self.sizes
-        )
-        is_short = self.options.tries is not None
-        construct(self.draft, self.project, self.plan, self.copies, anew, tries, is_short)
-
     def _finished(self) -> Output:
         project, draft, plan, copies = self.project, self.draft, self.plan, self.copies
         module = project.schedule.module
@@ -373,6 +367,33 @@ def _has_own_code(plan: Plan) -> bool:
     return any(
         directive.primitive in ("replace", "replace_all") for directive in plan.directives
     ) or any(not isinstance(sync.op, str) for state in plan.states.values() for sync in state.syncs)
+
+
+def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[str]:
+    """Warns of the calls that selected modules, and changed nothing.
+
+    Not of those that have said what they chose or left out, and why, nor of those that only check.
+
+    Args:
+        plan: The calls.
+        draft: The output.
+        inferred: The collectives that were inferred.
+    """
+    changes = (change for own in draft.changes.values() for change in own)
+    causes = [*(change.causes for change in changes), *draft.helper_causes().values()]
+    busy = {directive.number for each in causes for directive in each}
+    told = {d.number for d in plan.directives if d.outcome is not None} | plan.notes.keys()
+    # Splits and collectives are held against each other: some say what follows from the others.
+    states = plan.states.values()
+    is_split = bool(inferred) or any(s.shards or s.shares or s.syncs for s in states)
+    checked = {"shard", "sync", "infer_sync"} if is_split else set()
+    return [
+        errors.warning(f"`{directive.text}` changes nothing", directive.at)
+        for directive in plan.directives
+        if directive.paths
+        and directive.number not in busy | told
+        and directive.primitive not in checked
+    ]
 
 
 def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> Directive | None:

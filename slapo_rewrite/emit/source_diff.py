@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slapo_rewrite.code.file import SourceFile, lines_of
 from slapo_rewrite.code.splice import apply_edits
+from slapo_rewrite.emit.diff_hunks import ended_lines
 from slapo_rewrite.emit.sibling_files import absolute_imports
 
 
@@ -71,8 +71,8 @@ def unified_diff(
         sides: What the texts are called.
     """
     lines = difflib.unified_diff(
-        re.findall(r"[^\n]*\n|[^\n]+", before),
-        re.findall(r"[^\n]*\n|[^\n]+", after),
+        ended_lines(before),
+        ended_lines(after),
         f"{sides[0]}/{name}",
         f"{sides[1]}/{name}",
         n=context,

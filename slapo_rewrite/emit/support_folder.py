@@ -164,10 +164,7 @@ def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
     except errors.NotAnOutput:
         return False
     same = known["tool"]["digest"] == record.tool_digest() and known["outputs"] == outputs
-    return same and not any(
-        not (folder / name).is_file() or record.digest((folder / name).read_bytes()) != digest
-        for name, digest in known["files"].items()
-    )
+    return same and all(record.holds(folder / n, digest) for n, digest in known["files"].items())
 
 
 def differing(out: Path, folder: Path, uses: Uses) -> list[str]:

@@ -112,9 +112,7 @@ def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
                 hint="--merge carries the edit over, --force overwrites it",
             ) from None
         if isinstance(error, OSError):
-            raise errors.OutputUnwritable(
-                f"cannot write `{out}`: {error.strerror or error}"
-            ) from None
+            raise errors.unwritable(out, error) from None
         raise
 
 
@@ -208,7 +206,7 @@ def locked(out: Path) -> Iterator[Callable[[], str | None]]:
             folder = os.open(out, os.O_RDONLY)
             stack.callback(os.close, folder)
         except OSError as error:
-            raise _unwritable(out, error) from None
+            raise errors.unwritable(out, error) from None
         _wait(folder, out)
         try:
             words = _recovered(out)
@@ -298,15 +296,11 @@ def made(out: Path) -> Iterator[None]:
             raise errors.OutputUnwritable(f"`{out}` is not a folder")
         yield
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise errors.unwritable(out, error) from None
     finally:
         for each in reversed(new):
             with contextlib.suppress(OSError):
                 os.rmdir(each)  # not where something is in it
-
-
-def _unwritable(out: Path, error: OSError) -> errors.OutputUnwritable:
-    return errors.OutputUnwritable(f"cannot write `{out}`: {error.strerror or error}")
 
 
 def _keep(path: Path, kept: Path) -> None:

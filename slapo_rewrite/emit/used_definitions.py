@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from slapo_rewrite.code.dataflow import names_in
@@ -227,6 +227,25 @@ def import_line(module: str, names: list[str]) -> str:
     if len(line) <= LINE_LENGTH:
         return line
     return f"from {module} import (\n" + "".join(f"    {n},\n" for n in names) + ")"
+
+
+def imported_outside(line: str) -> Iterator[tuple[str, ast.alias]]:
+    """What an import line imports from elsewhere than other helpers: module and name.
+
+    '' is the module of what is imported as a module.
+    """
+    statement = ast.parse(line).body[0]
+    assert isinstance(statement, ast.Import | ast.ImportFrom)
+    if isinstance(statement, ast.Import):
+        yield from (("", alias) for alias in statement.names)
+    elif not statement.level:
+        yield from ((statement.module or "", alias) for alias in statement.names)
+
+
+def add_import(imports: dict[str, set[str]], module: str, alias: ast.alias) -> None:
+    """Adds what `imported_outside` gives to names by module, as `import_groups` takes them."""
+    shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+    imports.setdefault(module or shown, set()).add(shown if module else "")
 
 
 def import_groups(imports: Mapping[str, set[str]]) -> list[str]:

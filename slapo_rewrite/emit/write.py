@@ -131,9 +131,9 @@ def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list
             now = path.read_text(encoding="utf-8", errors="replace")
             if record.comparable(now) != record.comparable(text):
                 wrong.append(name)
-        elif record.digest(path.read_bytes()) != record.digest(text):
-            same = content["files"].get(name) == record.digest(text)
-            if not same or record.digest(path.read_bytes()) != record.as_left(content, name):
+        elif not record.holds(path, wanted := record.digest(text)):
+            same = content["files"].get(name) == wanted
+            if not same or not record.holds(path, record.as_left(content, name)):
                 wrong.append(name)
     return wrong + sorted(content["files"].keys() - files.keys())
 

@@ -11,13 +11,9 @@ from typing import NamedTuple
 
 from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.model.step_profile import NOTHING, Part
-from slapo_rewrite.simulate.hardware import Hardware
-from slapo_rewrite.simulate.links import Link
-from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
-from slapo_rewrite.simulate.pipeline import Stage
-from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
-from slapo_rewrite.simulate.step_memory import Runs, Unfolded, in_runs
-from slapo_rewrite.simulate.training_state import States, states
+from slapo_rewrite.simulate.hardware import Hardware, Link, part_seconds, sent_seconds
+from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds
+from slapo_rewrite.simulate.step_memory import Runs, States, Unfolded, in_runs, states
 
 
 @dataclass(frozen=True)
@@ -87,6 +83,8 @@ class Predicted:
 
 COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communication"
 BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # that a micro-batch may have
 
 
 class _StagePart(NamedTuple):
@@ -329,8 +327,6 @@ def ways(
     tensors: Sequence[int],
     stages: Sequence[int],
     ratios: Sequence[float],
-    *,
-    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
 ) -> Iterator[Way]:
     """All ways on so many GPUs, those of each split of the GPUs together.
 
@@ -340,7 +336,6 @@ def ways(
         tensors: Numbers of ranks that can share a layer.
         stages: Numbers of stages that there can be.
         ratios: Shares of layers that can be recomputed.
-        rows: Rows that a micro-batch may have.
     """
     for tensor in tensors:
         if gpus % tensor:
@@ -351,7 +346,7 @@ def ways(
             data = gpus // tensor // pipeline
             if batch % data:
                 continue
-            for each in rows:
+            for each in ROWS:
                 if (batch // data) % each:
                     continue
                 for zero in (0, 1, 2, 3) if data > 1 and pipeline == 1 else (0, 1)[:data]:

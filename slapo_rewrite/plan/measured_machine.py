@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from slapo_rewrite.simulate.hardware import Device, Hardware, no_such_products
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Hardware, Link, no_such_products
 
 ROUNDS = 5
 SMALL, LARGE = 2**12, 2**24  # bytes that are summed
@@ -94,19 +94,14 @@ def _link(kind: str) -> Link | None:
     if kind == "cuda" and torch.cuda.device_count() < 2:
         return None
     # CPU ranks are forked, which need not import torch again; CUDA does not outlast a fork.
-    context: Any = multiprocessing.get_context("spawn" if kind == "cuda" else "fork")
-    queue = context.SimpleQueue()
+    how = "spawn" if kind == "cuda" else "fork"
+    queue: Any = multiprocessing.get_context(how).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_summed, args=(rank, kind, f"{folder}/store", queue))
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    if any(rank.exitcode for rank in ranks):
-        return None
+        try:
+            given = kind, f"{folder}/store", queue
+            start_processes(_summed, given, nprocs=2, start_method=how)  # type: ignore[no-untyped-call]
+        except ProcessException:
+            return None
     small, large = queue.get()
     latency = max(small, 1e-7)
     # A sum over two ranks sends as many bytes as there are.

@@ -17,7 +17,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.plan.candidates import Predicted, Way
 from slapo_rewrite.plan.planning import Planned, described
-from slapo_rewrite.simulate.training_state import BUCKET
+from slapo_rewrite.simulate.step_memory import BUCKET
 
 MODEL, CONFIGURATION, LAUNCH, PLAN = "rewritten", "deepspeed.json", "launch.sh", "plan.json"
 
@@ -50,7 +50,7 @@ def write_plan(planned: Planned, folder: Path) -> list[str]:
             (folder / name).write_text(text, encoding="utf-8")
         (folder / LAUNCH).chmod(0o755)
     except OSError as error:
-        raise errors.OutputUnwritable(f"cannot write `{folder}`: {error.strerror}") from error
+        raise errors.unwritable(folder, error) from error
     write(folder / MODEL, output.files, inputs=output.inputs)
     return [f"{MODEL}/", *texts]
 

@@ -10,6 +10,7 @@ itself, or at the call of what is not a method of the model's own classes.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
@@ -107,13 +109,11 @@ def _ways(model: nn.Module) -> list[_Way]:
 def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
     """What a model says that does not run so, with the module that does not."""
     cause: Any = error.__cause__
-    traceback, owner = cause.__traceback__, ""
-    while traceback is not None:
-        owner = stack.paths.get(id(first_argument(traceback.tb_frame)), owner)
-        traceback = traceback.tb_next
-    words = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    owner = ""
+    for frame, _ in traceback.walk_tb(cause.__traceback__):
+        owner = stack.paths.get(id(first_argument(frame)), owner)
     return CannotCast(
-        f"with products in half precision `{owner or 's'}` fails: {words}",
+        f"with products in half precision `{owner or 's'}` fails: {first_line(cause)}",
         place_in_traceback(cause, stack.editable),
         f'keep it in float32: keep=["{with_wildcards(owner)}"]',
     )

@@ -98,8 +98,8 @@ class PrecisionRun(TorchFunctionMode):
         to = FLOAT32
         if kind == PRODUCT and self._is_half(call, name):
             to = HALF
-            if (path := _layer_of(call)) is not None:
-                self.found.layers.add(path)
+            if computes_product(type(call.module), call.code):  # it is the layer's own
+                self.found.layers.add(call.owner)
                 return self._mapped(lambda tensor, _: self._cast(tensor, to), args, kwargs)
             if call.callee is not None and is_kernels(call.callee):
                 raise CannotCast(
@@ -317,11 +317,6 @@ def keeps_given(frame: FrameType) -> bool:
     """Whether a function is a kernel of a loss or softmax, which are in what they are given."""
     name = frame.f_code.co_name
     return is_kernels(frame) and ("cross_entropy" in name or "softmax" in name)
-
-
-def _layer_of(call: Call) -> str | None:
-    """The path of the layer whose own product an operation is; None of another."""
-    return call.owner if computes_product(type(call.module), call.code) else None
 
 
 def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:

@@ -10,14 +10,8 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.parameter_attributes import Annotate as Change
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import (
-    Call,
-    Example,
-    Primitive,
-    Refusal,
-    parameter_hint,
-)
-from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.primitives.base import Call, Primitive, parameter_hint
+from slapo_rewrite.primitives.shard import SAMPLE
 
 
 class Annotate(Primitive):
@@ -53,13 +47,10 @@ class Annotate(Primitive):
     name = "annotate"
     needs_calls = False
     examples = (
-        Example(
-            MLP,
-            MODEL
-            + """\
-def schedule(s):
-    s["down"].annotate("bias", "no_decay", True)
-    s["down"].annotate("bias", "group", "biases")
+        SAMPLE.example(
+            """\
+s["down"].annotate("bias", "no_decay", True)
+s["down"].annotate("bias", "group", "biases")
 """,
             """\
 +from .annotations import annotate
@@ -68,22 +59,11 @@ def schedule(s):
         ),
     )
     refusals = (
-        Refusal(
-            MLP, MODEL + 'def schedule(s):\n    s["up"].annotate("wieght", "tag", 1)\n', "SR203"
-        ),
-        Refusal(
-            MLP, MODEL + 'def schedule(s):\n    s["up"].annotate("weight", "grad", 1)\n', "SR206"
-        ),
-        Refusal(
-            MLP,
-            MODEL + 'def schedule(s):\n    s["up"].annotate("weight", "tag", object())\n',
-            "SR206",
-        ),
-        Refusal(
-            MLP,
-            MODEL + "def schedule(s):\n"
-            '    s["up"].annotate("weight", "tag", 1)\n    s["*"].annotate("weight", "tag", 2)\n',
-            "SR306",
+        SAMPLE.refused("SR203", 's["up"].annotate("wieght", "tag", 1)'),
+        SAMPLE.refused("SR206", 's["up"].annotate("weight", "grad", 1)'),
+        SAMPLE.refused("SR206", 's["up"].annotate("weight", "tag", object())'),
+        SAMPLE.refused(
+            "SR306", 's["up"].annotate("weight", "tag", 1)', 's["*"].annotate("weight", "tag", 2)'
         ),
     )
 

@@ -10,7 +10,7 @@ from slapo_rewrite.changes.imports import WRITTEN
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.fusion.backends import Always, Backends
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
@@ -23,7 +23,7 @@ from slapo_rewrite.fusion.plugged_kernels import plugged
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.base import Call, Rewriting
 from slapo_rewrite.primitives.matched import carried_out, engine_of, nothing_found
 from slapo_rewrite.primitives.replace import Rebuilding
 
@@ -44,7 +44,7 @@ class GatedMLP(nn.Module):
         gated = F.silu(self.gate(x))
         return self.down(gated * self.up(x))  # back to the width
 """
-MODEL = setting("GatedMLP(8)")
+SAMPLE = Sample(GATED, setting("GatedMLP(8)"))
 
 
 class Apply(Rebuilding, Rewriting):
@@ -93,9 +93,8 @@ class Apply(Rebuilding, Rewriting):
 
     name = "apply"
     examples = (
-        Example(
-            GATED,
-            MODEL + 'def schedule(s):\n    s.apply("swiglu")\n',
+        SAMPLE.example(
+            's.apply("swiglu")',
             """\
 -from torch.nn import functional as F
 +from .kernels import swiglu
@@ -106,11 +105,9 @@ class Apply(Rebuilding, Rewriting):
         ),
     )
     refusals = (
-        Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply("swilu")\n', "SR206"),
-        Refusal(GATED, MODEL + 'def schedule(s):\n    s["down"].apply("swiglu")\n', "SR309"),
-        Refusal(
-            GATED, MODEL + 'def schedule(s):\n    s.apply("swiglu", backend="cuda")\n', "SR206"
-        ),
+        SAMPLE.refused("SR206", 's.apply("swilu")'),
+        SAMPLE.refused("SR309", 's["down"].apply("swiglu")'),
+        SAMPLE.refused("SR206", 's.apply("swiglu", backend="cuda")'),
     )
 
     @staticmethod

@@ -11,8 +11,8 @@ from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import Looked, below, look
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.apply import GATED, MODEL, backends_of
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.apply import SAMPLE, backends_of
+from slapo_rewrite.primitives.base import Call, Rewriting
 from slapo_rewrite.primitives.matched import engine_of, noted
 
 
@@ -48,9 +48,8 @@ class ApplyAll(Rewriting):
 
     name = "apply_all"
     examples = (
-        Example(
-            GATED,
-            MODEL + "def schedule(s):\n    s.apply_all()\n",
+        SAMPLE.example(
+            "s.apply_all()",
             """\
 -from torch.nn import functional as F
 +from .kernels import swiglu
@@ -60,7 +59,7 @@ class ApplyAll(Rewriting):
 """,
         ),
     )
-    refusals = (Refusal(GATED, MODEL + 'def schedule(s):\n    s.apply_all("swiglu")\n', "SR206"),)
+    refusals = (SAMPLE.refused("SR206", 's.apply_all("swiglu")'),)
 
     @staticmethod
     def takes(

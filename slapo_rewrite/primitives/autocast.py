@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import CASTS, HalfPrecision
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.operations import precision_of
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
+from slapo_rewrite.primitives.base import Call, Primitive
 
 BLOCK = """\
 import torch
@@ -48,6 +48,7 @@ class Stack(nn.Module):
 MODEL = setting(
     "Stack(8)", '{"x": torch.randn(2, 5, 8), "labels": torch.randint(3, (2, 5))}', "outputs"
 )
+SAMPLE = Sample(BLOCK, MODEL)
 
 
 class Autocast(Primitive):
@@ -99,9 +100,8 @@ class Autocast(Primitive):
     name = "autocast"
     needs_calls = False
     examples = (
-        Example(
-            BLOCK,
-            MODEL + "def schedule(s):\n    s.autocast()\n",
+        SAMPLE.example(
+            "s.autocast()",
             """\
 +from .mixed_precision import BFloat16Linear
 -        self.query = nn.Linear(width, width)
@@ -120,9 +120,8 @@ class Autocast(Primitive):
 +        )
 """,
         ),
-        Example(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s.autocast("float16", keep=["head", "block.key"])\n',
+        SAMPLE.example(
+            's.autocast("float16", keep=["head", "block.key"])',
             """\
 +from .mixed_precision import Float16Linear
 -        self.query = nn.Linear(width, width)
@@ -137,18 +136,13 @@ class Autocast(Primitive):
         ),
     )
     refusals = (
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.autocast("int8")\n', "SR206"),
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.autocast(keep=["haed"])\n', "SR202"),
-        Refusal(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s.autocast()\n    s["block"].autocast("float16")\n',
-            "SR306",
-        ),
-        Refusal(
+        SAMPLE.refused("SR206", 's.autocast("int8")'),
+        SAMPLE.refused("SR202", 's.autocast(keep=["haed"])'),
+        SAMPLE.refused("SR306", "s.autocast()", 's["block"].autocast("float16")'),
+        Sample(
             BLOCK.replace("F.softmax(scores, -1)", "torch.where(scores.dtype == y.dtype, y, y).mT"),
-            MODEL + "def schedule(s):\n    s.autocast()\n",
-            "SR305",
-        ),
+            MODEL,
+        ).refused("SR305", "s.autocast()"),
     )
 
     @staticmethod

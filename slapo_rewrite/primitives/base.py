@@ -94,12 +94,12 @@ class Primitive:
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """What is asked of `node` after this call.
+        """What is asked of `node` after this call; no more than before where it is not said.
 
         Raises:
             RewriteError: The call does not fit the module.
         """
-        raise NotImplementedError
+        return state
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
         """The modules that the call is about; those selected, as a rule."""
@@ -120,7 +120,11 @@ class Primitive:
         """
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
-        """How the source changes before the schedule goes on; see `Rewriting`."""
+        """How the source changes before the schedule goes on; None where it does not.
+
+        Raises:
+            RewriteError: It cannot be changed so.
+        """
         return None
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
@@ -158,18 +162,10 @@ class Question(Primitive):
     def answer(self, call: Call, nodes: list[Node]) -> Any:
         """What the call gives to the schedule.
 
-        Args:
-            call: The call.
-            nodes: The selected modules.
-
         Raises:
             RewriteError: The call does not fit the modules.
         """
         raise NotImplementedError
-
-    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Asks nothing of a module."""
-        return state
 
 
 class Rewriting(Primitive):
@@ -179,22 +175,6 @@ class Rewriting(Primitive):
     """
 
     needs_calls = False
-
-    def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
-        """How the source changes; None where it does not.
-
-        Args:
-            call: The call.
-            nodes: The selected modules.
-
-        Raises:
-            RewriteError: It cannot be changed so.
-        """
-        raise NotImplementedError
-
-    def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Asks nothing of a module."""
-        return state
 
 
 def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:

@@ -11,15 +11,13 @@ from slapo_rewrite.changes.around_forward import Recompute
 from slapo_rewrite.changes.regions import RecomputeRegion
 from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.model.operation_names import UnknownOperation, operations
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import (
     Call,
     Chosen,
-    Example,
     Primitive,
-    Refusal,
     check_called,
     function_of,
     subgraph_of,
@@ -51,6 +49,7 @@ class Stack(nn.Module):
 """
 
 MODEL = setting("Stack(8, depth=4)")
+SAMPLE = Sample(STACK, MODEL)
 
 # What says which step has to fit a budget.
 OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas", "ranks")
@@ -110,9 +109,8 @@ class Checkpoint(Primitive):
 
     name = "checkpoint"
     examples = (
-        Example(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["blocks"][:0.5].checkpoint()\n',
+        SAMPLE.example(
+            's["blocks"][:0.5].checkpoint()',
             """\
 +from torch.utils.checkpoint import checkpoint
 +class CheckpointedBlock(Block):
@@ -128,9 +126,8 @@ class Checkpoint(Primitive):
 +        )
 """,
         ),
-        Example(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(["linear"], save=["mm"])\n',
+        SAMPLE.example(
+            's["blocks.*"].checkpoint(["linear"], save=["mm"])',
             """\
 +from torch.utils.checkpoint import checkpoint
 +from .recomputation import keep_results
@@ -145,20 +142,12 @@ class Checkpoint(Primitive):
         ),
     )
     refusals = (
-        Refusal(
-            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(budget="1B")\n', "SR605"
-        ),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(zero=1)\n', "SR206"),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks"].checkpoint()\n', "SR305"),
-        Refusal(
-            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(ratio=1)\n', "SR206"
-        ),
-        Refusal(
-            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(["linaer"])\n', "SR202"
-        ),
-        Refusal(
-            STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].checkpoint(save=["mn"])\n', "SR202"
-        ),
+        SAMPLE.refused("SR605", 's["blocks.*"].checkpoint(budget="1B")'),
+        SAMPLE.refused("SR206", 's["blocks.*"].checkpoint(zero=1)'),
+        SAMPLE.refused("SR305", 's["blocks"].checkpoint()'),
+        SAMPLE.refused("SR206", 's["blocks.*"].checkpoint(ratio=1)'),
+        SAMPLE.refused("SR202", 's["blocks.*"].checkpoint(["linaer"])'),
+        SAMPLE.refused("SR202", 's["blocks.*"].checkpoint(save=["mn"])'),
     )
 
     @staticmethod

@@ -9,13 +9,13 @@ from itertools import groupby, pairwise, zip_longest
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.examples import Sample
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Refusal
-from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, STACK, CutPipelineStage
+from slapo_rewrite.primitives.base import Call
+from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, SAMPLE, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.stage_costs import step_seconds
+from slapo_rewrite.simulate.hardware import hardware, step_seconds
 
 MEASURES = ("cost", "layers", "parameters")
 
@@ -70,30 +70,22 @@ class CutEvenly(CutPipelineStage):
 
     name = "cut_evenly"
     examples = (
-        Example(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(2)\n"),
-        Example(
+        SAMPLE.example("s.cut_evenly(2)"),
+        Sample(
             STACK.replace("(width, 1)", "(width, 9 * width)"),
-            MODEL.replace("torch.randn(2, 1)", "torch.randn(2, 72)")
-            + 'def schedule(s):\n    s.cut_evenly(2, by="cost")\n',
-        ),
-        Example(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, target="torch")\n'),
+            MODEL.replace("torch.randn(2, 1)", "torch.randn(2, 72)"),
+        ).example('s.cut_evenly(2, by="cost")'),
+        SAMPLE.example('s.cut_evenly(2, target="torch")'),
     )
     refusals = (
-        Refusal(STACK, MODEL + "def schedule(s):\n    s.cut_evenly(5)\n", "SR206"),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, by="size")\n', "SR206"),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(6, by="cost")\n', "SR206"),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s.cut_evenly(2, target="tf")\n', "SR206"),
-        Refusal(
-            STACK,
-            MODEL.partition("def inputs")[0] + 'def schedule(s):\n    s.cut_evenly(2, by="cost")\n',
-            "SR305",
+        SAMPLE.refused("SR206", "s.cut_evenly(5)"),
+        SAMPLE.refused("SR206", 's.cut_evenly(2, by="size")'),
+        SAMPLE.refused("SR206", 's.cut_evenly(6, by="cost")'),
+        SAMPLE.refused("SR206", 's.cut_evenly(2, target="tf")'),
+        Sample(STACK, MODEL.partition("def inputs")[0]).refused(
+            "SR305", 's.cut_evenly(2, by="cost")'
         ),
-        Refusal(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage()\n'
-            "    s.cut_evenly(2)\n",
-            "SR306",
-        ),
+        SAMPLE.refused("SR306", 's["layers"][1].cut_pipeline_stage()', "s.cut_evenly(2)"),
     )
 
     @staticmethod

@@ -7,15 +7,9 @@ from typing import ClassVar
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import TARGETS, ModuleRequests, StageCut
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Example, Refusal, Sample, setting
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import (
-    Call,
-    Example,
-    Primitive,
-    Refusal,
-    check_called,
-)
+from slapo_rewrite.primitives.base import Call, Primitive, check_called
 
 STACK = """\
 import torch
@@ -38,6 +32,7 @@ class Stack(nn.Module):
 """
 
 MODEL = setting("Stack(8, depth=4)", '{"x": torch.randn(2, 8), "y": torch.randn(2, 1)}', loss=None)
+SAMPLE = Sample(STACK, MODEL)
 
 
 class CutPipelineStage(Primitive):
@@ -99,32 +94,24 @@ class CutPipelineStage(Primitive):
 
     name = "cut_pipeline_stage"
     examples: ClassVar[tuple[Example, ...]] = (
-        Example(STACK, MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage()\n'),
-        Example(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["first"].cut_pipeline_stage()\n'
-            '    s["layers"][2].cut_pipeline_stage()\n',
-        ),
-        Example(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["layers"][1].cut_pipeline_stage(target="torch")\n',
-        ),
+        SAMPLE.example('s["layers"][1].cut_pipeline_stage()'),
+        SAMPLE.example("""\
+s["first"].cut_pipeline_stage()
+s["layers"][2].cut_pipeline_stage()
+"""),
+        SAMPLE.example('s["layers"][1].cut_pipeline_stage(target="torch")'),
     )
     refusals: ClassVar[tuple[Refusal, ...]] = (
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["last"].cut_pipeline_stage()\n', "SR310"),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["layers"].cut_pipeline_stage()\n', "SR305"),
-        Refusal(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["layers.*"].cut_pipeline_stage()\n'
-            '    s["layers"][2].cut_pipeline_stage()\n',
-            "SR306",
+        SAMPLE.refused("SR310", 's["last"].cut_pipeline_stage()'),
+        SAMPLE.refused("SR305", 's["layers"].cut_pipeline_stage()'),
+        SAMPLE.refused(
+            "SR306", 's["layers.*"].cut_pipeline_stage()', 's["layers"][2].cut_pipeline_stage()'
         ),
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["first"].cut_pipeline_stage(2)\n', "SR206"),
-        Refusal(
-            STACK,
-            MODEL + 'def schedule(s):\n    s["first"].cut_pipeline_stage()\n'
-            '    s["layers"][2].cut_pipeline_stage(target="torch")\n',
+        SAMPLE.refused("SR206", 's["first"].cut_pipeline_stage(2)'),
+        SAMPLE.refused(
             "SR306",
+            's["first"].cut_pipeline_stage()',
+            's["layers"][2].cut_pipeline_stage(target="torch")',
         ),
     )
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests, Wish
+from slapo_rewrite.examples import Sample
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
-from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.primitives.base import Call, Primitive
+from slapo_rewrite.primitives.shard import MLP, MODEL, SAMPLE
 
 
 class Decompose(Primitive):
@@ -47,21 +48,20 @@ class Decompose(Primitive):
 
     name = "decompose"
     examples = (
-        Example(
-            MLP,
-            MODEL + 'def schedule(s):\n    s["up"].decompose()\n',
+        SAMPLE.example(
+            's["up"].decompose()',
             """\
 +from .kernels import linear_product
 -        return self.down(torch.relu(self.up(x)))
 +        return self.down(torch.relu(linear_product(x, self.up) + self.up.bias))
 """,
         ),
-        Example(
-            MLP,
-            MODEL
-            + 'def schedule(s):\n    s["up"].shard(["weight", "bias"], axis=0)\n'
-            + '    s["up"].sync("bwd_post", "all_reduce")\n'
-            + '    s["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()\n',
+        SAMPLE.example(
+            """\
+s["up"].shard(["weight", "bias"], axis=0)
+s["up"].sync("bwd_post", "all_reduce")
+s["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()
+""",
             """\
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, all_reduce
 -        self.up = nn.Linear(width, 4 * width)
@@ -77,17 +77,11 @@ class Decompose(Primitive):
         ),
     )
     refusals = (
-        Refusal(
-            MLP.replace("width)\n\n", "width, bias=False)\n\n"),
-            MODEL + 'def schedule(s):\n    s["down"].decompose()\n',
-            "SR305",
+        Sample(MLP.replace("width)\n\n", "width, bias=False)\n\n"), MODEL).refused(
+            "SR305", 's["down"].decompose()'
         ),
-        Refusal(MLP, MODEL + "def schedule(s):\n    s.decompose()\n", "SR305"),
-        Refusal(
-            MLP,
-            MODEL + 'def schedule(s):\n    s["up"].decompose()\n    s["up"].decompose()\n',
-            "SR306",
-        ),
+        SAMPLE.refused("SR305", "s.decompose()"),
+        SAMPLE.refused("SR306", 's["up"].decompose()', 's["up"].decompose()'),
     )
 
     @staticmethod
@@ -110,6 +104,6 @@ class Decompose(Primitive):
         if "bias" not in node.parameters:
             raise errors.Unsupported(f"{node.shown} has no bias")
         if state.decompose is not None:
-            earlier = state.decompose.cause.at
-            raise errors.ConflictingEdits(f"{node.shown} is decomposed already", also=[earlier])
+            earlier = state.decompose.cause
+            raise errors.ConflictingEdits(f"{node.shown} is decomposed already", cause=earlier)
         return replace(state, decompose=Wish(call.directive))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Question, Refusal
-from slapo_rewrite.primitives.find import MLP, MODEL, found
+from slapo_rewrite.primitives.base import Call, Example, Question
+from slapo_rewrite.primitives.find import MLP, MODEL, SAMPLE, found
 
 
 class Explain(Question):
@@ -62,7 +62,7 @@ def schedule(s):
 """,  # noqa: E501
         ),
     )
-    refusals = (Refusal(MLP, MODEL + "def schedule(s):\n    s.explain(lambda x: x)\n", "SR210"),)
+    refusals = (SAMPLE.refused("SR210", "s.explain(lambda x: x)"),)
 
     @staticmethod
     def takes(

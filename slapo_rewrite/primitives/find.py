@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.fusion import known_branches
 from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
@@ -43,6 +43,7 @@ MODEL = setting(
     "MLP(8)",
     imports="from torch.nn import functional as F\n\nfrom slapo_rewrite import call_module\n",
 )
+SAMPLE = Sample(MLP, MODEL)
 
 
 BLOCK = """\
@@ -215,13 +216,9 @@ def schedule(s):
 """,
             "SR210",
         ),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s.find("up(")\n', "SR206"),
-        Refusal(MLP, MODEL + "def schedule(s):\n    s.find(3)\n", "SR206"),
-        Refusal(
-            MLP,
-            MODEL + 'def schedule(s):\n    s.find(lambda x: F.gelu(x), concrete_args={"y": 1})\n',
-            "SR206",
-        ),
+        SAMPLE.refused("SR206", 's.find("up(")'),
+        SAMPLE.refused("SR206", "s.find(3)"),
+        SAMPLE.refused("SR206", 's.find(lambda x: F.gelu(x), concrete_args={"y": 1})'),
     )
 
     @staticmethod

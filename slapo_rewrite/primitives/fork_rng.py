@@ -8,16 +8,9 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import ForkRandom
 from slapo_rewrite.changes.regions import ForkRegion
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import (
-    Call,
-    Example,
-    Primitive,
-    Refusal,
-    check_called,
-    subgraph_of,
-)
+from slapo_rewrite.primitives.base import Call, Primitive, check_called, subgraph_of
 
 BLOCK = """\
 import torch
@@ -46,7 +39,7 @@ class Block(nn.Module):
         return x + self.dropout(self.attention(x))
 """
 
-MODEL = setting("Block(8, p=0.1)", '{"x": torch.randn(2, 5, 8)}')
+SAMPLE = Sample(BLOCK, setting("Block(8, p=0.1)", '{"x": torch.randn(2, 5, 8)}'))
 
 
 class ForkRng(Primitive):
@@ -85,17 +78,15 @@ class ForkRng(Primitive):
 
     name = "fork_rng"
     examples = (
-        Example(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s["attention"].fork_rng()\n',
+        SAMPLE.example(
+            's["attention"].fork_rng()',
             """\
 +from .rng import fork_rng
 +    @fork_rng()
 """,
         ),
-        Example(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s["dropout"].fork_rng()\n',
+        SAMPLE.example(
+            's["dropout"].fork_rng()',
             """\
 +from .rng import fork_rng
 +class ForkedDropout(nn.Dropout):
@@ -109,12 +100,8 @@ class ForkRng(Primitive):
         ),
     )
     refusals = (
-        Refusal(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s["dropout"].fork_rng()\n    s["*"].fork_rng()\n',
-            "SR305",
-        ),
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["dropout"].fork_rng(seed=1)\n', "SR206"),
+        SAMPLE.refused("SR305", 's["dropout"].fork_rng()', 's["*"].fork_rng()'),
+        SAMPLE.refused("SR206", 's["dropout"].fork_rng(seed=1)'),
     )
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.fusion.claims import Calling, Claim
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.extract_function import moved
@@ -16,7 +16,7 @@ from slapo_rewrite.fusion.match_rules import look, scopes_for
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.base import Call, Rewriting
 from slapo_rewrite.primitives.find import MLP, found
 from slapo_rewrite.primitives.matched import carried_out, engine_of, nothing_found, opening
 
@@ -62,16 +62,13 @@ def add_and_gelu(x, y):
 
 """
 PLAIN = setting("MLP(8)", imports="from torch.nn import functional as F\n")
-BIAS_GELU = (
-    PLAIN
-    + """\
+BIAS_GELU = """\
 def bias_gelu(x, bias):
     return F.gelu(x + bias)
 
 
-def schedule(s):
 """
-)
+SAMPLE = Sample(MLP, PLAIN + BIAS_GELU)
 
 
 class Fuse(Rewriting):
@@ -109,9 +106,8 @@ class Fuse(Rewriting):
 
     name = "fuse"
     examples = (
-        Example(
-            MLP,
-            BIAS_GELU + '    s.fuse(bias_gelu, compiler="inductor")\n',
+        SAMPLE.example(
+            's.fuse(bias_gelu, compiler="inductor")',
             """\
 +@torch.compile
 +def bias_gelu(x, bias, act):
@@ -124,9 +120,8 @@ class Fuse(Rewriting):
 """,
             about="a compiled function",
         ),
-        Example(
-            MLP,
-            BIAS_GELU + '    s.fuse(bias_gelu, name="activate")\n',
+        SAMPLE.example(
+            's.fuse(bias_gelu, name="activate")',
             """\
 -        y = self.bias + y
 -        return x + self.down(self.act(y))
@@ -138,11 +133,8 @@ class Fuse(Rewriting):
 """,
             about="a method",
         ),
-        Example(
-            RESIDUAL,
-            PLAIN.replace("MLP", "Residual")
-            + KEPT
-            + "def schedule(s):\n    s.fuse(add_and_gelu)\n",
+        Sample(RESIDUAL, PLAIN.replace("MLP", "Residual") + KEPT).example(
+            "s.fuse(add_and_gelu)",
             """\
 -        x = x + self.up(x)
 -        return x + self.down(F.gelu(x))
@@ -155,10 +147,8 @@ class Fuse(Rewriting):
 """,
             about="two results",
         ),
-        Example(
-            MASKED,
-            BIAS_GELU.replace("MLP", "Masked")
-            + '    s.fuse(bias_gelu, "inductor", concrete_args={"mask": None})\n',
+        Sample(MASKED, PLAIN.replace("MLP", "Masked") + BIAS_GELU).example(
+            's.fuse(bias_gelu, "inductor", concrete_args={"mask": None})',
             """\
 +@torch.compile
 +def bias_gelu(x, bias):
@@ -176,9 +166,9 @@ class Fuse(Rewriting):
         ),
     )
     refusals = (
-        Refusal(MLP, BIAS_GELU + '    s.fuse(bias_gelu, compiler="nvfuser")\n', "SR206"),
-        Refusal(MLP, BIAS_GELU + '    s.fuse(lambda x: F.relu(x), name="relu")\n', "SR309"),
-        Refusal(MLP, BIAS_GELU + '    s.fuse(bias_gelu, name="forward")\n', "SR105"),
+        SAMPLE.refused("SR206", 's.fuse(bias_gelu, compiler="nvfuser")'),
+        SAMPLE.refused("SR309", 's.fuse(lambda x: F.relu(x), name="relu")'),
+        SAMPLE.refused("SR105", 's.fuse(bias_gelu, name="forward")'),
     )
 
     @staticmethod

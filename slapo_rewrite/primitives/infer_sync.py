@@ -7,8 +7,8 @@ from dataclasses import replace
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests, Wish
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
-from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.primitives.base import Call, Primitive
+from slapo_rewrite.primitives.shard import SAMPLE
 
 
 class InferSync(Primitive):
@@ -51,14 +51,11 @@ class InferSync(Primitive):
 
     name = "infer_sync"
     examples = (
-        Example(
-            MLP,
-            MODEL
-            + """\
-def schedule(s):
-    s["up"].shard(["weight", "bias"], axis=0)
-    s["down"].shard("weight", axis=1)
-    s.infer_sync()
+        SAMPLE.example(
+            """\
+s["up"].shard(["weight", "bias"], axis=0)
+s["down"].shard("weight", axis=1)
+s.infer_sync()
 """,
             """\
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -68,13 +65,10 @@ def schedule(s):
 +        self.down = RowParallelLinear(4 * width, width)
 """,
         ),
-        Example(
-            MLP,
-            MODEL
-            + """\
-def schedule(s):
-    s["down"].shard(["weight", "bias"], axis=0)
-    s.infer_sync()
+        SAMPLE.example(
+            """\
+s["down"].shard(["weight", "bias"], axis=0)
+s.infer_sync()
 """,
             """\
 +from .tensor_parallel import ColumnParallelLinear
@@ -84,17 +78,9 @@ def schedule(s):
         ),
     )
     refusals = (
-        Refusal(
-            MLP,
-            MODEL + 'def schedule(s):\n    s["down"].shard("weight", axis=1)\n    s.infer_sync()\n',
-            "SR104",
-        ),
-        Refusal(
-            MLP,
-            MODEL + "def schedule(s):\n    s.infer_sync()\n    s.infer_sync()\n",
-            "SR305",
-        ),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s.infer_sync("bwd_post")\n', "SR206"),
+        SAMPLE.refused("SR104", 's["down"].shard("weight", axis=1)', "s.infer_sync()"),
+        SAMPLE.refused("SR305", "s.infer_sync()", "s.infer_sync()"),
+        SAMPLE.refused("SR206", 's.infer_sync("bwd_post")'),
     )
 
     @staticmethod

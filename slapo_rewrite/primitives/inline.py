@@ -14,11 +14,11 @@ from slapo_rewrite.code.inlining import inline_edits
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.model.watched_functions import made_by
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.base import Call, Rewriting
 
 BLOCK = """\
 import torch
@@ -49,7 +49,7 @@ class Block(nn.Module):
         y = self.mlp(self.norm(x))
         return x + y
 """
-MODEL = setting("Block(8)")
+SAMPLE = Sample(BLOCK, setting("Block(8)"))
 
 
 class Inline(Rewriting):
@@ -86,9 +86,8 @@ class Inline(Rewriting):
 
     name = "inline"
     examples = (
-        Example(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s.inline("mlp")\n',
+        SAMPLE.example(
+            's.inline("mlp")',
             """\
 -        y = self.mlp(self.norm(x))
 +        mlp_x = self.mlp.up(self.norm(x))
@@ -99,13 +98,9 @@ class Inline(Rewriting):
         ),
     )
     refusals = (
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.inline("mpl")\n', "SR202"),
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s.inline("norm")\n', "SR305"),
-        Refusal(
-            BLOCK,
-            MODEL + 'def schedule(s):\n    s.inline("mlp")\n    s["mlp"].checkpoint()\n',
-            "SR306",
-        ),
+        SAMPLE.refused("SR202", 's.inline("mpl")'),
+        SAMPLE.refused("SR305", 's.inline("norm")'),
+        SAMPLE.refused("SR306", 's.inline("mlp")', 's["mlp"].checkpoint()'),
     )
 
     @staticmethod

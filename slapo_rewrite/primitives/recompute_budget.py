@@ -16,9 +16,8 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Chosen, DoesNotFit
 from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
-from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.stage_costs import part_seconds, sent_seconds
-from slapo_rewrite.simulate.training_state import States, states
+from slapo_rewrite.simulate.hardware import hardware, part_seconds, sent_seconds
+from slapo_rewrite.simulate.step_memory import States, states
 
 if TYPE_CHECKING:
     from slapo_rewrite.model.recomputed_step import CountedWays, Recomputed

@@ -17,11 +17,12 @@ from slapo_rewrite.code.lines import Line, Lines, written
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.examples import Sample
 from slapo_rewrite.fusion.match_rules import below
 from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.watched_functions import Live, live_functions
-from slapo_rewrite.primitives.base import Call, Example, Refusal, Rewriting
+from slapo_rewrite.primitives.base import Call, Rewriting
 from slapo_rewrite.primitives.checkpoint import MODEL
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Stack(nn.Module):
             signs = block(signs)
         return signs
 """
+SAMPLE = Sample(BLOCK, MODEL)
 
 
 class Release(Rewriting):
@@ -110,9 +112,8 @@ class Release(Rewriting):
 
     name = "release"
     examples = (
-        Example(
-            BLOCK,
-            MODEL + "def schedule(s):\n    s.release()\n",
+        SAMPLE.example(
+            "s.release()",
             """\
 -        mixed = self.mix(x)
 -        y = x + mixed
@@ -122,9 +123,9 @@ class Release(Rewriting):
         ),
     )
     refusals = (
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["blocks.0"].release()\n', "SR305"),
-        Refusal(BLOCK, MODEL + 'def schedule(s):\n    s["blocks.*.up"].release()\n', "SR305"),
-        Refusal(BLOCK, MODEL + "def schedule(s):\n    s.release(sequence=0)\n", "SR206"),
+        SAMPLE.refused("SR305", 's["blocks.0"].release()'),
+        SAMPLE.refused("SR305", 's["blocks.*.up"].release()'),
+        SAMPLE.refused("SR206", "s.release(sequence=0)"),
     )
 
     @staticmethod

@@ -12,6 +12,7 @@ from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests, Replacement
+from slapo_rewrite.examples import Sample
 from slapo_rewrite.model.substitute import (
     CannotBuild,
     Misfit,
@@ -20,22 +21,15 @@ from slapo_rewrite.model.substitute import (
     check_weights,
 )
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import (
-    Call,
-    Example,
-    Primitive,
-    Refusal,
-    function_of,
-)
-from slapo_rewrite.primitives.held import check_stateless, class_of
-from slapo_rewrite.primitives.matched import replaced
-from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.primitives.base import Call, Primitive, function_of
+from slapo_rewrite.primitives.matched import check_stateless, class_of, replaced
+from slapo_rewrite.primitives.shard import MLP, MODEL, SAMPLE
 from slapo_rewrite.runtime.weights import Original, Weight, weight_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-SCALED = MODEL.replace(
+SCALED_SETTING = MODEL.replace(
     "import torch\n",
     '''\
 import torch
@@ -52,7 +46,7 @@ class ScaledLinear(nn.Linear):
 )
 
 
-PACKED = MODEL.replace("m.MLP(8)", "m.Gate(8)").replace(
+PACKED_SETTING = MODEL.replace("m.MLP(8)", "m.Gate(8)").replace(
     "import torch\n",
     '''\
 import torch
@@ -117,6 +111,9 @@ def checked_gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 """
 )
+SCALED_SAMPLE = Sample(MLP, SCALED_SETTING)
+PACKED_SAMPLE = Sample(GATE, PACKED_SETTING)
+GATING_SAMPLE = Sample(GATE, GATING)
 
 
 class Rebuilding(Primitive):
@@ -321,9 +318,8 @@ class Replace(Replacing):
     name = "replace"
     new = "new_mod"
     examples = (
-        Example(
-            MLP,
-            SCALED + 'def schedule(s):\n    s["up"].replace(ScaledLinear)\n',
+        SCALED_SAMPLE.example(
+            's["up"].replace(ScaledLinear)',
             """\
 +from .modules import ScaledLinear
 -        self.up = nn.Linear(width, 4 * width)
@@ -331,11 +327,12 @@ class Replace(Replacing):
 """,
             about="a class of the schedule file",
         ),
-        Example(
-            GATE,
-            PACKED
-            + 'def schedule(s):\n    s["gated"].replace(\n        PackedGate, '
-            + 'weights={"both.weight": concat("gate.weight", "up.weight")}\n    )\n',
+        PACKED_SAMPLE.example(
+            """\
+s["gated"].replace(
+    PackedGate, weights={"both.weight": concat("gate.weight", "up.weight")}
+)
+""",
             """\
 +from .modules import PackedGate
 +from .weights import concat, map_weights
@@ -348,9 +345,8 @@ class Replace(Replacing):
 """,
             about="a class whose weights are made of the original's",
         ),
-        Example(
-            GATE,
-            GATING + "def schedule(s):\n    s.replace(checked_gate, gate)\n",
+        GATING_SAMPLE.example(
+            "s.replace(checked_gate, gate)",
             """\
 -import torch
 +from .modules import checked_gate
@@ -359,10 +355,8 @@ class Replace(Replacing):
 """,
             about="a function for what a pattern finds",
         ),
-        Example(
-            GATE,
-            GATING.replace("m.SplitGate", "m.Gate")
-            + 'def schedule(s):\n    s["gated"].replace(nn.Linear, "gate|up", name="gate_up")\n',
+        Sample(GATE, GATING.replace("m.SplitGate", "m.Gate")).example(
+            's["gated"].replace(nn.Linear, "gate|up", name="gate_up")',
             """\
 +from .weights import concat, map_weights
 +class PackedSplitGate(SplitGate):
@@ -385,11 +379,9 @@ class Replace(Replacing):
         ),
     )
     refusals = (
-        Refusal(
-            GATE, GATING + "def schedule(s):\n    s.replace(checked_gate, torch.relu)\n", "SR206"
-        ),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].replace(lambda *a: None)\n', "SR206"),
-        Refusal(GATE, PACKED + 'def schedule(s):\n    s["gated"].replace(PackedGate)\n', "SR308"),
+        GATING_SAMPLE.refused("SR206", "s.replace(checked_gate, torch.relu)"),
+        SAMPLE.refused("SR206", 's["up"].replace(lambda *a: None)'),
+        PACKED_SAMPLE.refused("SR308", 's["gated"].replace(PackedGate)'),
     )
 
     @staticmethod

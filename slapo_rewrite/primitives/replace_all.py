@@ -7,9 +7,9 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Refusal
-from slapo_rewrite.primitives.replace import SCALED, Replacing
-from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.primitives.base import Call
+from slapo_rewrite.primitives.replace import SCALED_SAMPLE, Replacing
+from slapo_rewrite.primitives.shard import SAMPLE
 from slapo_rewrite.runtime.weights import Weight
 
 
@@ -44,9 +44,8 @@ class ReplaceAll(Replacing):
     name = "replace_all"
     new = "make"
     examples = (
-        Example(
-            MLP,
-            SCALED + "def schedule(s):\n    s.replace_all(nn.Linear, ScaledLinear)\n",
+        SCALED_SAMPLE.example(
+            "s.replace_all(nn.Linear, ScaledLinear)",
             """\
 +from .modules import ScaledLinear
 -        self.up = nn.Linear(width, 4 * width)
@@ -56,11 +55,7 @@ class ReplaceAll(Replacing):
 """,
         ),
     )
-    refusals = (
-        Refusal(
-            MLP, MODEL + 'def schedule(s):\n    s.replace_all("Linaer", torch.nn.Linear)\n', "SR202"
-        ),
-    )
+    refusals = (SAMPLE.refused("SR202", 's.replace_all("Linaer", torch.nn.Linear)'),)
 
     @staticmethod
     def takes(

@@ -11,16 +11,10 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests, ShardedAttribute
 from slapo_rewrite.changes.state import Shard as ShardState
 from slapo_rewrite.code.text import listed
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import (
-    Call,
-    Example,
-    Primitive,
-    Refusal,
-    parameter_hint,
-)
+from slapo_rewrite.primitives.base import Call, Primitive, parameter_hint
 
 MLP = """\
 import torch
@@ -84,18 +78,18 @@ class Normed(nn.Module):
 """
 
 MODEL = setting("MLP(8)")
+SAMPLE = Sample(MLP, MODEL)
 
 
 SPLIT = """\
-def schedule(s):
-    s["up"].shard(["weight", "bias"], axis=0)
-    s["up"].sync("bwd_post", "all_reduce")
-    s["down"].shard("weight", axis=1)
-    s["down"].sync("fwd_post", "all_reduce")
+s["up"].shard(["weight", "bias"], axis=0)
+s["up"].sync("bwd_post", "all_reduce")
+s["down"].shard("weight", axis=1)
+s["down"].sync("fwd_post", "all_reduce")
 """
-OF_NORM = setting("Normed(12)") + SPLIT
-OF_MEAN = setting("Mean(48, 12)")
-MEAN_SPLIT = OF_MEAN + SPLIT
+NORM_SAMPLE = Sample(NORM, setting("Normed(12)"))
+MEAN_SAMPLE = Sample(MEAN, setting("Mean(48, 12)"))
+ONE_OF_TWO = "take one of the two lines out"
 
 
 class Shard(Primitive):
@@ -152,9 +146,8 @@ class Shard(Primitive):
 
     name = "shard"
     examples = (
-        Example(
-            MLP,
-            MODEL + SPLIT,
+        SAMPLE.example(
+            SPLIT,
             """\
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 -        self.up = nn.Linear(width, 4 * width)
@@ -163,9 +156,8 @@ class Shard(Primitive):
 +        self.down = RowParallelLinear(4 * width, width)
 """,
         ),
-        Example(
-            MEAN,
-            MEAN_SPLIT + '    s.shard("features", axis=0)\n',
+        MEAN_SAMPLE.example(
+            SPLIT + 's.shard("features", axis=0)',
             """\
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, part_size
 -        self.up = nn.Linear(8, features)
@@ -176,9 +168,8 @@ class Shard(Primitive):
 +        self.features = part_size(self.features)
 """,
         ),
-        Example(
-            NORM,
-            OF_NORM + '    s["norm"].shard("weight", axis=0)\n',
+        NORM_SAMPLE.example(
+            SPLIT + 's["norm"].shard("weight", axis=0)',
             """\
 +from .normalization import full_size, mean_of_parts
 +from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, shard_parameter
@@ -193,24 +184,16 @@ class Shard(Primitive):
         ),
     )
     refusals = (
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].shard("wieght", axis=0)\n', "SR203"),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].shard("weight", axis=2)\n', "SR301"),
-        Refusal(
-            MLP, MODEL + 'def schedule(s):\n    s["up"].shard("weight", axis=0, parts=3)\n', "SR302"
+        SAMPLE.refused("SR203", 's["up"].shard("wieght", axis=0)'),
+        SAMPLE.refused("SR301", 's["up"].shard("weight", axis=2)'),
+        SAMPLE.refused("SR302", 's["up"].shard("weight", axis=0, parts=3)'),
+        SAMPLE.refused(
+            "SR303", 's["up"].shard("weight", axis=0)', 's["up"].shard("weight", axis=1)'
         ),
-        Refusal(
-            MLP,
-            MODEL
-            + 'def schedule(s):\n    s["up"].shard("weight", axis=0)\n'
-            + '    s["up"].shard("weight", axis=1)\n',
-            "SR303",
-        ),
-        Refusal(
-            MLP, MODEL + 'def schedule(s):\n    s["up"].shard("out_features", axis=0)\n', "SR305"
-        ),
-        Refusal(NORM, OF_NORM, "SR104"),
-        Refusal(MEAN, MEAN_SPLIT + '    s.shard("features", axis=1)\n', "SR301"),
-        Refusal(MEAN, OF_MEAN + 'def schedule(s):\n    s.shard("features", axis=0)\n', "SR104"),
+        SAMPLE.refused("SR305", 's["up"].shard("out_features", axis=0)'),
+        NORM_SAMPLE.refused("SR104", SPLIT),
+        MEAN_SAMPLE.refused("SR301", SPLIT + 's.shard("features", axis=1)'),
+        MEAN_SAMPLE.refused("SR104", 's.shard("features", axis=0)'),
     )
 
     @staticmethod
@@ -252,11 +235,8 @@ class Shard(Primitive):
             )
         for earlier in state.shards:
             if earlier.name == name:
-                raise errors.ShardedTwice(
-                    f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}",
-                    cause=earlier.cause,
-                    hint="take one of the two lines out",
-                )
+                words = f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}"
+                raise errors.ShardedTwice(words, cause=earlier.cause, hint=ONE_OF_TWO)
         shape = tuple(parameter.shape)
         axis = call.arguments["axis"]
         if not -len(shape) <= axis < len(shape):
@@ -277,11 +257,8 @@ class Shard(Primitive):
         spoken = f"`{node.path or 's'}.{name}`"
         for earlier in state.shares:
             if earlier.name == name:
-                raise errors.ShardedTwice(
-                    f"{spoken} is sharded already",
-                    cause=earlier.cause,
-                    hint="take one of the two lines out",
-                )
+                words = f"{spoken} is sharded already"
+                raise errors.ShardedTwice(words, cause=earlier.cause, hint=ONE_OF_TWO)
         base, axis, parts = base_of(node.cls), call.arguments["axis"], call.arguments["parts"]
         if base is not None and name in inspect.signature(base).parameters:
             raise errors.Unsupported(

@@ -15,8 +15,8 @@ from slapo_rewrite.changes.places import BeforeBases
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call, Example, Primitive, Refusal
-from slapo_rewrite.primitives.checkpoint import MODEL, STACK
+from slapo_rewrite.primitives.base import Call, Primitive
+from slapo_rewrite.primitives.checkpoint import SAMPLE
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,8 @@ class StepInBackwardPrimitive(Primitive):
 
     name = "step_in_backward"
     examples = (
-        Example(
-            STACK,
-            MODEL + "def schedule(s):\n    s.step_in_backward()\n",
+        SAMPLE.example(
+            "s.step_in_backward()",
             """\
 +from .backward_steps import StepsInBackward
 -class Stack(nn.Module):
@@ -107,12 +106,9 @@ class StepInBackwardPrimitive(Primitive):
         ),
     )
     refusals = (
-        Refusal(STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].step_in_backward()\n', "SR305"),
-        Refusal(
-            STACK,
-            MODEL + 'def schedule(s):\n    s.step_in_backward()\n    s["blocks.1"]'
-            '.cut_pipeline_stage(target="torch")\n',
-            "SR305",
+        SAMPLE.refused("SR305", 's["blocks.*"].step_in_backward()'),
+        SAMPLE.refused(
+            "SR305", "s.step_in_backward()", 's["blocks.1"].cut_pipeline_stage(target="torch")'
         ),
     )
 

@@ -10,16 +10,10 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.changes.state import Sync as SyncState
-from slapo_rewrite.examples import setting
+from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import (
-    Call,
-    Example,
-    Primitive,
-    Refusal,
-    function_of,
-)
-from slapo_rewrite.primitives.shard import MLP, MODEL
+from slapo_rewrite.primitives.base import Call, Primitive, function_of
+from slapo_rewrite.primitives.shard import SAMPLE
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 _LACKS = {
@@ -50,7 +44,9 @@ class Cross(nn.Module):
         return self.down(inner)
 """
 
-CROSS_MODEL = setting("Cross(8)", '{"x": torch.randn(2, 8), "encoded": torch.randn(2, 8)}')
+CROSS_SAMPLE = Sample(
+    CROSS, setting("Cross(8)", '{"x": torch.randn(2, 8), "encoded": torch.randn(2, 8)}')
+)
 
 SHARED = """\
 from torch import nn
@@ -71,7 +67,7 @@ class Attention(nn.Module):
         return self.out(mixed)
 """
 
-SHARED_MODEL = setting("Attention(8, 4)")
+SHARED_SAMPLE = Sample(SHARED, setting("Attention(8, 4)"))
 
 HEAD = """\
 import torch.nn.functional as F
@@ -90,9 +86,8 @@ class Model(nn.Module):
         return loss, logits
 """
 
-HEAD_MODEL = setting(
-    "Model(8, 30)", '{"x": torch.randn(2, 8), "labels": torch.tensor([3, 7])}', "outputs[0]"
-)
+HEAD_INPUTS = '{"x": torch.randn(2, 8), "labels": torch.tensor([3, 7])}'
+HEAD_SAMPLE = Sample(HEAD, setting("Model(8, 30)", HEAD_INPUTS, "outputs[0]"))
 
 
 class Sync(Primitive):
@@ -143,14 +138,11 @@ class Sync(Primitive):
 
     name = "sync"
     examples = (
-        Example(
-            MLP,
-            MODEL
-            + """\
-def schedule(s):
-    s["up"].shard(["weight", "bias"], axis=0)
-    s["up"].sync("bwd_post", "all_reduce")
-    s["up"].sync("fwd_post", "all_gather", axis=-1)
+        SAMPLE.example(
+            """\
+s["up"].shard(["weight", "bias"], axis=0)
+s["up"].sync("bwd_post", "all_reduce")
+s["up"].sync("fwd_post", "all_gather", axis=-1)
 """,
             """\
 +from .tensor_parallel import ColumnParallelLinear
@@ -158,13 +150,10 @@ def schedule(s):
 +        self.up = ColumnParallelLinear(width, 4 * width, gather_output=True)
 """,
         ),
-        Example(
-            HEAD,
-            HEAD_MODEL
-            + """\
-def schedule(s):
-    s["head"].shard("weight", axis=0)
-    s["head"].sync("bwd_post", "all_reduce")
+        HEAD_SAMPLE.example(
+            """\
+s["head"].shard("weight", axis=0)
+s["head"].sync("bwd_post", "all_reduce")
 """,
             """\
 -import torch.nn.functional as F
@@ -178,16 +167,13 @@ def schedule(s):
 +            logits = whole_logits(logits, self.head)
 """,
         ),
-        Example(
-            CROSS,
-            CROSS_MODEL
-            + """\
-def schedule(s):
-    s["{own,other}"].shard(["weight", "bias"], axis=0)
-    s["down"].shard("weight", axis=1)
-    s["down"].sync("fwd_post", "all_reduce")
-    s.sync("bwd_post", "all_reduce")
-    s.sync("bwd_post", "all_reduce", of="encoded")
+        CROSS_SAMPLE.example(
+            """\
+s["{own,other}"].shard(["weight", "bias"], axis=0)
+s["down"].shard("weight", axis=1)
+s["down"].sync("fwd_post", "all_reduce")
+s.sync("bwd_post", "all_reduce")
+s.sync("bwd_post", "all_reduce", of="encoded")
 """,
             """\
 +from .tensor_parallel import (
@@ -206,16 +192,13 @@ def schedule(s):
 +            encoded = all_reduce_gradient(encoded)
 """,
         ),
-        Example(
-            SHARED,
-            SHARED_MODEL
-            + """\
-def schedule(s):
-    s["query"].shard(["weight", "bias"], axis=0)
-    s["query"].sync("bwd_post", "all_reduce")
-    s["out"].shard("weight", axis=1)
-    s["out"].sync("fwd_post", "all_reduce")
-    s.sync("bwd_post", "all_reduce", of="key")
+        SHARED_SAMPLE.example(
+            """\
+s["query"].shard(["weight", "bias"], axis=0)
+s["query"].sync("bwd_post", "all_reduce")
+s["out"].shard("weight", axis=1)
+s["out"].sync("fwd_post", "all_reduce")
+s.sync("bwd_post", "all_reduce", of="key")
 """,
             """\
 +from .tensor_parallel import (
@@ -232,38 +215,22 @@ def schedule(s):
         ),
     )
     refusals = (
-        Refusal(
-            MLP,
-            MODEL
-            + 'def schedule(s):\n    s["up"].shard(["weight", "bias"], axis=0)\n'
-            + '    s["up"].sync("fwd_post", "all_reduce")\n',
+        SAMPLE.refused(
             "SR304",
+            's["up"].shard(["weight", "bias"], axis=0)',
+            's["up"].sync("fwd_post", "all_reduce")',
         ),
-        Refusal(
-            MLP,
-            MODEL
-            + 'def schedule(s):\n    s["down"].shard("weight", axis=1)\n'
-            + '    s["down"].sync("fwd_post", "all_gather", axis=-1)\n',
+        SAMPLE.refused(
             "SR304",
+            's["down"].shard("weight", axis=1)',
+            's["down"].sync("fwd_post", "all_gather", axis=-1)',
         ),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd", "all_reduce")\n', "SR206"),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd_post", "RR->SS")\n', "SR206"),
-        Refusal(MLP, MODEL + 'def schedule(s):\n    s["up"].sync("fwd_pre", "SR->RR")\n', "SR104"),
-        Refusal(
-            CROSS,
-            CROSS_MODEL + 'def schedule(s):\n    s.sync("bwd_post", "all_reduce", of="encode")\n',
-            "SR206",
-        ),
-        Refusal(
-            CROSS,
-            CROSS_MODEL + 'def schedule(s):\n    s.sync("fwd_post", "all_reduce", of="inner")\n',
-            "SR305",
-        ),
-        Refusal(
-            SHARED,
-            SHARED_MODEL + 'def schedule(s):\n    s.sync("fwd_post", "all_reduce", of="key")\n',
-            "SR104",
-        ),
+        SAMPLE.refused("SR206", 's["up"].sync("fwd", "all_reduce")'),
+        SAMPLE.refused("SR206", 's["up"].sync("fwd_post", "RR->SS")'),
+        SAMPLE.refused("SR104", 's["up"].sync("fwd_pre", "SR->RR")'),
+        CROSS_SAMPLE.refused("SR206", 's.sync("bwd_post", "all_reduce", of="encode")'),
+        CROSS_SAMPLE.refused("SR305", 's.sync("fwd_post", "all_reduce", of="inner")'),
+        SHARED_SAMPLE.refused("SR104", 's.sync("fwd_post", "all_reduce", of="key")'),
     )
 
     @staticmethod

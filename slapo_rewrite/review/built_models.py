@@ -6,13 +6,13 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.emit.current import TOOL_CHANGED, Asked, asked_again
+from slapo_rewrite.emit import record
+from slapo_rewrite.emit.current import TOOL_CHANGED, Asked
 from slapo_rewrite.emit.one_rank import OneRank
 from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
@@ -53,21 +53,17 @@ class Models:
 
 
 @contextlib.contextmanager
-def built(
-    recorded: Recorded, world: int | None, source: str | None = None, schedule: str | None = None
-) -> Iterator[Models]:
+def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
     """Builds the models; the output stays imported as long as it lasts.
 
     Args:
         recorded: The output.
         world: On how many ranks; by default two where anything is split, else one.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
 
     Raises:
         NotBuilt: An input is not what it was, or a model cannot be built.
     """
-    asked = _unchanged(recorded, source, schedule)
+    asked = _unchanged(recorded)
     is_split = any(call.primitive == "shard" for call in recorded.calls)
     ranks = world or (2 if is_split else 1)
     with contextlib.ExitStack() as stack:
@@ -104,12 +100,11 @@ def built(
         )
 
 
-def _unchanged(recorded: Recorded, source: str | None, schedule: str | None) -> Asked:
+def _unchanged(recorded: Recorded) -> Asked:
     """What the output was made of, where that is still there and the same."""
-    try:
-        asked = asked_again(recorded.content, source, schedule)
-    except errors.RewriteError as error:
-        raise NotBuilt(f"{error.message}: {error.hint}") from error
+    asked = recorded.asked
+    if isinstance(asked, errors.RewriteError):
+        raise NotBuilt(f"{asked.message}: {asked.hint}") from asked
     # Another version of the tool builds the same models.
     if changed := [words for words in recorded.changed if words != TOOL_CHANGED]:
         raise NotBuilt(f"{'; '.join(changed)}: `slapo-rewrite update {recorded.out}` rewrites it")
@@ -123,7 +118,7 @@ def _files(recorded: Recorded) -> dict[str, str]:
     if (support := content.get("support")) is not None:
         for path in sorted((out.parent / support["folder"]).glob("*.py")):
             found[f"../{support['folder']}/{path.name}"] = path
-    return {name: Path(path).read_bytes().decode(errors="replace") for name, path in found.items()}
+    return {name: record.text_at(path) for name, path in found.items()}
 
 
 def _sizes(tree: Tree) -> list[tuple[int, ...]]:

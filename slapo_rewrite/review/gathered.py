@@ -109,7 +109,7 @@ def gathered(
     """
     recorded = read_output(out, source, schedule)
     try:
-        with built(recorded, world, source, schedule) as models:
+        with built(recorded, world) as models:
             tree = module_rows(recorded, models)
             try:
                 return Review(recorded, models.world, tree, prediction=predicted(models))

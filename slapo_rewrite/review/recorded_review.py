@@ -6,7 +6,7 @@ import ast
 import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.current import asked_again, reasons
+from slapo_rewrite.emit.current import Asked, asked_again, reasons
 from slapo_rewrite.emit.diff_hunks import original_text
 from slapo_rewrite.emit.explanation import more_of, rule_words
 from slapo_rewrite.emit.write import hand_edited
@@ -53,6 +53,8 @@ class Recorded:
         has_schedule: Whether it is the whole schedule.
         edits: Files that were edited by hand since, as they were written and as they are.
         changed: Which inputs are not what they were, in words.
+        asked: What it was made of; the refusal where that is not found.
+        warnings: What was said when it was written.
     """
 
     out: Path
@@ -66,7 +68,8 @@ class Recorded:
     has_schedule: bool
     edits: tuple[Compared, ...]
     changed: tuple[str, ...]
-    warnings: tuple[str, ...] = field(default=())
+    asked: Asked | errors.RewriteError
+    warnings: tuple[str, ...] = ()
 
 
 def read_output(out: Path, source: str | None = None, schedule: str | None = None) -> Recorded:
@@ -82,6 +85,12 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
     """
     content = record.read(out)
     _check_whole(out, content)
+    asked: Asked | errors.RewriteError
+    try:
+        asked = asked_again(content, source, schedule)
+        changed = reasons(content, asked)
+    except errors.RewriteError as error:
+        asked, changed = error, [error.message]
     calls = tuple(_call(each) for each in content.get("directives", ()))
     files = tuple(_compared_files(out, content, calls))
     text = _schedule_text(content, schedule)
@@ -96,20 +105,10 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
         tuple(_schedule_lines(text, calls, files)),
         text is not None,
         tuple(_edits(out)),
-        tuple(changed_inputs(content, source, schedule)),
+        tuple(changed),
+        asked,
         tuple(content.get("warnings", ())),
     )
-
-
-def changed_inputs(
-    content: Mapping[str, Any], source: str | None, schedule: str | None
-) -> list[str]:
-    """Which inputs of an output are not what they were, in words; what is not found among them."""
-    try:
-        asked = asked_again(content, source, schedule)
-    except errors.RewriteError as error:
-        return [error.message]
-    return reasons(content, asked)
 
 
 def _check_whole(out: Path, content: Mapping[str, Any]) -> None:
@@ -139,13 +138,11 @@ def _call(directive: Mapping[str, Any]) -> Call:
 def _compared_files(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> list[Compared]:
     """Every rewritten file beside its original, as it was written."""
     path = out / "rewrite.diff"
-    diff = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    diff = record.text_at(path)
     written = record.written_files(out)
     found = []
     for name in [content["source"]["file"], *content.get("copies", {})]:
-        new = written.get(name)
-        if new is None:
-            new = (out / name).read_bytes().decode(errors="replace")
+        new = written[name] if name in written else record.text_at(out / name)
         if (old := original_text(diff, name, new)) is None:
             raise errors.NotAnOutput(
                 f"`{path}` is not the diff of {name} as it was written",
@@ -198,7 +195,7 @@ def _helpers(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> li
     for change in content.get("changes", ()):
         if change["lines"] is not None:
             continue
-        text = (out / change["file"]).read_bytes().decode(errors="replace")
+        text = record.text_at(out / change["file"])
         try:
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         except SyntaxError:  # it was edited
@@ -267,7 +264,7 @@ def _edits(out: Path) -> list[Compared]:
     found = []
     for name in hand_edited(out):
         if name in written:
-            now = (out / name).read_bytes().decode(errors="replace")
+            now = record.text_at(out / name)
             found.append(Compared(name, written[name], now, tuple(_parts(written[name], now))))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from slapo_rewrite.emit.record import text_at
 from slapo_rewrite.review.gathered import Review, counted, duration, size
 
 # GitHub takes comments of 65,536 characters; a longer diff is left to the page.
@@ -63,7 +64,7 @@ def _why(review: Review) -> Iterator[str]:
 
 
 def _diff(review: Review) -> list[str]:
-    text = (review.recorded.out / "rewrite.diff").read_bytes().decode(errors="replace")
+    text = text_at(review.recorded.out / "rewrite.diff")
     if len(text) > MOST_OF_DIFF:
         length = counted(len(text.splitlines()), "line")
         return [f"It has {length}: see {_code(str(review.recorded.out / 'rewrite.diff'))}."]

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
+import matplotlib
 from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from slapo_rewrite import __version__
-from slapo_rewrite.review import plots
 from slapo_rewrite.review.gathered import Review, duration, number, size
+from slapo_rewrite.simulate.pipeline import Step
 
 LIGHT, DARK = "friendly", "github-dark"  # Pygments' styles
 TOKEN = "t-"  # begins the classes of tokens, which the page has names of its own beside
+# What text and lines are drawn in; the page's own colour stands for it in the end.
+_INK = "#010203"
+# Told apart by people who do not see all colours (Okabe and Ito 2008), on white and on black.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+    "svg.fonttype": "none",  # text stays text
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+EVENTS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "transfer": ("activation", "gradient"),
+    "optimizer": ("optimizer",),
+}
 
 
 def review_page(review: Review) -> str:
@@ -86,9 +114,79 @@ def drawn(review: Review) -> dict[str, Markup]:
     memory = [{k: v / 1e9 for k, v in model.memory.items()} for model in prediction.models]
     seconds = [{k: v * 1e3 for k, v in model.seconds.items()} for model in prediction.models]
     found = {
-        "memory": plots.bars(names, memory, "GB", "memory"),
-        "time": plots.bars(names, seconds, "ms", "time"),
+        "memory": bars(names, memory, "GB", "memory"),
+        "time": bars(names, seconds, "ms", "time"),
     }
     if prediction.stages is not None and prediction.stages.timeline is not None:
-        found["stages"] = plots.timeline(prediction.stages.timeline, "stages")
+        found["stages"] = timeline(prediction.stages.timeline)
     return {name: Markup(svg) for name, svg in found.items()}
+
+
+def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str, name: str) -> str:
+    """A bar for each name, made of its amounts.
+
+    Args:
+        names: What the bars are called.
+        amounts: For each what it is made of, in the same order.
+        unit: What the amounts are in.
+        name: What the plot is called, unlike every other of the page.
+    """
+    with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure, axes = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)), layout="constrained")
+        left = [0.0] * len(names)
+        colours = dict(zip(amounts[0], COLOURS, strict=False))
+        kinds = [kind for kind in colours if any(each[kind] for each in amounts)]
+        for kind in kinds:
+            widths = [each[kind] for each in amounts]
+            axes.barh(names, widths, left=left, label=kind, color=colours[kind], height=0.62)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for place, total in enumerate(left):
+            axes.text(total, place, f" {total:.3g} {unit}", va="center")
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(left) * 1.14)
+        axes.set_xlabel(unit)
+        figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False)
+        return _svg(figure, name)
+
+
+def timeline(step: Step) -> str:
+    """A line for each stage with what it does when."""
+    with plt.rc_context({**_STYLE, "svg.hashsalt": "stages"}):
+        count = len(step.stages)
+        figure, axes = plt.subplots(figsize=(7.2, 1.0 + 0.45 * count), layout="constrained")
+        colours = dict(zip(EVENTS, COLOURS, strict=False))
+        for number, stage in enumerate(step.stages):
+            for kind, events in EVENTS.items():
+                spans = [
+                    (1e3 * e.start, 1e3 * (e.end - e.start))
+                    for e in stage.events
+                    if e.what in events
+                ]
+                if spans:
+                    axes.broken_barh(
+                        spans, (number - 0.36, 0.72), color=colours[kind], edgecolor="white", lw=0.3
+                    )
+        axes.set_yticks(range(count), [f"stage {number}" for number in range(count)])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1e3 * step.seconds)
+        axes.set_xlabel("ms")
+        handles = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
+        figure.legend(
+            handles=handles, loc="outside upper center", ncols=len(handles), frameon=False
+        )
+        return _svg(figure, "stages")
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """A figure as an element of a page, without what is about files of its own.
+
+    Its elements' names begin with its own, since those of all plots would be the same.
+    """
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    plt.close(figure)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt" ', "", svg, count=1)

@@ -20,9 +20,8 @@ from slapo_rewrite.plan.candidates import Predicted, Predictor, Way
 from slapo_rewrite.plan.rewritten_step import Countable, StepShape
 from slapo_rewrite.review.built_models import Models
 from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches
-from slapo_rewrite.simulate.pipeline import Stage, Step, simulate
-from slapo_rewrite.simulate.training_state import states
+from slapo_rewrite.simulate.pipeline import Stage, Step, live_micro_batches, simulate
+from slapo_rewrite.simulate.step_memory import states
 
 # Where the tool makes the inputs up: rows of a batch, and tokens in each, as far as there are.
 ROWS, TOKENS = 8, 512

@@ -7,10 +7,11 @@ import linecache
 import sys
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from slapo_rewrite import errors
 
+Value = bool | int | float | str
 Direction = Literal["up", "down"]
 
 
@@ -23,17 +24,22 @@ class Choices:
             the tuner finds out, but for `batch_size` and `ckpt_ratio`.
     """
 
-    def __init__(self, *values: bool | int | float | str, memory: Direction | None = None) -> None:
+    def __init__(self, *values: Value, memory: Direction | None = None) -> None:
         if not values:
             raise _wrong("`Choices` needs at least one value")
         for value in values:
-            if not isinstance(value, bool | int | float | str) or value != value:
+            if not is_value(value):
                 raise _wrong(f"`Choices` takes numbers, texts and booleans, not {value!r}")
         if len(set(values)) < len(values):
             raise _wrong("`Choices` has a value twice")
         if memory not in (None, "up", "down"):
             raise _wrong(f'`memory` is "up" or "down", not {memory!r}')
         self.values, self.memory = values, memory
+
+
+def is_value(value: object) -> TypeGuard[Value]:
+    """Whether a knob may have a value; NaN is none, which equals nothing."""
+    return isinstance(value, Value) and value == value
 
 
 class Range(Choices):

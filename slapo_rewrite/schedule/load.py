@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import sys
 import sysconfig
+import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -160,27 +161,26 @@ class ScheduleFile:
                 f"{what} raises {type(error).__name__}: {error}", at=at
             ) from error
 
-    def _is_ours(self, traceback: types.TracebackType | None) -> bool:
+    def _is_ours(self, error: types.TracebackType | None) -> bool:
         """Whether of the tool's code and the user's, libraries apart, the tool's was run last."""
         ours = False
-        while traceback is not None:
-            path = traceback.tb_frame.f_code.co_filename
+        for frame, _ in traceback.walk_tb(error):
+            path = frame.f_code.co_filename
             if path == str(self.path):
                 ours = False
             elif any(Path(path).is_relative_to(folder) for folder in _TOOL):
                 ours = True
             elif not any(Path(path).is_relative_to(folder) for folder in _LIBRARIES):
                 ours = False
-            traceback = traceback.tb_next
         return ours
 
-    def span_of(self, traceback: types.TracebackType | None) -> Span | None:
+    def span_of(self, error: types.TracebackType | None) -> Span | None:
         """The innermost place of a traceback that lies in this file."""
         found = None
-        while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename == str(self.path):
-                found = (traceback.tb_frame.f_code, traceback.tb_lasti)
-            traceback = traceback.tb_next
+        while error is not None:
+            if error.tb_frame.f_code.co_filename == str(self.path):
+                found = (error.tb_frame.f_code, error.tb_lasti)
+            error = error.tb_next
         return self.span_at(*found) if found else None
 
     def shadowed(self) -> list[str]:
@@ -211,12 +211,9 @@ class ScheduleFile:
 
     def caller(self) -> Span | None:
         """The place in this file that called into the tool just now."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename == str(self.path):
-                return self.span_at(frame.f_code, frame.f_lasti)
-            frame = frame.f_back
-        return None
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        own = (f for f in frames if f.f_code.co_filename == str(self.path))
+        return next((self.span_at(f.f_code, f.f_lasti) for f in own), None)
 
     @property
     def knobs(self) -> dict[str, Knob]:
@@ -247,15 +244,18 @@ class ScheduleFile:
             if isinstance(node, ast.FunctionDef) and node.name == "schedule":
                 for each in (*node.args.args, *node.args.kwonlyargs):
                     if each.arg == name:
-                        return _span(each, str(self.path), self.lines)
+                        text = self.lines[each.lineno - 1]
+                        is_one_line = each.end_lineno == each.lineno
+                        end = (each.end_col_offset or 0) if is_one_line else len(text)
+                        start, width = each.col_offset + 1, max(1, end - each.col_offset)
+                        return Span(str(self.path), each.lineno, start, width, text)
         return self.definition("schedule")
 
     def definition(self, name: str) -> Span | None:
         """The head of a function of the file."""
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == name:
-                text = self.lines[node.lineno - 1]
-                return Span(str(self.path), node.lineno, 1, len(text), text)
+                return Span.of_line(str(self.path), node.lineno, self.lines[node.lineno - 1])
         return None
 
     def settings(self, given: Sequence[str]) -> dict[str, Any]:
@@ -291,14 +291,6 @@ class ScheduleFile:
                 f"`{text}` is not a value for knob `{knob.name}`: {error}",
                 at=self._parameter(knob.name),
             ) from None
-
-
-def _span(node: ast.expr | ast.arg, path: str, lines: Sequence[str]) -> Span:
-    text = lines[node.lineno - 1]
-    ends_here = node.end_lineno == node.lineno and node.end_col_offset is not None
-    end = node.end_col_offset if ends_here else len(text)
-    assert end is not None
-    return Span(path, node.lineno, node.col_offset + 1, max(1, end - node.col_offset), text)
 
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

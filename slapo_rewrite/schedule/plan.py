@@ -205,13 +205,15 @@ class Plan:
         """What was scheduled is still there in the model that the changed source defines."""
         for path, state in self.states.items():
             if state != EMPTY and path not in self.tree.nodes:
-                earlier = [d.at for d in self.directives if path in d.paths and d.at]
                 raise errors.ConflictingEdits(
                     f"`{path}` is gone since `{directive.primitive}(...)`, and was scheduled "
                     "before it",
-                    also=earlier[:1],
+                    cause=self._causes(path),
                     hint="change the source first, then schedule what stands there",
                 )
+
+    def _causes(self, path: str) -> list[Directive]:
+        return [d for d in self.directives if path in d.paths and d.at]
 
     def _check_called(self, node: Node, directive: Directive) -> None:
         """What is done where a module is called needs a call of it."""
@@ -279,10 +281,9 @@ class Plan:
             while above and above not in grafts:
                 above = above.rpartition(".")[0]
             if above and state != EMPTY:
-                earlier = [d.at for d in self.directives if path in d.paths and d.at]
                 raise errors.ConflictingEdits(
                     f"`{above}` cannot be replaced after `{path}` in it was changed",
-                    also=earlier[:1],
+                    cause=self._causes(path),
                     hint="replace first, then schedule what stands there",
                 )
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 import types
 from collections.abc import Iterable
 from contextlib import chdir
@@ -48,14 +49,9 @@ def import_source(file: SourceFile) -> types.ModuleType:
         raise
     except BaseException as error:  # a file that calls sys.exit() as well
         here = os.path.realpath(file.path)
-        line = next(
-            (
-                f.tb_lineno
-                for f in _frames(error)
-                if os.path.realpath(f.tb_frame.f_code.co_filename) == here
-            ),
-            None,
-        )
+        places = traceback.walk_tb(error.__traceback__)
+        own = (line for f, line in places if os.path.realpath(f.f_code.co_filename) == here)
+        line = next(own, None)
         if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == here:
             line = error.lineno  # what parses need not compile
         at = errors.Span.of_line(file.display, line, file.line(line)) if line else None
@@ -95,16 +91,5 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
     if "." not in file.name:
         sys.modules[file.name] = module
     with uncompiled():
-        exec(
-            compile(file.text, path, "exec", dont_inherit=True),
-            module.__dict__,
-        )
+        exec(compile(file.text, path, "exec", dont_inherit=True), module.__dict__)
     return module
-
-
-def _frames(error: BaseException) -> list[types.TracebackType]:
-    found, traceback = [], error.__traceback__
-    while traceback is not None:
-        found.append(traceback)
-        traceback = traceback.tb_next
-    return found

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.operations import Treatment, treatment
+from slapo_rewrite.operations import treatment
 from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import MissingCollective
+from slapo_rewrite.treatments import Treatment
 
 REPLICATE, SHARD, PARTIAL = "whole", "part", "partial sum"
 _WORDS = {SHARD: "a part", PARTIAL: "a partial sum"}

@@ -1,17 +1,59 @@
-"""What GPUs and the links between them do: the table `hardware.toml`."""
+"""What GPUs and the links between them do, by the table `hardware.toml`, and take for a step.
+
+Links are modelled by a start-up time and a bandwidth.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.simulate.links import Link
+
+if TYPE_CHECKING:
+    from slapo_rewrite.model.costs import Cost
+    from slapo_rewrite.model.step_profile import Part
 
 HALF = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the processes of one axis.
+
+    Attributes:
+        latency: Seconds that an operation takes however little it moves.
+        bandwidth: Bytes a second that one process sends, or receives.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.latency >= 0 or not self.bandwidth > 0:
+            raise ValueError(f"a link needs a latency of 0 or more and a bandwidth above 0: {self}")
+
+    def send(self, size: float) -> float:
+        """Seconds that one process takes to send `size` bytes to another."""
+        return self.latency + size / self.bandwidth
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds that `ranks` processes take to sum `size` bytes in a ring; none for one."""
+        return self._ring(2 * size, ranks)
+
+    def all_gather(self, size: float, ranks: int) -> float:
+        """Seconds that they take to give one another their parts of `size` bytes."""
+        return self._ring(size, ranks)
+
+    def _ring(self, size: float, ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        return self.latency + size * (ranks - 1) / ranks / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -103,3 +145,28 @@ def hardware(name: str, precision: str | None = None) -> Hardware:
             f"of these figures a model gets {share}",
         ),
     )
+
+
+def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
+    """Seconds of a part of a step that go into products, and into other operators."""
+    return part.flops.of(rows) / device.flops, part.moved.of(rows) / device.bandwidth
+
+
+def sent_seconds(part: Part, rows: int, link: Link, ranks: int) -> float:
+    """Seconds of its collectives, among so many ranks."""
+    sent = 0.0
+    for kind, size in part.sent.items():
+        # A reduce-scatter takes as long as an all-gather.
+        time = link.all_reduce if "allreduce" in kind else link.all_gather
+        sent += time(size.of(rows), ranks)
+    if part.calls:
+        sent += (part.calls - len(part.sent)) * link.latency
+    return sent
+
+
+def step_seconds(costs: Sequence[Cost], device: Device) -> list[float]:
+    """Seconds that each element takes for a micro-batch: what to cut stages by.
+
+    Its backward pass is twice the work of the one forward.
+    """
+    return [3 * (cost.flops / device.flops + cost.moved / device.bandwidth) for cost in costs]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Link
 
 # Each half of a transfer: what is moved, and whether with the stage before or the one after.
 TRANSFERS = {
@@ -120,6 +120,31 @@ def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | No
     run = _Run(stages, micro_batches, pipeline or Link())
     run.to_the_end()
     return Step(max(run.clocks), run.timelines)
+
+
+def live_micro_batches(stage: int, stages: int, micro_batches: int) -> int:
+    """How many micro-batches a stage holds activations of at most."""
+    return min(stages - stage, micro_batches)
+
+
+def pipelined_seconds(
+    stages: Sequence[Stage], micro_batches: int, pipeline: Link | None = None
+) -> float:
+    """Seconds of all micro-batches by a formula: what `simulate` comes to, in microseconds.
+
+    What follows is left out: sums over replicas, the optimizer. The slowest stage goes through all
+    its micro-batches without waiting, but for the first one's way there through the stages before
+    it, and the way back of the last. Arguments are those of `simulate`.
+    """
+    link = pipeline or Link()
+    sends = [2 * link.send(stage.sent) for stage in stages[:-1]]  # there, and the gradient back
+    before, after = [0.0, *sends], [*sends, 0.0]
+    busy = [s.forward + s.backward for s in stages]
+    through = sum(busy) + sum(sends)
+    return max(
+        through + (micro_batches - 1) * (own + first + second)
+        for own, first, second in zip(busy, before, after, strict=True)
+    )
 
 
 @dataclass

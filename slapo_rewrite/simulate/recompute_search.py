@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from slapo_rewrite.simulate.step_memory import Piece, Unfolded, in_runs
-from slapo_rewrite.simulate.training_state import States
+from slapo_rewrite.simulate.step_memory import Piece, States, Unfolded, in_runs
 
 if TYPE_CHECKING:
     from slapo_rewrite.model.step_profile import Amount, Part

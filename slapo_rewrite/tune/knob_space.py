@@ -1,4 +1,7 @@
-"""The points that may be tried: every combination of the knobs' values, but for excluded ones."""
+"""The points that may be tried, and what trying one comes to.
+
+They are every combination of the knobs' values, but for excluded ones.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slapo_rewrite import errors
+from slapo_rewrite.schedule.choices import Direction, Value
 
-Value = bool | int | float | str
-Direction = Literal["up", "down"]
 Floats = NDArray[np.float64]
 
 # Larger batches need more memory, a larger share of recomputed layers less.
@@ -77,20 +79,18 @@ class KnobSpace:
         coordinates: A row for each point, with the columns of `Axis.coordinates`.
         signs: For each column, whether memory grows along it, as `Axis.sign` says it.
         ordered: For each column, whether it belongs to a knob that has an order.
+
+    Args:
+        axes: The knobs.
+        allowed: Whether a point belongs to the space.
+
+    Raises:
+        BadSpace: No point does, or there are more than can be searched.
     """
 
     def __init__(
         self, axes: Sequence[Axis], allowed: Callable[[Point], bool] = lambda point: True
     ) -> None:
-        """Makes the points.
-
-        Args:
-            axes: The knobs.
-            allowed: Whether a point belongs to the space.
-
-        Raises:
-            BadSpace: No point does, or there are more than can be searched.
-        """
         size = math.prod(len(axis.values) for axis in axes)
         if size > LARGEST:
             raise errors.BadSpace(
@@ -130,3 +130,32 @@ def shown(point: Point, names: Iterable[str] | None = None) -> str:
 def shown_value(value: Any) -> str:
     """A value as `--set` takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+Kind = Literal["ok", "out of memory", "timed out", "failed"]
+TIMED_OUT: Final = "timed out"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A point that was tried.
+
+    Attributes:
+        number: Which of the space's points.
+        kind: How it ended.
+        throughput: What the command reported, 0 unless `kind` is "ok".
+    """
+
+    number: int
+    kind: Kind
+    throughput: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a throughput."""
+        return self.kind == "ok"
+
+
+def best_of(trials: Iterable[Trial]) -> Trial | None:
+    """The trial with the highest throughput, the first of equals; None if none has one."""
+    return max((t for t in trials if t.counts), key=lambda t: t.throughput, default=None)

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from slapo_rewrite.tune.knob_space import Floats, KnobSpace
+from slapo_rewrite.tune.knob_space import TIMED_OUT, Floats, KnobSpace, Trial, best_of
 from slapo_rewrite.tune.limit_belief import LimitBelief
-from slapo_rewrite.tune.outcome import TIMED_OUT, Trial, best_of
 from slapo_rewrite.tune.speed_surrogate import Predicted, SpeedSurrogate, samples
 
 # What the whole range of a knob brings if it costs memory, in logarithms of the throughput: a layer

@@ -7,17 +7,18 @@ lists with an axis for each knob in their order. 0 or null is a point that ran o
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.tune.knob_space import Axis, KnobSpace, shown
-from slapo_rewrite.tune.outcome import TIMED_OUT, Kind, Trial, best_of
-from slapo_rewrite.tune.strategies import Strategy, made
+from slapo_rewrite.schedule.choices import is_value
+from slapo_rewrite.tune.knob_space import TIMED_OUT, Axis, Kind, KnobSpace, Trial, best_of, shown
+from slapo_rewrite.tune.strategies import made
 
 NEAR = 0.99  # of the best, and good enough
 
@@ -101,7 +102,7 @@ def _axis(path: Path, name: str, values: list[Any]) -> Axis:
     if not values:
         raise errors.BadGrid(f"knob `{name}` of `{path}` has no values")
     for value in values:
-        if not isinstance(value, bool | int | float | str) or value != value:
+        if not is_value(value):
             raise errors.BadGrid(
                 f"knob `{name}` of `{path}` has the value {json.dumps(value)}",
                 hint="values are numbers, texts, true and false",
@@ -144,34 +145,22 @@ def _flatten(
         _flatten(path, inner, axes, [*place, f"{axis.name}={value}"], found)
 
 
-def tried(grid: Grid, strategy: Strategy) -> list[Trial]:
-    """The trials that a strategy makes until it ends by itself."""
-    trials: list[Trial] = []
-    while (number := strategy.next(trials)) is not None:
-        trials.append(grid.trial(number))
-    return trials
-
-
-def trials_until_near(grid: Grid, name: str, seed: int, trials: Sequence[Trial]) -> int | None:
-    """How many trials a strategy needs to try a point within 1% of the best; None if it never does.
+def trials_of(
+    grid: Grid, name: str, seed: int, confidence: float | None = None, before: Sequence[Trial] = ()
+) -> Iterator[Trial]:
+    """The trials that a strategy makes after some, until it ends by itself.
 
     Args:
         grid: What is tried.
         name: The strategy's.
         seed: Of its random numbers.
-        trials: Those that it made before it ended; it goes on if they were too few.
+        confidence: With which it ends; None for never.
+        before: Trials that were made.
     """
-    wanted = NEAR * grid.throughputs[grid.best]
-    made_so_far = list(trials)
-    for count, trial in enumerate(made_so_far, 1):
-        if trial.throughput >= wanted:
-            return count
-    strategy = made(name, grid.space, seed)
-    while (number := strategy.next(made_so_far)) is not None:
-        made_so_far.append(grid.trial(number))
-        if made_so_far[-1].throughput >= wanted:
-            return len(made_so_far)
-    return None
+    trials, strategy = list(before), made(name, grid.space, seed, confidence)
+    while (number := strategy.next(trials)) is not None:
+        trials.append(grid.trial(number))
+        yield trials[-1]
 
 
 def replayed(
@@ -195,12 +184,15 @@ def replayed(
 
 
 def _replayed(grid: Grid, name: str, seeds: range, confidence: float) -> dict[str, Any]:
-    counts, ends = [], []
+    most, counts, ends = grid.throughputs[grid.best], [], []
     for seed in seeds:
-        trials = tried(grid, made(name, grid.space, seed, confidence))
+        trials = list(trials_of(grid, name, seed, confidence))
         best = best_of(trials)
-        ends.append((len(trials), best.throughput / grid.throughputs[grid.best] if best else 0.0))
-        counts.append(trials_until_near(grid, name, seed, trials))
+        ends.append((len(trials), best.throughput / most if best else 0.0))
+        # It goes on if they were too few.
+        every = itertools.chain(trials, trials_of(grid, name, seed, before=trials))
+        near = (n for n, trial in enumerate(every, 1) if trial.throughput >= NEAR * most)
+        counts.append(next(near, None))
     reached = [count for count in counts if count is not None]
     whole = len(reached) == len(counts)
     return {

@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from slapo_rewrite import errors
-from slapo_rewrite.tune.knob_space import KnobSpace
-from slapo_rewrite.tune.outcome import Trial, best_of
+from slapo_rewrite.tune.knob_space import KnobSpace, Trial, best_of
 from slapo_rewrite.tune.predicted_first import PredictedFirst
 
 NAMES = ("model", "slapo", "random", "exhaustive")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,36 +12,35 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from slapo_rewrite.tune.knob_space import shown, shown_value
+from slapo_rewrite.tune.knob_space import KnobSpace, Trial, best_of, shown, shown_value
 from slapo_rewrite.tune.predicted_first import expected_throughputs
-from slapo_rewrite.tune.tuning_loop import Searched
 
 LETTERS = 16  # of a title that an inch holds
 
 
-def draw(searched: Searched, path: Path) -> None:
+def draw(space: KnobSpace, made: Sequence[Trial], path: Path) -> None:
     """Writes a picture: a cell for each pair of values of the two knobs that have the most.
 
     Other knobs are at the best point's values. Cells are coloured by the throughput that is
     expected; those that were tried say what was measured, in bold where it is the best.
     """
     with matplotlib.rc_context({"text.parse_math": False}):  # a knob may be any text, `$HOME` say
-        _draw(searched, path)
+        _draw(space, made, path)
 
 
-def _draw(searched: Searched, path: Path) -> None:
-    space, best = searched.space, searched.best
+def _draw(space: KnobSpace, made: Sequence[Trial], path: Path) -> None:
+    best = best_of(made)
     if best is None:
         return
     at = space.points[best.number]
     axes = sorted(space.axes, key=lambda axis: -len(axis.values))[:2]
     across, down = axes[0], axes[1] if len(axes) > 1 else None
     rows = down.values if down else (None,)
-    expected = expected_throughputs(space, searched.trials)
+    expected = expected_throughputs(space, made)
     shape = (len(rows), len(across.values))
     figures, words = np.full(shape, np.nan), np.full(shape, "", object)
     best_cell = (-1, -1)
-    trials = {trial.number: trial for trial in searched.trials}
+    trials = {trial.number: trial for trial in made}
     for number, point in enumerate(space.points):
         shown_knobs = {axis.name for axis in axes}
         if any(point[name] != at[name] for name in point if name not in shown_knobs):
@@ -74,7 +74,7 @@ def _draw(searched: Searched, path: Path) -> None:
     plot.set_xlabel(across.name)
     plot.set_ylabel(down.name if down else "")
     others = [name for name in at if name not in {axis.name for axis in axes}]
-    title = f"{len(searched.trials)} of {len(space)} points tried; best: {shown(at)}"
+    title = f"{len(made)} of {len(space)} points tried; best: {shown(at)}"
     lines = [title, *([f"with {shown(at, others)}"] if others else [])]
     wrapped = [textwrap.fill(line, int(LETTERS * width)) for line in lines]
     figure.suptitle("\n".join(wrapped), fontsize=8)

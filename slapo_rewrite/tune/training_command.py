@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from slapo_rewrite import errors
-from slapo_rewrite.tune.outcome import TIMED_OUT, Kind
+from slapo_rewrite.tune.knob_space import TIMED_OUT, Kind
 
 OUT = "out"
 NO_MEMORY = re.compile(

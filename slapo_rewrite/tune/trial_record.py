@@ -18,8 +18,7 @@ from typing import Any
 from slapo_rewrite import __version__, errors
 from slapo_rewrite.emit.record import digest, installed
 from slapo_rewrite.emit.transaction import lock
-from slapo_rewrite.tune.knob_space import KnobSpace
-from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.knob_space import KnobSpace, Trial
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "deepspeed", "triton")
@@ -92,9 +91,7 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
             file.flush()
             record = TrialRecord(path, head, space)
         except OSError as error:
-            raise errors.OutputUnwritable(
-                f"cannot write `{path.parent}`: {error.strerror or error}"
-            ) from error
+            raise errors.unwritable(path.parent, error) from error
         yield record
 
 

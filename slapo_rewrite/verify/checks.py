@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from slapo_rewrite.errors import first_line
+
 from .figures import (
     LIMITS,
-    Check,
     Named,
     StoppedError,
     compare,
+    compare_all,
     compare_gradients,
     compare_loss,
     compare_start,
@@ -29,6 +31,7 @@ from .figures import (
     some,
 )
 from .half_precision import casts_left_out, compare_with_autocast
+from .one_check import Check
 from .pair import Pair
 from .probes import tie_groups, watching
 
@@ -117,8 +120,7 @@ class Checks:
             again.dropout()
             again.training()
         except Exception as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            pair.note(f"the rewritten model does not run in float64: {words[0]}")
+            pair.note(f"the rewritten model does not run in float64: {first_line(error)}")
         exact = {check.name: check for check in again.done}
         for check in self.done:
             settle(check, rounding, exact.get(check.name))
@@ -362,11 +364,7 @@ class Checks:
         own, buffers = self._buffers()
         want.update(buffers)
         got.update(own)
-        check = compare(f"weights after {STEPS} steps", LIMITS["weights"], got, want, exact)
-        missing = [name for name in want if name not in got]
-        if missing:
-            check.ok, check.detail = False, some("missing:", missing)
-        return check
+        return compare_all(f"weights after {STEPS} steps", LIMITS["weights"], got, want, exact)
 
 
 def _optimiser(model: nn.Module) -> torch.optim.Optimizer | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .figures import Named, gradients_of
+from .original import from_all_ranks
 from .rank_layout import Layout, Training
 
 MICRO_BATCHES = 4  # of a step, all replicas together, as far as they share them out evenly
@@ -36,7 +37,9 @@ class Engine(ABC):
 
     Attributes:
         replica: Which replica this rank is part of.
-        stage: The stage that this rank holds, once it is built.
+        pipeline: The output's `pipeline.py`, once the stages are built.
+        built: What it has built.
+        stage: The stage that this rank holds.
         rate: The learning rate.
 
     Args:
@@ -45,6 +48,8 @@ class Engine(ABC):
         rank: This one.
     """
 
+    pipeline: Any
+    built: Any
     stage: nn.Module
 
     def __init__(self, layout: Layout, training: Training, rank: int) -> None:
@@ -61,13 +66,13 @@ class Engine(ABC):
             kwargs: That by name.
         """
 
-    @abstractmethod
     def load(self, full: Named) -> None:
-        """Takes the original's state dict."""
+        """Takes the original's state dict, by the output's own function."""
+        self.pipeline.load_full(self.built, full)
 
-    @abstractmethod
     def full(self) -> Named:
-        """The original's state dict, from all stages; also at any later time."""
+        """The original's state dict, from all stages, likewise; also at any later time."""
+        return dict(self.pipeline.to_full(self.built))
 
     @abstractmethod
     def start(self, before_update: Callable[[], None]) -> None:
@@ -108,23 +113,15 @@ class DeepSpeed(Engine):
         layout = self.layout
         topology = topologies.PipeModelDataParallelTopology(layout.pipe, layout.tensor, layout.data)
         self.pipeline = pipeline
-        self.module = pipeline.build(*args, topology=topology, **kwargs)
-        self.stage = next(m for m in self.module.modules() if isinstance(m, pipeline.STAGES))
-
-    def load(self, full: Named) -> None:
-        """By the output's own function."""
-        self.pipeline.load_full(self.module, full)
-
-    def full(self) -> Named:
-        """By the output's own function."""
-        return dict(self.pipeline.to_full(self.module))
+        self.built = pipeline.build(*args, topology=topology, **kwargs)
+        self.stage = next(m for m in self.built.modules() if isinstance(m, pipeline.STAGES))
 
     def start(self, before_update: Callable[[], None]) -> None:
         """Initialises the engine."""
         optimizer = optimizer_of(self.stage.parameters(), self.rate)
         optimizer.register_step_pre_hook(lambda *_: before_update())
         self.engine, *_ = importlib.import_module("deepspeed").initialize(
-            model=self.module,
+            model=self.built,
             optimizer=optimizer,
             config={
                 "train_micro_batch_size_per_gpu": 1,
@@ -168,16 +165,8 @@ class Torch(Engine):
         sizes = (self.layout.pipe, self.layout.data, self.layout.tensor)
         self.mesh = meshes.init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
         self.pipeline = pipeline
-        self.stages = pipeline.build(*args, mesh=self.mesh, **kwargs)
-        self.stage = self.stages[0].submod
-
-    def load(self, full: Named) -> None:
-        """By the output's own function."""
-        self.pipeline.load_full(self.stages, full)
-
-    def full(self) -> Named:
-        """By the output's own function."""
-        return dict(self.pipeline.to_full(self.stages))
+        self.built = pipeline.build(*args, mesh=self.mesh, **kwargs)
+        self.stage = self.built[0].submod
 
     def start(self, before_update: Callable[[], None]) -> None:
         """Makes a schedule."""
@@ -185,7 +174,7 @@ class Torch(Engine):
         self.optimizer.register_step_pre_hook(lambda *_: before_update())
         schedules = importlib.import_module("torch.distributed.pipelining")
         count = micro_batches(self.layout)
-        self.schedule = self.pipeline.schedule(self.stages, schedules.Schedule1F1B, count)
+        self.schedule = self.pipeline.schedule(self.built, schedules.Schedule1F1B, count)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """By the schedule's `eval`."""
@@ -218,9 +207,7 @@ class Torch(Engine):
 
 def _mean_of_all(losses: list[Tensor]) -> float:
     """The mean over the ranks that have losses, of which each has as many."""
-    everywhere: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, [float(loss) for loss in losses])
-    known = [loss for each in everywhere for loss in each]
+    known = [loss for each in from_all_ranks([float(loss) for loss in losses]) for loss in each]
     return sum(known) / len(known)
 
 

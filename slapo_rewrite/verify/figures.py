@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_rewrite.hugging_face import is_cache
+
+from .one_check import Check
 
 SMALLEST_SCALE = 1e-6
 LIMITS = {
@@ -29,35 +30,6 @@ SIGMAS = 6.0
 
 Named = dict[str, Tensor]
 Aliases = Mapping[str, list[str]]
-
-
-@dataclass
-class Check:
-    """One thing that was compared on this rank.
-
-    Attributes:
-        name: What.
-        ok: Whether it holds.
-        error: The largest relative error, rewritten against original.
-        limit: The largest that is allowed.
-        own: The original's own: in its own precision against float64, same place.
-        reference: Rewritten against the original in float64, same place.
-        place: The name of the tensor with the largest error.
-        detail: What is wrong, or worth knowing, in words.
-        differs: Names beyond the limit with their errors, in model order.
-        after: The name that follows the last of them, which is right.
-    """
-
-    name: str
-    ok: bool
-    error: float | None = None
-    limit: float | None = None
-    own: float | None = None
-    reference: float | None = None
-    place: str = ""
-    detail: str = ""
-    differs: list[tuple[str, float]] = field(default_factory=list)
-    after: str = ""
 
 
 class StoppedError(Exception):
@@ -123,6 +95,14 @@ def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> C
     return check
 
 
+def compare_all(name: str, limit: float, got: Named, want: Named, exact: Named) -> Check:
+    """Compares likewise, where both have to have all of it."""
+    check = compare(name, limit, got, want, exact)
+    if missing := [key for key in want if key not in got]:
+        check.ok, check.detail = False, some("missing:", missing)
+    return check
+
+
 def rounding_of(checks: Iterable[Check]) -> float:
     """The largest rounding error that the original showed anywhere."""
     return max((c.own for c in checks if c.own is not None and math.isfinite(c.own)), default=0.0)
@@ -164,12 +144,12 @@ def settle(check: Check, rounding: float, exact: Check | None) -> None:
         check.differs, check.after = [], ""
 
 
-def some(label: str, names: list[str], most: int = 3) -> str:
+def some(label: str, names: list[str]) -> str:
     """The first of `names` behind a label, and how many there are besides."""
     if not names:
         return ""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{label} {', '.join(names[:most])}{rest}".strip()
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{label} {', '.join(names[:3])}{rest}".strip()
 
 
 def gradients_of(model: nn.Module) -> Named:

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from .figures import LIMITS_BF16, Check, Named, compare_loss, find, gradients_of
+from slapo_rewrite.errors import first_line
+
+from .figures import LIMITS_BF16, Named, compare_loss, find, gradients_of
+from .one_check import Check
 from .pair import Pair
 
 ALL, EACH = 1.1, 2.0
@@ -57,8 +60,7 @@ def compare_with_autocast(pair: Pair) -> list[Check]:
             with torch.autocast("cpu", getattr(torch, name)):
                 pair.step(pair.original)
         except Exception as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            pair.note(f"the original does not run under torch.autocast: {words[0]}")
+            pair.note(f"the original does not run under torch.autocast: {first_line(error)}")
             return losses
         theirs.add(gradients_of(pair.original), exact)
     loss = max(losses, key=lambda check: check.error or 0.0)

@@ -49,11 +49,9 @@ def load_file(path: Path, name: str, search: list[str] | None = None) -> types.M
     return module
 
 
-def load_beside(path: Path, package: str) -> types.ModuleType:
+def load_beside(path: Path) -> types.ModuleType:
     """Imports the file at `path` as part of a package, in which it finds the files beside it."""
-    sys.modules[package] = parent = types.ModuleType(package)
-    parent.__path__ = [str(path.parent)]
-    return importlib.import_module(f"{package}.{path.stem}")
+    return importlib.import_module(f"{_package('slapo_twin', path.parent)}.{path.stem}")
 
 
 def load_schedule(path: Path) -> types.ModuleType:

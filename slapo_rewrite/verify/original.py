@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import importlib
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_rewrite.errors import first_line
+
+from .figures import Named
 from .isolated_imports import (
     ToolBlocker,
     import_original,
@@ -26,7 +31,17 @@ from .isolated_imports import (
 from .probes import dropouts, in_float64, nudge, tie_groups, vary_constants
 
 Stage = Callable[[str], None]
+T = TypeVar("T")
 SEED = 0
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """What each rank gives, in their order; every rank calls it."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
@@ -94,8 +109,8 @@ class Original:
         job, stage = self.job, self.stage
         stage("loading the schedule")
         self.schedule = load_schedule(Path(job["schedule"]))
-        self.twin: Any = load_beside(Path(job["twin"]), "slapo_twin")
-        smaller = load_beside(Path(job["twin"]).with_name("small_arguments.py"), "slapo_twin")
+        self.twin: Any = load_beside(Path(job["twin"]))
+        smaller = importlib.import_module(f"{self.twin.__package__}.small_arguments")
         self.blocker = ToolBlocker(job["tool"], Path(job["out"]))
         self.blocker.install()
         stage("importing the original")
@@ -123,6 +138,24 @@ class Original:
             )
             for each in job["rewritten"]
         ]
+
+    def misfit(self, ranks: int) -> str | None:
+        """What the rewritten model says where it is built as the first of so many ranks.
+
+        One process tells, in which the others are pretended: its words where a size does not fit,
+        None where all do, or where nothing can be said.
+        """
+        try:
+            with _pretended(ranks), self.twin.on_meta():
+                self.small(self.rewritten_module)
+        except ValueError as error:
+            out = Path(self.job["out"])
+            frames = traceback.extract_tb(error.__traceback__)
+            if any(Path(frame.filename).parent == out for frame in frames):
+                return str(error)
+        except Exception:
+            return None  # not every model can be built without memory; the ranks say what is wrong
+        return None
 
     def join_group(self) -> None:
         """Joins the process group, where there is more than one process."""
@@ -191,6 +224,15 @@ class Original:
         given = self.given(model, inputs)
         return model(**self.twin.model_inputs(self.schedule, model, given)), given
 
+    def hold(self, model: nn.Module) -> None:
+        """Notes what share of the parameters a model on this rank has."""
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (model, self.original)]
+        self.share = sizes[0] / max(1, sizes[1])
+
+    def whole(self, model: nn.Module, named: Named) -> Named:
+        """Full tensors from tensors like a model's parameters; all ranks that share it call it."""
+        return named if self.loading is None else dict(self.loading.to_full(model, named))
+
     def is_double(self, model: nn.Module) -> bool:
         """Whether a model runs in float64."""
         return self.doubled or (model is self.exact and not self.nudged)
@@ -206,10 +248,9 @@ class Original:
             if self.nudged:
                 self.exact = None
                 return None
-            words = str(error).strip().splitlines() or [type(error).__name__]
             self.note(
-                f"the original does not run in float64 ({words[0]}): its rounding error is taken "
-                "from a copy whose weights are off by one rounding"
+                f"the original does not run in float64 ({first_line(error)}): its rounding error "
+                "is taken from a copy whose weights are off by one rounding"
             )
             self.nudged, self.exact = True, self.built(self.original_module, 0)
             self.exact.load_state_dict(self.full)
@@ -217,3 +258,15 @@ class Original:
             for holder, name, _ in list(dropouts(self.exact, configs=True)):
                 setattr(holder, name, 0.0)
             return self.exactly(action)
+
+
+@contextlib.contextmanager
+def _pretended(ranks: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first and only one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .figures import Named, tensors_in
-from .original import SEED, Original
+from .original import SEED, Original, from_all_ranks
 from .probes import change_weights, dropouts, in_float64, is_dropout
 
 
@@ -44,8 +42,7 @@ class Pair(Original):
         if any(p > 0 for model in self.models() for *_, p in dropouts(model, configs=True)):
             self.note("dropout is set to 0 in both models")
         self.set_dropout(lambda path: 0.0, configs=True)
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (self.rewritten, self.original)]
-        self.share = sizes[0] / max(1, sizes[1])
+        self.hold(self.rewritten)
 
     def double(self) -> None:
         """Both models anew, with the same weights, in float64 from now on."""
@@ -75,28 +72,18 @@ class Pair(Original):
 
     def agree(self, names: Iterable[str]) -> set[str]:
         """What every rank names; every rank calls it."""
-        if self.world == 1:
-            return set(names)
-        everywhere: list[list[str]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(everywhere, sorted(names))
-        return set(everywhere[0]).intersection(*everywhere[1:])
+        first, *others = from_all_ranks(sorted(names))
+        return set(first).intersection(*others)
 
     def any_of(self, names: Iterable[str]) -> bool:
         """Whether any rank names anything; every rank calls it."""
-        if self.world == 1:
-            return bool(set(names))
-        everywhere: list[list[str]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(everywhere, sorted(names))
-        return any(everywhere)
+        return any(from_all_ranks(sorted(names)))
 
     def to_full(self, named: Named) -> Named:
         """Full tensors from this rank's, on all ranks together; only what all ranks have."""
         named = {name: tensor.detach() for name, tensor in named.items()}
         common = self.agree(named)
-        named = {name: tensor for name, tensor in named.items() if name in common}
-        if self.loading is None:
-            return named
-        return dict(self.loading.to_full(self.rewritten, named))
+        return self.whole(self.rewritten, {name: named[name] for name in named if name in common})
 
     def full_state(self) -> Named:
         """The rewritten model's state dict under the original's names."""
@@ -109,17 +96,14 @@ class Pair(Original):
         if self.world == 1:
             return got, []
         got, joined = dict(got), []
-        everywhere: list[dict[str, list[int]]] = [{} for _ in range(self.world)]
-        dist.all_gather_object(everywhere, {k: list(got[k].shape) for k in want if k in got})
+        everywhere = from_all_ranks({k: list(got[k].shape) for k in want if k in got})
         for key, full in want.items():
-            shapes = [shapes[key] for shapes in everywhere if key in shapes]
+            shapes = [known[key] for known in everywhere if key in known]
             if len(shapes) < self.world or any(len(s) != full.dim() for s in shapes):
                 continue
             cut = [a for a in range(full.dim()) if any(s[a] != full.shape[a] for s in shapes)]
             if len(cut) == 1 and sum(s[cut[0]] for s in shapes) == full.shape[cut[0]]:
-                parts: list[Any] = [None] * self.world
-                dist.all_gather_object(parts, got[key])
-                got[key] = torch.cat(parts, cut[0])
+                got[key] = torch.cat(from_all_ranks(got[key]), cut[0])
                 joined.append(key)
         return got, joined
 

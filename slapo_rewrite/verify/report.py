@@ -12,43 +12,24 @@ from rich.console import Console
 from rich.table import Table
 
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.verify.one_check import Check
 from slapo_rewrite.verify.rank_layout import World, listed, named, ranks_of, recorded
 
 WIDTH = 110
 OUTPUTS = ("outputs", "loss", "outputs in eval mode", "loss in eval mode")
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(kw_only=True)
+class Row(Check):
     """One check in one world, as the worst rank sees it.
 
     Attributes:
         world: The world size, or the layout of a pipeline.
-        name: What was compared.
-        ok: Whether it holds on every rank.
-        error: The largest relative error, rewritten against original; None for yes or no.
-        limit: The largest that is allowed.
-        own: The original's own rounding error at that place: against itself in float64.
-        reference: The rewritten model's error at that place against the original in float64.
-        place: The name of the tensor with the largest error.
-        detail: What is wrong, or worth knowing, in words.
         rank: The worst rank.
-        differs: Parameters beyond the limit with their errors, in model order.
-        after: The parameter that follows the last of them, which is right.
     """
 
     world: World
-    name: str
-    ok: bool
-    error: float | None
-    limit: float | None
-    own: float | None
-    reference: float | None
-    place: str
-    detail: str
     rank: int
-    differs: tuple[tuple[str, float], ...] = ()
-    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,7 +209,7 @@ def merge(world: World, results: Mapping[int, Mapping[str, Any]]) -> list[Row]:
     rows: dict[str, Row] = {}
     for rank, result in sorted(results.items()):
         for check in result.get("checks", []):
-            fields = {**check, "differs": tuple((n, e) for n, e in check["differs"])}
+            fields = {**check, "differs": [(name, error) for name, error in check["differs"]]}
             row = Row(world=world, rank=rank, **fields)
             known = rows.get(row.name)
             if known is None or _badness(row) > _badness(known):

@@ -81,7 +81,10 @@ def verify(
     schedule_name = schedule or str(record["schedule"]["name"])
     schedule_path = find_schedule(schedule_name)
     report = Report(tuple(dict.fromkeys(worlds)))
-    report.directives = _directives(record, schedule_name)
+    report.directives = [
+        Directive(f"{schedule_name}:{d['line']}", str(d["text"]), tuple(d["paths"]))
+        for d in record.get("directives", ())
+    ]
     job = {
         "tool": "slapo_rewrite",
         "twin": str(TWIN),
@@ -111,7 +114,8 @@ def verify(
             f"compared with the casts to {job['half']} left out: what they round is held against "
             "torch.autocast"
         )
-    _compare_hash(report, "schedule", record, _sha256(schedule_path))
+    digest = hashlib.sha256(schedule_path.read_bytes()).hexdigest()
+    _compare_hash(report, "schedule", record, digest)
     with contextlib.ExitStack() as stack:
         if server is None:
             server = stack.enter_context(ForkServer(_shared_imports(out)))
@@ -352,17 +356,6 @@ def find_schedule(name: str) -> Path:
     from slapo_rewrite.schedule.load import locate
 
     return locate(name).resolve()
-
-
-def _directives(record: Mapping[str, Any], schedule: str) -> list[Directive]:
-    return [
-        Directive(f"{schedule}:{d['line']}", str(d["text"]), tuple(d["paths"]))
-        for d in record.get("directives", [])
-    ]
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _compare_hash(report: Report, what: str, record: Mapping[str, Any], now: str) -> None:

@@ -7,9 +7,8 @@ import math
 from .figures import (
     LIMITS,
     LIMITS_BF16,
-    Check,
     StoppedError,
-    compare,
+    compare_all,
     compare_gradients,
     compare_loss,
     compare_state,
@@ -18,6 +17,7 @@ from .figures import (
     some,
 )
 from .half_precision import casts_left_out
+from .one_check import Check
 from .staged import STEPS, Staged, Trained
 
 
@@ -142,14 +142,6 @@ class StageChecks:
                 "gradients", got.gradients, want.gradients, known, aliases
             )
         self.done.append(max(later, key=lambda check: check.error or 0.0))
-        check = compare(
-            f"weights after {STEPS} steps",
-            self.limits["weights"],
-            got.weights,
-            want.weights,
-            exact.weights if exact else {},
-        )
-        missing = [name for name in want.weights if name not in got.weights]
-        if missing:
-            check.ok, check.detail = False, some("missing:", missing)
-        self.done.append(check)
+        limit, known = self.limits["weights"], exact.weights if exact else {}
+        name = f"weights after {STEPS} steps"
+        self.done.append(compare_all(name, limit, got.weights, want.weights, known))

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .engines import ENGINES, RATES, Batch, micro_batches, optimizer_of
-from .figures import LARGEST_ROUNDING, Named, difference, gradients_of
-from .original import Original
+from .figures import LARGEST_ROUNDING, Named, difference, gradients_of, parameters_of
+from .original import Original, from_all_ranks
 from .probes import drawn_alike, dropouts, nudge
 from .rank_layout import Layout, Training
 
@@ -102,8 +102,7 @@ class Staged(Original):
         held = self.engine.stage.float()
         self.switch_dropout_off(held)
         self.draw_alike(self.engine.stage)
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (held, self.original)]
-        self.share = sizes[0] / max(1, sizes[1])
+        self.hold(held)
 
     def small(self, module: Any) -> nn.Module:
         """A small model with all of its layers, as far as the tool makes it."""
@@ -190,7 +189,8 @@ class Staged(Original):
 
     def train(self, model: nn.Module) -> Trained:
         """Trains the original, as the engine trains the stages."""
-        runs = copy.deepcopy(model).bfloat16() if self._rounds(model) else model
+        rounds = self.training.bf16 and model is self.original
+        runs = copy.deepcopy(model).bfloat16() if rounds else model
         optimizer = optimizer_of(model.parameters(), self.engine.rate)
         losses, gradients = [], Named()
         for step in self.steps:
@@ -211,9 +211,6 @@ class Staged(Original):
                 runs.load_state_dict(model.state_dict())
             losses.append(torch.stack(parts).sum())
         return Trained(losses, gradients, runs.state_dict())
-
-    def _rounds(self, model: nn.Module) -> bool:
-        return self.training.bf16 and model is self.original
 
     def _loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         with self.twin.drawing(SEED):
@@ -269,8 +266,7 @@ class Staged(Original):
 
     def gathered(self, named: Named) -> Named:
         """Full tensors of all stages, from tensors like this stage's parameters, on rank 0."""
-        if self.loading is not None:
-            named = dict(self.loading.to_full(self.engine.stage, named))
+        named = self.whole(self.engine.stage, named)
         first = self.rank % self.layout.tensor == 0 and self.engine.replica == 0
         everywhere: list[Any] = [None] * self.world
         into = everywhere if self.rank == 0 else None
@@ -282,14 +278,10 @@ class Staged(Original):
 
         Tensors that are parts on each rank are whole here.
         """
-        state = {n: p.detach() for n, p in self.engine.stage.named_parameters()}
-        if self.loading is not None:
-            state = dict(self.loading.to_full(self.engine.stage, state))
+        state = self.whole(self.engine.stage, parameters_of(self.engine.stage))
         mine = {self.aliases.get(n, [n])[0]: _digest(t) for n, t in state.items()}
-        everywhere: list[dict[str, str]] = [{} for _ in range(self.world)]
-        dist.all_gather_object(everywhere, mine)
         found: dict[str, dict[str, list[int]]] = {}
-        for rank, theirs in enumerate(everywhere):
+        for rank, theirs in enumerate(from_all_ranks(mine)):
             for name, digest in theirs.items():
                 found.setdefault(name, {}).setdefault(digest, []).append(rank)
         return found

@@ -92,8 +92,7 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     if job["fits"]:
         original = importlib.import_module(f"{PARTS}.original").Original(job, rank, stage)
         original.import_all()
-        misfit = importlib.import_module(f"{PARTS}.fit").misfit
-        result.update(stopped=False, misfit=misfit(original, job["fits"]))
+        result.update(stopped=False, misfit=original.misfit(job["fits"]))
         return
     stopped = importlib.import_module(f"{PARTS}.figures").StoppedError
     told = Path(job["folder"]) / f"{rank}.checks"

@@ -10,7 +10,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.cli import main
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.emit.failures import Causes
+from slapo_rewrite.emit.draft import Causes
 from slapo_rewrite.model.emitted import PACKAGE, imported
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from tests.rewriting import refused, rewritten

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.results import tensors
-from slapo_rewrite.operations import name_of, rows
+from slapo_rewrite.operations import name_of, rows, treatment
 from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, SHARD, Flow, PlacementError, State
 from slapo_rewrite.sharding.rank_checks import RULES
 
@@ -65,6 +65,7 @@ F.conv1d(x, torch.ones(4, 6, 3, dtype=x.dtype)) | F.conv1d(x, k, padding=1, grou
 F.conv1d(x, torch.ones(4, 3, 3, dtype=x.dtype), groups=2)
 F.conv2d(q, torch.ones(2, 4, 1, 1, dtype=x.dtype))
 F.conv_transpose1d(x, torch.ones(6, 4, 3, dtype=x.dtype)) | F.max_pool1d(x, 2)
+F.conv_transpose1d(x, torch.ones(6, 2, 3, dtype=x.dtype), None, 1, 0, 0, 2)
 F.avg_pool1d(x, 2) | F.avg_pool2d(q, 2) | F.adaptive_avg_pool1d(x, 2) | F.lp_pool1d(x, 2.0, 2)
 F.interpolate(x, 4) | F.interpolate(x, scale_factor=2, mode="linear") | F.pad(x, (0, 1))
 F.pad(x, (0, 0, 1, 1)) | F.pad(x, (0, 0), value=1) | F.batch_norm(x, None, None, training=True)
@@ -319,3 +320,10 @@ def test_softmax_along_the_split_axis_is_refused():
     wrong.set(part, State(SHARD, "layer"))
     with pytest.raises(PlacementError, match="runs over an axis"):
         wrong.operate("softmax", [part], [(4, 8)], (part, -1), {}, [part.softmax(-1)], [(4, 8)])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_draw_needs_all_that_it_draws_from(count):
+    """The argument behind the input says how often, not along which axis."""
+    found = treatment("multinomial", [torch.rand(4, 8), count], {}, [(4, 8)])
+    assert found is not None and found.over == ({1},)

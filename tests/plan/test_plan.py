@@ -15,10 +15,8 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.plan import planning
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.project import Project
-from slapo_rewrite.simulate.hardware import hardware, known_gpus
-from slapo_rewrite.simulate.links import Link
-from slapo_rewrite.simulate.one_forward_one_backward import live_micro_batches, pipelined_seconds
-from slapo_rewrite.simulate.pipeline import Stage, simulate
+from slapo_rewrite.simulate.hardware import Link, hardware, known_gpus
+from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds, simulate
 from tests.marks import long, release
 from tests.plan.small_models import source_of, written_schedule
 

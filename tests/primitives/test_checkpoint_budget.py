@@ -24,8 +24,7 @@ from slapo_rewrite.model.step_profile import BEFORE, Amount, Part, Place, Profil
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.byte_sizes import byte_size
 from slapo_rewrite.simulate.recompute_search import RecomputeSearch
-from slapo_rewrite.simulate.step_memory import Unfolded
-from slapo_rewrite.simulate.training_state import states
+from slapo_rewrite.simulate.step_memory import Unfolded, states
 from tests.marks import all_but
 from tests.plan.small_models import MODELS, source_of
 from tests.rewriting import changed_lines, refused, rewritten, written

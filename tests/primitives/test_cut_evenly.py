@@ -7,8 +7,7 @@ import pytest
 from slapo_rewrite.model.costs import costs_of, elements_of
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.project import Project
-from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.stage_costs import step_seconds
+from slapo_rewrite.simulate.hardware import hardware, step_seconds
 from tests.rewriting import refused, rewritten
 
 SCHEDULE = """\

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Link
 from slapo_rewrite.simulate.pipeline import Stage, simulate
 from tests.processes import run
 

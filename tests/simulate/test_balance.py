@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.hardware import hardware
-from slapo_rewrite.simulate.stage_costs import step_seconds
+from slapo_rewrite.simulate.hardware import hardware, step_seconds
 from tests.simulate.shapes import SHAPES
 
 

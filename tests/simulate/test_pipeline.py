@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Link
 from slapo_rewrite.simulate.pipeline import Stage, simulate
 
 SECONDS = st.floats(0.001, 10)
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused(make):
 def test_the_package_needs_neither_torch_nor_deepspeed_to_be_imported():
     script = (
         "import sys\n"
-        "from slapo_rewrite.simulate import balance, links, pipeline, stage_costs\n"
+        "from slapo_rewrite.simulate import balance, hardware, pipeline\n"
         "print({'torch', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -6,8 +6,7 @@ import pytest
 
 from benchmark.element_costs import Cost
 from benchmark.split_stages import Share, Split, Tie, made_of, step_of
-from slapo_rewrite.simulate.hardware import Device
-from slapo_rewrite.simulate.links import Link
+from slapo_rewrite.simulate.hardware import Device, Link
 from slapo_rewrite.simulate.pipeline import Stage
 
 DEVICE = Device(flops=100, bandwidth=10)

@@ -13,14 +13,12 @@ import pytest
 
 from benchmark import report, tune_example
 from slapo_rewrite import cli
-from slapo_rewrite.tune.knob_space import Axis, KnobSpace
-from slapo_rewrite.tune.outcome import Trial
+from slapo_rewrite.tune.knob_space import Axis, KnobSpace, Trial
 from slapo_rewrite.tune.surface_plot import draw
 from slapo_rewrite.tune.training_command import run as run_command
 from slapo_rewrite.tune.training_command import throughput_in
 from slapo_rewrite.tune.trial_record import recording
 from slapo_rewrite.tune.tuned_schedule import read
-from slapo_rewrite.tune.tuning_loop import Searched
 
 MODEL = """\
 from torch import nn
@@ -232,7 +230,7 @@ def test_texts_are_drawn_as_they_are_and_as_wide_as_there_is_room(folder, monkey
     trials = [Trial(number, "ok", 1.0 + number) for number in range(3)]
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda f, *_, **__: drawn.append(f))
-    draw(Searched(space, trials, "all"), folder / "surface.png")
+    draw(space, trials, folder / "surface.png")
     (figure,) = drawn
     figure.draw_without_rendering()
     title, room = figure._suptitle.get_window_extent(), figure.bbox

@@ -11,7 +11,8 @@ from slapo_rewrite.verify.report import Directive, Failure, Report, Row, merge, 
 
 
 def row(name="gradients", *, ok=True, error=1e-7, own=2e-7, world=2, **more):
-    return Row(world, name, ok, error, 1e-3, own, None, "a.weight", "", 0, **more)
+    more = {"place": "a.weight", "world": world, "rank": 0, **more}
+    return Row(name, ok, error, 1e-3, own, **more)
 
 
 def test_directives_cover_modules_below_their_paths_and_number_for_number():

@@ -1,0 +1,351 @@
+"""The ways in which operations treat the axes of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec
+
+Axes = set[int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operation.
+
+    Attributes:
+        args: Its positional arguments; a method's first is the tensor.
+        kwargs: Its keyword arguments.
+        shapes: The whole shapes of the tensors among the arguments, in their order.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    shapes: Sequence[tuple[int, ...]]
+
+    @property
+    def ranks(self) -> list[int]:
+        """How many axes each tensor has."""
+        return [len(shape) for shape in self.shapes]
+
+    def get(self, name: str, position: int, default: Any = None) -> Any:
+        """An argument by its name or position."""
+        for spelled in (name, *_OTHER_NAMES.get(name, ())):
+            if spelled in self.kwargs:
+                return self.kwargs[spelled]
+        return self.args[position] if len(self.args) > position else default
+
+    def axes(self, given: Any, operand: int = 0) -> Axes:
+        """Axes of an operand, counted from 0; all of them where none are given."""
+        rank = self.ranks[operand]
+        if given is None or (isinstance(given, (tuple, list)) and not given):
+            return set(range(rank))
+        listed = given if isinstance(given, (tuple, list)) else [given]
+        return {int(axis) % rank for axis in listed if rank}
+
+
+# Names that torch has for one argument.
+_OTHER_NAMES = {"dim": ("axis", "dims"), "dims": ("dim", "axis")}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How a call treats the axes of its operands.
+
+    Attributes:
+        over: For each operand the axes that it needs whole.
+        summed: For each operand the axes that it sums over: of a split one a rank has a summand.
+        aligned: How many of the last axes are an operand's own. All before them are the result's,
+            counted from there: what is split along one is split so in every operand that has it.
+            None where axes are not aligned.
+        paired: How many of the first operands have to be split along the same axes; -1 for the
+            first and the third, with indices between them.
+    """
+
+    over: tuple[Axes, ...] = ()
+    summed: tuple[Axes, ...] = ()
+    aligned: int | None = None
+    paired: int = 0
+
+
+Row = Callable[[Call], Treatment]
+P = ParamSpec("P")
+ELEMENTWISE = Treatment(aligned=0)
+FREE = Treatment()
+LAST_TWO = (-2, -1)
+
+
+def _row(treats: Callable[Concatenate[Call, P], Treatment]) -> Callable[P, Row]:
+    """What gives the rows of operations that differ in some arguments."""
+
+    def of(*args: P.args, **kwargs: P.kwargs) -> Row:
+        return lambda call: treats(call, *args, **kwargs)
+
+    return of
+
+
+def elementwise(call: Call) -> Treatment:
+    """An operation that treats every element for itself."""
+    return ELEMENTWISE
+
+
+def free(call: Call) -> Treatment:
+    """An operation that needs no axis whole."""
+    return FREE
+
+
+@_row
+def along(
+    call: Call, position: int, default: Any = None, name: str = "dim", aligned: int | None = 0
+) -> Treatment:
+    """An operation that needs whole the axes that an argument names."""
+    given = call.get(name, position, default)
+    if not isinstance(given, (int, tuple, list, type(None))) or isinstance(given, bool):
+        given = None
+    return Treatment((call.axes(given),), aligned=aligned)
+
+
+@_row
+def reduces(call: Call, position: int = 1, default: Any = None, adds_up: bool = False) -> Treatment:
+    """An operation that makes one value of all those along some axes."""
+    given = call.get("dim", position, default)
+    if not _is_axis(given) and not isinstance(given, (tuple, list, type(None))):
+        given = None
+    axes = call.axes(given)
+    return Treatment(summed=(axes,)) if adds_up else Treatment((axes,))
+
+
+def _is_axis(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def extreme(call: Call) -> Treatment:
+    """`max` and `min`: of two tensors, along one axis, or of all."""
+    if len(call.ranks) > 1:
+        return ELEMENTWISE
+    return Treatment((call.axes(call.get("dim", 1)),))
+
+
+@_row
+def fixed(call: Call, *axes: int, aligned: int | None = 0) -> Treatment:
+    """An operation that needs the same axes whole wherever it is called."""
+    rank = call.ranks[0]
+    return Treatment(({a % rank for a in axes if -rank <= a < rank},), aligned=aligned)
+
+
+def all_of_each(call: Call) -> Treatment:
+    """An operation that needs every axis of every operand whole."""
+    return Treatment(tuple(set(range(rank)) for rank in call.ranks))
+
+
+def diagonal(call: Call) -> Treatment:
+    """`diagonal`: the two axes that its arguments `dim1` and `dim2` name."""
+    return Treatment((call.axes((call.get("dim1", 2, 0), call.get("dim2", 3, 1))),))
+
+
+@_row
+def sliding(call: Call, spatial: int | None) -> Treatment:
+    """A pooling: it takes neighbours along the last axes."""
+    rank = call.ranks[0]
+    first = 2 if spatial is None else rank - spatial
+    return Treatment((set(range(max(0, first), rank)),), aligned=0)
+
+
+@_row
+def convolution(call: Call, spatial: int, transposed: bool = False) -> Treatment:
+    """A convolution: neighbours along the last axes, and a sum over the channels of a group."""
+    rank = call.ranks[0]
+    windows = set(range(rank - spatial, rank))
+    kernel = set(range(2, 2 + spatial))
+    channel = rank - spatial - 1
+    if call.shapes[1][1] == 1 and call.shapes[1][0] == call.shapes[0][channel]:
+        return Treatment((windows, kernel | {1}))  # depthwise: every channel for itself
+    if call.get("groups", 6, 1) != 1:
+        # Each group has channels of its own; groups are not told from a rank's part of them.
+        return Treatment((windows | {channel}, kernel | {0, 1}))
+    contracted = 0 if transposed else 1
+    return Treatment((windows, kernel), ({channel}, {contracted}))
+
+
+def normalised(call: Call) -> Treatment:
+    """`layer_norm` and `rms_norm`: over the last axes, as many as `normalized_shape` has."""
+    shape = call.get("normalized_shape", 1, ())
+    count = len(shape) if isinstance(shape, (tuple, list)) else 1
+    rank = call.ranks[0]
+    return Treatment((set(range(rank - count, rank)),), aligned=0)
+
+
+def padding(call: Call) -> Treatment:
+    """`pad`: the axes that it makes longer or shorter."""
+    widths = list(call.get("pad", 1, ()))
+    rank = call.ranks[0]
+    return Treatment(({rank - 1 - i // 2 for i, width in enumerate(widths) if width},))
+
+
+def product(call: Call) -> Treatment:
+    """`matmul` and its like: over the last axis of the first, the last but one of the second."""
+    first, second = call.ranks[:2]
+    return Treatment(summed=({first - 1}, {max(0, second - 2)}), aligned=2)
+
+
+def product_reversed(call: Call) -> Treatment:
+    """`__rmatmul__`, which is given its operands in the other order."""
+    second, first = call.ranks[:2]
+    return Treatment(summed=({max(0, second - 2)}, {first - 1}), aligned=2)
+
+
+def linear(call: Call) -> Treatment:
+    """`linear`: over the last axis of the input and of the weight; a bias is added to the sum."""
+    axes = ({call.ranks[0] - 1}, {call.ranks[1] - 1})
+    return Treatment(axes) if len(call.ranks) > 2 else Treatment(summed=axes)
+
+
+def added_product(call: Call) -> Treatment:
+    """`addmm` and its like: what a product is added to is not split as the product is."""
+    _, first, second = call.ranks[:3]
+    return Treatment((set(), {first - 1}, {max(0, second - 2)}))
+
+
+def inner(call: Call) -> Treatment:
+    """`inner`, `dot`: over the last axis of both."""
+    return Treatment(summed=tuple({rank - 1} for rank in call.ranks[:2]))
+
+
+def matrices(call: Call) -> Treatment:
+    """`linalg.inv` and its like: over the matrices in the last two axes."""
+    return Treatment(tuple({rank - 2, rank - 1} for rank in call.ranks), aligned=2)
+
+
+def vecdot(call: Call) -> Treatment:
+    """`linalg.vecdot`: over one axis of both."""
+    axis = call.kwargs.get("dim", -1)
+    return Treatment(summed=tuple({axis % rank} for rank in call.ranks[:2]))
+
+
+def tensordot(call: Call) -> Treatment:
+    """`tensordot`: over the last axes of the first and the first of the second, or those named."""
+    given = call.get("dims", 2, 2)
+    first, second = call.ranks[:2]
+    if isinstance(given, int):
+        return Treatment(summed=(set(range(first - given, first)), set(range(given))))
+    if not isinstance(given, (tuple, list)):
+        return all_of_each(call)
+    ours, theirs = ([a] if isinstance(a, int) else list(a) for a in given)
+    return Treatment(summed=({a % first for a in ours}, {a % second for a in theirs}))
+
+
+def einsum(call: Call) -> Treatment:
+    """`einsum`: over the letters that the result has not, and no diagonals along split axes."""
+    equation = call.args[0] if call.args else call.kwargs.get("equation")
+    if not isinstance(equation, str):
+        return all_of_each(call)
+    before, arrow, after = equation.replace(" ", "").partition("->")
+    named = [_letters(term, rank) for term, rank in zip(before.split(","), call.ranks, strict=True)]
+    if not arrow:
+        every = [n for letters in named for n in letters]
+        after = "".join(n for n in every if len(n) == 1 and every.count(n) == 1) + "..."
+    over, summed = [], []
+    for letters in named:
+        twice = {axis for axis, letter in enumerate(letters) if letters.count(letter) > 1}
+        over.append(twice)
+        gone = {axis for axis, n in enumerate(letters) if len(n) == 1 and n not in after}
+        summed.append(gone - twice)
+    return Treatment(tuple(over), tuple(summed))
+
+
+def _letters(term: str, rank: int) -> list[str]:
+    """What each axis of an operand is called; those of an ellipsis have longer names."""
+    ahead, dots, behind = term.partition("...")
+    between = rank - len(ahead) - len(behind) if dots else 0
+    return [*ahead, *(f"...{i - between}" for i in range(between)), *behind]
+
+
+def attention(call: Call) -> Treatment:
+    """Attention: over the features of queries and keys, and over all keys and values.
+
+    A causal one takes the first query for the first token's.
+    """
+    causal = call.get("is_causal", 5, False)
+    backs = ((1, 2) if causal else (1,), (1, 2), (2,))
+    over = [{rank - b for b in back} for rank, back in zip(call.ranks, backs, strict=False)]
+    return Treatment((*over, *({rank - 1} for rank in call.ranks[3:4])), aligned=2)
+
+
+def embedding(call: Call) -> Treatment:
+    """`embedding`: the rows of the table; `bucketize`: by whole bounds."""
+    return Treatment((set(), {0}))
+
+
+@_row
+def picks(call: Call, position: int, paired: int = 2) -> Treatment:
+    """`gather`, `scatter` and their like: one axis whole, split alike along all others."""
+    given = call.get("dim", position)
+    over = tuple(call.axes(given, n) for n in range(min(paired, len(call.ranks))))
+    return Treatment(over, paired=paired)
+
+
+@_row
+def selects(call: Call, source: bool) -> Treatment:
+    """`index_select`, `index_add` and their like: one axis, by whole indices."""
+    axis = call.axes(call.get("dim", 1))
+    if not source:
+        return Treatment((axis, {0}))
+    like = call.ranks[2] == call.ranks[0]
+    return Treatment((axis, {0}, axis if like else set(range(call.ranks[2]))), paired=-1)
+
+
+@_row
+def stacked(call: Call, axis: int, least: int) -> Treatment:
+    """`hstack` and its like: `cat` along a given axis."""
+    over = tuple(
+        {min(axis, rank - 1)} if rank >= least else set(range(rank)) for rank in call.ranks
+    )
+    return Treatment(over)
+
+
+def repeat_interleave(call: Call) -> Treatment:
+    """`repeat_interleave`: every element of an axis for itself; without an axis, of a flat one."""
+    axis = call.get("dim", 2)
+    repeats = call.get("repeats", 1)
+    if axis is None and call.ranks[0] > 1:
+        return all_of_each(call)
+    return FREE if isinstance(repeats, int) else Treatment((call.axes(axis),))
+
+
+def flip(call: Call) -> Treatment:
+    """`flip`: the axes that it is given, as one argument or as several."""
+    dims = call.kwargs.get("dims", call.args[1:])
+    listed = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    return Treatment((call.axes(tuple(listed)),), aligned=0)
+
+
+def sort(call: Call) -> Treatment:
+    """`sort`: one axis, behind other arguments or not."""
+    rest = [a for a in call.args[1:] if _is_axis(a)]
+    given = call.kwargs.get("dim", rest[0] if rest else -1)
+    return Treatment((call.axes(given),), aligned=0)
+
+
+@_row
+def distance(call: Call, position: int, default: int | None) -> Treatment:
+    """Two operands, compared along one axis."""
+    axis = call.get("dim", position, default)
+    return Treatment(tuple(call.axes(axis, n) for n in range(min(2, len(call.ranks)))))
+
+
+def grouped(call: Call) -> Treatment:
+    """The product of groups: as `matmul`; which rows are a group's is told by whole offsets."""
+    first, second = call.ranks[:2]
+    return Treatment(
+        (set(), set(), *({0} for _ in call.ranks[2:])), ({first - 1}, {max(0, second - 2)})
+    )
+
+
+def batch_norm(call: Call) -> Treatment:
+    """`batch_norm`: every channel for itself."""
+    return Treatment((set(range(call.ranks[0])) - {1},))
+
+
+def all_but_first(call: Call) -> Treatment:
+    """A norm of groups: every row for itself."""
+    return Treatment((set(range(1, call.ranks[0])),), aligned=0)
