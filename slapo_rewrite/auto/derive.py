@@ -30,7 +30,7 @@ from slapo_rewrite.schedule.source_module import import_source
 
 ADVICE = (
     "write model(m), inputs(model) and, if the model computes no loss, loss(outputs) into a file, "
-    "and give it: --schedule auto:FILE.py"
+    "with verify_model(m) for a small one of a large model, and give it: --schedule auto:FILE.py"
 )
 
 
@@ -40,19 +40,17 @@ class Derived:
 
     Attributes:
         text: The file's text.
-        head: What stands before `schedule` in it.
         title: What the model is.
         groups: What is split.
         share: The share of its parameters that is split.
-        why: Why nothing is checkpointed, where that is so.
+        others: What is said of other models of the source, each in words.
     """
 
     text: str
-    head: str
     title: str
     groups: tuple[Group, ...]
     share: float
-    why: str
+    others: tuple[str, ...]
 
 
 @collector_paused()
@@ -69,7 +67,11 @@ def derive(source: str, wanted: str = "") -> Derived:
     """
     path, name = locate(source)
     module = import_source(SourceFile.read(path, name))
-    step = _given(wanted, module) if wanted.endswith(".py") else _made_up(source, module, wanted)
+    others: tuple[str, ...] = ()
+    if wanted.endswith(".py"):
+        step = _given(wanted, module)
+    else:
+        step, others = _made_up(source, module, wanted)
     oracle = Oracle(source, step)
     model, inputs = oracle.small()
     flow = flow_of(model.train(), inputs, oracle.project.tree.root.live)
@@ -77,11 +79,13 @@ def derive(source: str, wanted: str = "") -> Derived:
     lists, uncounted, why = _lists(oracle, flow, found)
     cuts = bool(lists) and oracle.refusal(["s.cut_evenly(2)"]) is None
     head, title = step.text(), step.title
+    if isinstance(step, Given):
+        title = f"{type(model).__name__} as {Path(step.title).name} builds it"
     while True:
         text = schedule_text(title, head, found, lists, uncounted, cuts, why)
         refused = _refused(source, text)
         if refused is None:
-            return Derived(text, head, title, found.groups, found.share, why)
+            return Derived(text, title, found.groups, found.share, others)
         if not found.groups:
             raise refused
         found = _without_one(found, refused, oracle.project.tree.root)
@@ -104,7 +108,12 @@ def _given(wanted: str, module: types.ModuleType) -> Step:
         ) from error
 
 
-def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
+def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, tuple[str, ...]]:
+    """A step of the first model that runs, and what is said of others: those before it, and after.
+
+    Raises:
+        ScheduleError: There is none.
+    """
     classes = [
         value
         for value in vars(module).values()
@@ -112,6 +121,11 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
         and issubclass(value, nn.Module)
         and value.__module__ == module.__name__
     ]
+    if not classes:
+        raise errors.ScheduleError(
+            f"`{source}` defines no model: none of its own classes is a torch.nn.Module",
+            hint="give the file or module that defines the model's class",
+        )
     if wanted:
         named = {cls.__name__: cls for cls in classes}
         if wanted not in named:
@@ -127,9 +141,13 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
         except Exception as error:  # the user's own constructors
             step, why = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if step is not None:
-            return step
-        reasons[cls.__name__] = why
-    said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items() if why)
+            further = [c.__name__ for c in plain_model.in_order(classes, module)]
+            beside = [name for name in further if name not in {cls.__name__, *reasons}]
+            own = f"also there: {', '.join(beside)} (--schedule auto:NAME)"
+            passed = (f"not `{name}`, which does not run ({no})" for name, no in reasons.items())
+            return step, (*passed, *([own] if beside else ()))
+        reasons[cls.__name__] = why or "what to give it is not known"
+    said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
     raise errors.ScheduleError(
         f"no model of `{source}` runs a training step on made-up inputs"
         + (f" ({said})" if said else ""),

@@ -500,7 +500,7 @@ class Search:
             if p not in taken and p in self.modules and (self._pays(p) or not paying)
         ]
         sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
-        heads = [
+        ends = [
             shard
             for p in self.flow.ends
             if p not in taken
@@ -508,17 +508,20 @@ class Search:
             and (self._sizes(p)[1] in sizes or self._pays(p))
             for shard in self._shards(p, is_column)
         ]
+        heads = [shard for shard in ends if self._sizes(shard.pattern)[1] in sizes]
+        # What has nothing to do with words is split, or refused, by itself.
+        others = [shard for shard in ends if shard not in heads]
         made = {self._sizes(head.pattern)[1] for head in heads}
         words = [t for t in tables if _weight(self.modules[t.pattern][0])[0] in made]
         ways = []
-        for some in (tables, words) if words != tables else (tables,):
-            if self.has_loss and len({head.pattern for head in heads}) == 1:
-                ways.append(Group((*some, *heads), head=heads[0].pattern))
-            ways.append(Group((*some, *heads)))
+        for some, own in ((tables, heads), (words, heads), ((), others)):
+            if self.has_loss and len({head.pattern for head in own}) == 1:
+                ways.append(Group((*some, *own), head=own[0].pattern))
+            ways.append(Group((*some, *own)))
         ways += [Group(tuple(heads)), *(Group((t,)) for t in tables)]
         found: list[Group] = []
         known: set[str] = set()
-        for group in ways:
+        for group in dict.fromkeys(ways):
             if group.shards and not known & set(group.patterns) and self._legal(group):
                 known |= set(group.patterns)
                 size = self._size(group.patterns)

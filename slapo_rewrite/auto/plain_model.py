@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import itertools
+import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from slapo_rewrite.model.meta_build import on_meta
 
 # Small numbers for arguments of constructors, by a part of their names; the first that fits.
 SMALL = {
+    "head_dim": 16, "dim_head": 16, "head_size": 16, "expert_dim": 32,
     "vocab": 203, "class": 10, "head": 4, "layer": 12, "depth": 12, "block_size": 64, "seq": 64,
     "ctx": 64, "context": 64, "len": 64, "position": 64, "channel": 3, "expert": 4, "patch": 8,
     "image": 32, "img": 32, "drop": 0, "inner": 128, "ff": 128, "hidden": 64, "dim": 64,
@@ -68,13 +69,36 @@ def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
 def _arguments(cls: Any, module: types.ModuleType, small: bool) -> str:
     """The arguments that a constructor is given: those without a default, or small ones."""
     given = []
-    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+    named = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    heads = _heads(named) if small else {}
+    for parameter in named:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        text = _argument(parameter, module, small)
+        text = heads.get(parameter.name) or _argument(parameter, module, small)
         if text is not None:
             given.append(f"{parameter.name}={text}")
     return ", ".join(given)
+
+
+def _heads(named: Iterable[inspect.Parameter]) -> dict[str, str]:
+    """Fewer heads in the ratio that they are in by default, where those of several are counted.
+
+    Keys that several queries share: a packed layer is split in blocks of that ratio.
+    """
+    counts = {
+        each.name: each.default
+        for each in named
+        if "head" in each.name.lower()
+        and not any(part in each.name.lower() for part in ("dim", "size"))
+        and type(each.default) is int
+        and each.default > 0
+    }
+    if len({*counts.values()}) < 2:
+        return {}
+    fewest, most = min(counts.values()), max(counts.values())
+    common = math.gcd(*counts.values())
+    by = [n for n in range(2, common + 1) if common % n == 0 and fewest >= 2 * n and most >= 4 * n]
+    return {name: str(count // by[-1]) for name, count in counts.items() if by}
 
 
 def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: bool) -> str | None:
@@ -87,13 +111,12 @@ def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: boo
             named = [v for n, v in known.items() if n.lower().endswith(("config", "args"))]
             config = next((v for v in named if isinstance(v, type)), None)
     if config is not None and parameter.default is parameter.empty:
-        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         inner = []
+        fields = inspect.signature(config).parameters.values()
+        heads = _heads(fields) if small else {}
         for field in fields:
-            is_made = field.default_factory is not dataclasses.MISSING
-            needed = field.default is dataclasses.MISSING and not is_made
-            value = _smaller(field.name, parameter.empty if needed else field.default)
-            if value is not None and (small or needed):
+            value = heads.get(field.name) or _smaller(field.name, field.default)
+            if value is not None and (small or field.default is field.empty):
                 inner.append(f"{field.name}={value}")
         return f"m.{config.__name__}({', '.join(inner)})"
     if parameter.default is parameter.empty:

@@ -14,6 +14,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.schedule.load import syntax_span
 
 OWN_LOSS = "What the model computes itself."
@@ -55,7 +56,7 @@ class Step:
             for module in modules
         ]
         if self.inputs is not None:
-            lines = ["import torch", *(["", *lines] if lines else [])]
+            lines = ["import torch", *lines]
         parts = ["\n".join(lines)] if lines else []
         parts.append(f'def model(m):\n    """{self.title}."""\n    return {self.model}')
         if self.twin is not None:
@@ -161,7 +162,7 @@ def tried(
 
 
 def _check_small(inputs: Mapping[str, Any]) -> None:
-    numbers = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
+    numbers = sum(tensor.numel() for tensor in tensors(inputs))
     if numbers > MOST_NUMBERS:
         raise DoesNotRun(
             f"inputs made up for it hold {numbers} numbers, too many for a small model"

@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
@@ -89,7 +90,7 @@ def propagate(
     """
     model = tree.root.live
     device = device_of(model)
-    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(inputs))
     training = model.training
     try:
         return _Following(tree, asked, given, editable, records, thorough).run()

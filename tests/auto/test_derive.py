@@ -145,6 +145,18 @@ def test_a_model_of_images_gets_inputs_of_its_own(tmp_path):
     assert "are predicted for 8 rows of `inputs`" in output.files["rewrite.json"]
 
 
+def test_both_towers_of_a_contrastive_model_are_trained_and_split():
+    derived = derive("transformers.models.clip.modeling_clip")
+    assert "return m.CLIPModel(CLIPConfig())" in derived.text
+    assert '"return_loss": True' in derived.text
+    # A text that does not end gives queries and keys no gradient: its first token stands for it.
+    assert "torch.full((2, 1), model.config.text_config.eos_token_id)" in derived.text
+    # The table of words is split, whatever becomes of what else the model returns.
+    split = shards(derived.text)
+    assert 'text_model.embeddings.token_embedding "weight", axis=0' in split
+    assert not any("patch_embedding" in each for each in split)
+
+
 def test_a_twin_has_what_its_backbone_gives_out():
     step = next(steps_of(transformers.RTDetrV2ForObjectDetection))
     assert "out_features=['stage2', 'stage3', 'stage4']" in step.twin
@@ -266,6 +278,35 @@ def test_a_file_that_does_not_say_a_step_is_refused(text, said, advice, tmp_path
     with pytest.raises(errors.ScheduleError, match=said) as refused:
         derive(str(source), str(file))
     assert advice in (refused.value.hint or "")
+
+
+def test_which_models_there_are_is_said(tmp_path, capsys):
+    source, step = tmp_path / "net.py", ["--schedule", "auto", "-o", str(tmp_path / "out")]
+    source.write_text("import torch\n")
+    assert main([str(source), *step]) == 2
+    assert "defines no model" in capsys.readouterr().err
+    pair = "class Pair(nn.Module):\n    def __init__(self, first, second):\n        "
+    pair += "super().__init__()\n        self.first = first\n\n    def forward(self, x):\n"
+    other = MLP.partition("class")[2].replace("MLP", "Other")
+    source.write_text(f"{MLP}\n\nclass{other}\n\n{pair}        return self.first(x)\n")
+    assert main([str(source), *step]) == 0
+    said = capsys.readouterr().err
+    assert "Other as its constructor has it; 100%" in said
+    assert "not `Pair`, which does not run (what to give it is not known)" in said
+    assert "also there: MLP (--schedule auto:NAME)" in said
+
+
+def test_inputs_may_hold_others_and_have_to_be_named(tmp_path):
+    source, file = tmp_path / "mlp.py", tmp_path / "said.py"
+    source.write_text(MLP.replace("self, x):", "self, batch):\n        x = batch['x']"))
+    step = "import torch\n\n\ndef model(m):\n    return m.MLP()\n\n\ndef inputs(model):\n    "
+    file.write_text(f"{step}return {{'batch': {{'x': torch.randn(2, 1024)}}}}\n")
+    derived = derive(str(source), str(file))
+    assert derived.share > 0.9
+    assert derived.text.startswith('"""MLP as said.py builds it.')
+    file.write_text(f"{step}return torch.randn(2, 1024)\n")
+    with pytest.raises(errors.ScheduleError, match="`inputs` returns Tensor, not a dictionary"):
+        derive(str(source), str(file))
 
 
 def test_other_commands_say_how_to_have_the_file_first(capsys):
