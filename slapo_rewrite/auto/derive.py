@@ -15,6 +15,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.auto import hugging_face_model, plain_model
 from slapo_rewrite.auto.flow import Flow, are_layers, flow_of
+from slapo_rewrite.auto.hugging_face_model import is_one
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
@@ -141,8 +142,9 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
         except Exception as error:  # the user's own constructors
             step, why = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if step is not None:
-            further = [c.__name__ for c in plain_model.in_order(classes, module)]
-            beside = [name for name in further if name not in {cls.__name__, *reasons}]
+            further = plain_model.in_order(classes, module) if not is_one(cls) else ()
+            names = (each.__name__ for each in further)
+            beside = [name for name in names if name not in {cls.__name__, *reasons}]
             own = f"also there: {', '.join(beside)} (--schedule auto:NAME)"
             passed = (f"not `{name}`, which does not run ({no})" for name, no in reasons.items())
             return step, (*passed, *([own] if beside else ()))

@@ -217,12 +217,14 @@ class Search:
     def _enough(self, groups: list[Group]) -> list[Group]:
         """Adds what does not pay, the largest first, while little of the model is split.
 
-        Where nothing pays at all, as in a small stand-in for the model that is meant, everything is
-        split.
+        Where nothing pays at all, or no layer but tables of words, as in a small stand-in for the
+        model that is meant, everything is split, or all layers of a list.
         """
-        least = LEAST_SHARE if groups else 1.0
+        least = 1.0 if all(group.rows for group in groups) else LEAST_SHARE
         known = {pattern for group in groups for pattern in group.patterns}
         left = [pair for pair in self._components() if self._worth(*pair) <= 0]
+        if groups and least == 1.0:
+            left = [pair for pair in left if any("*" in p for p in pair[0] | pair[1])]
         left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
         while left and sum(g.parameters for g in groups) < least * self.total:
             # What was refused elsewhere in the model is tried last.
@@ -316,7 +318,7 @@ class Search:
             if sources and sources <= producers and pattern in self.modules
         ]
         yield from self._ways(producers, consumers, between)
-        if len(producers) > 2:  # one of them may be what does not fit
+        if len(producers) > 1:  # one of them may be what does not fit
             for one in sorted(producers, key=lambda p: self._size([p])):
                 yield from self._ways(producers - {one}, consumers, between)
 

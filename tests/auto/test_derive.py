@@ -280,6 +280,68 @@ def test_a_file_that_does_not_say_a_step_is_refused(text, said, advice, tmp_path
     assert advice in (refused.value.hint or "")
 
 
+GATED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Scales(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(2, size))
+
+    def forward(self, x):
+        return torch.einsum("btd,hd->bthd", x, self.gamma).unbind(-2)
+
+
+class Unit(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.hidden = nn.Linear(width, 4 * width)
+        self.base = nn.Linear(width, 16)
+        self.scales = Scales(16)
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        value, gate = F.silu(self.hidden(x)).chunk(2, -1)
+        query, key = self.scales(self.base(x))
+        weights = torch.relu(query @ key.transpose(1, 2)).square()
+        return x + self.out(weights @ value * gate)
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size=VOCABULARY, width=WIDTH, depth=4):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, width)
+        self.units = nn.ModuleList([Unit(width) for _ in range(depth)])
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, ids, targets):
+        x = self.words(ids)
+        for unit in self.units:
+            x = unit(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "pays"),
+    [("203", "1024", True), ("50000", "64", False)],  # what is small stands for a larger model
+)
+def test_a_producer_that_all_ranks_need_stays_whole(vocabulary, width, pays, tmp_path):
+    source = tmp_path / "net.py"
+    source.write_text(GATED.replace("VOCABULARY", vocabulary).replace("WIDTH", width))
+    text = derive(str(source)).text
+    assert {
+        '*.hidden ["weight", "bias"], axis=0, parts=2',
+        '*.out "weight", axis=1',
+    } <= shards(text)
+    assert "units.*.base" not in str(shards(text))
+    assert ("takes longer than it saves, and is for memory" in text) != pays
+    assert ('s["words"]' in text) != pays
+
+
 def test_which_models_there_are_is_said(tmp_path, capsys):
     source, step = tmp_path / "net.py", ["--schedule", "auto", "-o", str(tmp_path / "out")]
     source.write_text("import torch\n")
