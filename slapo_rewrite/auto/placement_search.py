@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of, together
+from slapo_rewrite.auto.flow import (
+    Flow,
+    components,
+    is_column,
+    is_row,
+    is_table,
+    pattern_of,
+    together,
+)
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.shard_groups import (
     Cube,
@@ -95,7 +103,7 @@ class Search:
         for kinds in (self.flow.layers, self.flow.tables):
             for pattern in list(kinds):
                 modules = self.modules.get(pattern, ())
-                if not modules or not all(_has_column(module) for module in modules):
+                if not modules or not all(is_table(m) or _has_column(m) for m in modules):
                     del kinds[pattern]
                     self.flow.sources.pop(pattern, None)
         for sources in (*self.flow.sources.values(), *self.flow.between.values()):
@@ -220,13 +228,14 @@ class Search:
         Where nothing pays at all, or no layer but tables of words, as in a small stand-in for the
         model that is meant, everything is split, or all layers of a list.
         """
-        least = 1.0 if all(group.rows for group in groups) else LEAST_SHARE
+        least = LEAST_SHARE if groups else 1.0
+        has_tables_alone = bool(groups) and all(group.rows for group in groups)
         known = {pattern for group in groups for pattern in group.patterns}
         left = [pair for pair in self._components() if self._worth(*pair) <= 0]
-        if groups and least == 1.0:
+        if has_tables_alone:
             left = [pair for pair in left if any("*" in p for p in pair[0] | pair[1])]
         left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
-        while left and sum(g.parameters for g in groups) < least * self.total:
+        while left and (has_tables_alone or sum(g.parameters for g in groups) < least * self.total):
             # What was refused elsewhere in the model is tried last.
             hopeful = [pair for pair in left if self._way.get(shape_of(*pair), 0) is not None]
             producers, consumers = pair = (hopeful or left)[-1]

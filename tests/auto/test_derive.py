@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -232,6 +233,27 @@ def test_a_stand_in_says_something_of_what_is_normalised():
     assert x.grad.abs().max() > 1e-3
 
 
+def test_a_stand_in_is_of_what_most_parameters_make():
+    class Quantizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes, self.encoder = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"perplexity": self.codes(x).sum(), "states": self.encoder(self.codes(x))}
+
+    module = SimpleNamespace(Quantizer=Quantizer)
+    step = tried(Step("", (), "m.Quantizer()", inputs={"x": "torch.randn(2, 4)"}), module)
+    assert step.loss == 'outputs["states"].float().square().add(1).sqrt().mean()'.replace('"', "'")
+    assert not step.has_loss
+
+
+def test_a_head_that_computes_a_loss_comes_first(tmp_path):
+    text = derive("transformers.models.wav2vec2.modeling_wav2vec2").text
+    assert "m.Wav2Vec2ForCTC(" in text and "def loss(" not in text
+    assert '"labels": torch.randint(' in text
+
+
 def test_the_class_may_be_named(tmp_path):
     named = derive("transformers.models.bert.modeling_bert", "BertForSequenceClassification")
     assert "m.BertForSequenceClassification(" in named.text
@@ -354,8 +376,50 @@ def test_which_models_there_are_is_said(tmp_path, capsys):
     assert main([str(source), *step]) == 0
     said = capsys.readouterr().err
     assert "Other as its constructor has it; 100%" in said
-    assert "not `Pair`, which does not run (what to give it is not known)" in said
+    assert "not `Pair`: what to give it is not known" in said
     assert "also there: MLP (--schedule auto:NAME)" in said
+
+
+BAGS = """\
+import torch
+from torch import nn
+
+
+class Clicks(nn.Module):
+    def __init__(self, sizes=(5000, 3000), dim=16, mode="sum"):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(n, dim, mode=mode) for n in sizes)
+        self.top = nn.Sequential(nn.Linear(2 * dim, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, ids, offsets):
+        looked_up = [table(i, o) for table, i, o in zip(self.tables, ids, offsets)]
+        return self.top(torch.cat(looked_up, 1))
+"""
+CLICKS = """\
+import torch
+
+
+def model(m):
+    return m.Clicks()
+
+
+def inputs(model):
+    ids = [torch.randint(table.num_embeddings, (9,)) for table in model.tables]
+    return {"ids": ids, "offsets": [torch.tensor([0, 3, 3, 8])] * 2}
+"""
+
+
+def test_rows_of_bags_are_split(tmp_path):
+    source, file = tmp_path / "clicks.py", tmp_path / "step.py"
+    source.write_text(BAGS)
+    file.write_text(CLICKS)
+    derived = derive(str(source), str(file))
+    assert 'tables.{0,1} "weight", axis=0' in shards(derived.text)
+    (tmp_path / "s.py").write_text(derived.text)  # a small model is compared before it is written
+    output = rewrite(str(source), str(tmp_path / "s.py"))
+    assert "VocabParallelEmbeddingBag(n, dim, mode=mode)" in output.files["clicks.py"]
+    source.write_text(BAGS.replace('"sum"', '"max"'))
+    assert "tables" not in str(shards(derive(str(source), str(file)).text))
 
 
 def test_inputs_may_hold_others_and_have_to_be_named(tmp_path):
