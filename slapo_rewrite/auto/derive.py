@@ -136,19 +136,26 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
             )
         classes = [named[wanted]]
     reasons: dict[str, str] = {}
+    without_loss: Step | None = None
     for cls, steps in _attempts(classes, module):
+        if without_loss is not None and not is_one(cls):
+            break
         try:
             step, why = first_that_runs(steps, module)
         except Exception as error:  # the user's own constructors
             step, why = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if step is not None:
+        if step is not None and (step.has_loss or not is_one(cls)):
+            passed = [f"not `{name}`: {no}" for name, no in reasons.items()]
             further = plain_model.in_order(classes, module) if not is_one(cls) else ()
-            names = (each.__name__ for each in further)
-            beside = [name for name in names if name not in {cls.__name__, *reasons}]
-            own = f"also there: {', '.join(beside)} (--schedule auto:NAME)"
-            passed = (f"not `{name}`, which does not run ({no})" for name, no in reasons.items())
-            return step, (*passed, *([own] if beside else ()))
+            beside = [c.__name__ for c in further if c is not cls and c.__name__ not in reasons]
+            if beside:
+                passed.append(f"also there: {', '.join(beside)} (--schedule auto:NAME)")
+            return step, tuple(passed)
+        if step is not None:  # another head may compute the loss that it is trained by
+            without_loss, why = without_loss or step, "it computes no loss of made-up inputs"
         reasons[cls.__name__] = why or "what to give it is not known"
+    if without_loss is not None:
+        return without_loss, ()
     said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
     raise errors.ScheduleError(
         f"no model of `{source}` runs a training step on made-up inputs"

@@ -157,7 +157,7 @@ def tried(
         first = (str(error).splitlines() or [""])[0]
         raise DoesNotRun(f"{type(error).__name__}: {first}") from error
     if step.loss is None and not _has_loss(schedule, outputs, inputs):
-        return replace(step, loss=_stand_in(outputs))
+        return replace(step, loss=_stand_in(outputs, model))
     return step
 
 
@@ -176,15 +176,26 @@ def _has_loss(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> bool:
         return False
 
 
-def _stand_in(outputs: Any) -> str:
+def _stand_in(outputs: Any, model: nn.Module) -> str:
     """An expression for a number that depends on what a model returns.
+
+    It is of what depends on most of the parameters: a number that is returned beside may say how
+    many codes were used.
 
     Raises:
         DoesNotRun: Nothing that it returns has a gradient.
     """
     named = [(n, t) for n, t in _named(outputs, "outputs") if t.requires_grad]
-    # Of logits that are masked nothing could be compared: they are infinite.
-    for name, tensor in sorted(named, key=lambda p: (not p[1].isfinite().all(), p[1].numel() != 1)):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def order(pair: tuple[str, torch.Tensor]) -> tuple[bool, int, bool]:
+        tensor = pair[1]
+        found = torch.autograd.grad(tensor.sum(), parameters, retain_graph=True, allow_unused=True)
+        reached = sum(each is not None for each in found)
+        # Of logits that are masked nothing could be compared: they are infinite.
+        return not tensor.isfinite().all(), -reached, tensor.numel() != 1
+
+    for name, tensor in sorted(named, key=order):
         # A mean of squares would say nothing: it is the same for all that a layer norm returns.
         return name if tensor.numel() == 1 else f"{name}.float().square().add(1).sqrt().mean()"
     raise DoesNotRun("nothing that the model returns has a gradient")
