@@ -357,23 +357,27 @@ class Search:
     def _for_each_head(self, path: str, producers: Iterable[str], axis: int) -> tuple[Shard, ...]:
         """What the module around a component has for each head or feature: sinks, scales, tables.
 
+        It may have them in a module of their own that is given none of the component's results.
+
         Args:
             path: The module.
             producers: The layers of the component that give parts.
             axis: Which axis counts heads, the first one or the last.
         """
         widths = [self._sizes(pattern)[1] for pattern in producers]
-        found: dict[int, list[str]] = {}
-        for module in self.modules.get(path, ())[:1]:
-            for name, own in module.named_parameters(recurse=False):
+        found: dict[tuple[str, int], list[str]] = {}
+        inside = [p for p in self.modules if p.startswith(f"{path}.") and path]
+        beside = [p for p in inside if not self.flow.between.get(p) and p not in self.flow.tables]
+        for at in (path, *(p for p in beside if splits_of(self.modules[p][0]) is None)):
+            for name, own in self._first_of[at].live.named_parameters(recurse=False):
                 size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
                 is_alone = own.numel() == size
                 if size < 2 or (axis < 0 and (is_alone or size == rows)):
                     continue  # it is counted by its first axis
                 may_share = is_alone or axis < 0
                 if any(w % size == 0 if may_share else w == size for w in widths):
-                    found.setdefault(axis % own.dim(), []).append(name)
-        return tuple(Shard(path, tuple(names), axis) for axis, names in found.items())
+                    found.setdefault((at, axis % own.dim()), []).append(name)
+        return tuple(Shard(at, tuple(names), axis) for (at, axis), names in found.items())
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
         """The producers, as one block each, and as packed as what takes them apart says."""

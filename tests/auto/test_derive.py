@@ -765,3 +765,26 @@ def test_what_one_class_makes_in_a_loop_is_checkpointed_in_all_its_instances(tmp
     found = derived(tmp_path, STACKED, step)
     for path in ("encoder", "decoder"):
         assert f's["{path}.block"][:ckpt_ratio].checkpoint()\n' in found.text
+
+
+def test_heads_are_split_on_two_ranks_or_not_at_all(tmp_path):
+    """With what the module has for each head in a module beside the layers."""
+    source, file = tmp_path / "net.py", tmp_path / "step.py"
+    apart = "class Sinks(nn.Module):\n    def __init__(self, heads):\n        super().__init__()\n"
+    apart += "        self.sinks = nn.Parameter(torch.zeros(heads))\n\n    def forward(self):\n"
+    apart += "        return self.sinks.view(1, -1, 1, 1)\n\n\nclass Attention"
+    source.write_text(
+        SINKS.replace("class Attention", apart, 1)
+        .replace("self.sinks = nn.Parameter(torch.zeros(heads))\n\n    def forward(self, x)", "SET")
+        .replace("SET", "self.apart = Sinks(heads)\n\n    def forward(self, x)")
+        .replace("self.sinks.view(1, -1, 1, 1).expand", "self.apart().expand")
+    )
+    file.write_text(STEP.replace("WIDTH", "1024"))
+    split = shards(derive(str(source), str(file)).text)
+    assert 'attention.apart "sinks", axis=0' in split
+    assert 'attention.{query,key,value} ["weight", "bias"], axis=0' in split
+    file.write_text(STEP.replace("WIDTH, 8", "1008, 9"))
+    text = derive(str(source), str(file)).text
+    assert not shards(text) and "of which 2 ranks cannot have the same number" in " ".join(
+        text.replace("#", "").split()
+    )
