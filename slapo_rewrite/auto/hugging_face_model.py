@@ -123,7 +123,9 @@ def steps_of(cls: Any) -> Iterator[Step]:
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
         own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
-        if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes:
+        # Who makes inputs up for it looks for the vocabulary in its configuration itself.
+        has_words = isinstance(getattr(config, "vocab_size", None), int)
+        if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes and has_words:
             yield own
         for inputs in _made_up(takes, main, cls.__name__):
             yield replace(own, inputs=_filled(inputs, model.config))

@@ -158,6 +158,12 @@ def test_both_towers_of_a_contrastive_model_are_trained_and_split():
     assert not any("patch_embedding" in each for each in split)
 
 
+def test_inputs_are_written_where_only_a_part_of_the_configuration_has_words():
+    step = next(steps_of(transformers.Gemma3ForConditionalGeneration))
+    assert "model.config.text_config.vocab_size" in (step.inputs or {})["labels"]
+    assert next(steps_of(transformers.Gemma3ForCausalLM)).inputs is None
+
+
 def test_a_twin_has_what_its_backbone_gives_out():
     step = next(steps_of(transformers.RTDetrV2ForObjectDetection))
     assert "out_features=['stage2', 'stage3', 'stage4']" in step.twin
