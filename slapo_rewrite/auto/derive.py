@@ -15,6 +15,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.auto import hugging_face_model, plain_model
 from slapo_rewrite.auto.flow import Flow, are_layers, flow_of
+from slapo_rewrite.auto.hugging_face_model import is_one
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
@@ -30,7 +31,7 @@ from slapo_rewrite.schedule.source_module import import_source
 
 ADVICE = (
     "write model(m), inputs(model) and, if the model computes no loss, loss(outputs) into a file, "
-    "and give it: --schedule auto:FILE.py"
+    "with verify_model(m) for a small one of a large model, and give it: --schedule auto:FILE.py"
 )
 
 
@@ -40,19 +41,17 @@ class Derived:
 
     Attributes:
         text: The file's text.
-        head: What stands before `schedule` in it.
         title: What the model is.
         groups: What is split.
         share: The share of its parameters that is split.
-        why: Why nothing is checkpointed, where that is so.
+        others: What is said of other models of the source, each in words.
     """
 
     text: str
-    head: str
     title: str
     groups: tuple[Group, ...]
     share: float
-    why: str
+    others: tuple[str, ...]
 
 
 @collector_paused()
@@ -69,7 +68,11 @@ def derive(source: str, wanted: str = "") -> Derived:
     """
     path, name = locate(source)
     module = import_source(SourceFile.read(path, name))
-    step = _given(wanted, module) if wanted.endswith(".py") else _made_up(source, module, wanted)
+    others: tuple[str, ...] = ()
+    if wanted.endswith(".py"):
+        step = _given(wanted, module)
+    else:
+        step, others = _made_up(source, module, wanted)
     oracle = Oracle(source, step)
     model, inputs = oracle.small()
     flow = flow_of(model.train(), inputs, oracle.project.tree.root.live)
@@ -77,11 +80,13 @@ def derive(source: str, wanted: str = "") -> Derived:
     lists, uncounted, why = _lists(oracle, flow, found)
     cuts = bool(lists) and oracle.refusal(["s.cut_evenly(2)"]) is None
     head, title = step.text(), step.title
+    if isinstance(step, Given):
+        title = f"{type(model).__name__} as {Path(step.title).name} builds it"
     while True:
         text = schedule_text(title, head, found, lists, uncounted, cuts, why)
         refused = _refused(source, text)
         if refused is None:
-            return Derived(text, head, title, found.groups, found.share, why)
+            return Derived(text, title, found.groups, found.share, others)
         if not found.groups:
             raise refused
         found = _without_one(found, refused, oracle.project.tree.root)
@@ -104,7 +109,12 @@ def _given(wanted: str, module: types.ModuleType) -> Step:
         ) from error
 
 
-def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
+def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, tuple[str, ...]]:
+    """A step of the first model that runs, and what is said of others: those before it, and after.
+
+    Raises:
+        ScheduleError: There is none.
+    """
     classes = [
         value
         for value in vars(module).values()
@@ -112,6 +122,11 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
         and issubclass(value, nn.Module)
         and value.__module__ == module.__name__
     ]
+    if not classes:
+        raise errors.ScheduleError(
+            f"`{source}` defines no model: none of its own classes is a torch.nn.Module",
+            hint="give the file or module that defines the model's class",
+        )
     if wanted:
         named = {cls.__name__: cls for cls in classes}
         if wanted not in named:
@@ -121,15 +136,27 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> Step:
             )
         classes = [named[wanted]]
     reasons: dict[str, str] = {}
+    without_loss: Step | None = None
     for cls, steps in _attempts(classes, module):
+        if without_loss is not None and not is_one(cls):
+            break
         try:
             step, why = first_that_runs(steps, module)
         except Exception as error:  # the user's own constructors
             step, why = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if step is not None:
-            return step
-        reasons[cls.__name__] = why
-    said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items() if why)
+        if step is not None and (step.has_loss or not is_one(cls)):
+            passed = [f"not `{name}`: {no}" for name, no in reasons.items()]
+            further = plain_model.in_order(classes, module) if not is_one(cls) else ()
+            beside = [c.__name__ for c in further if c is not cls and c.__name__ not in reasons]
+            if beside:
+                passed.append(f"also there: {', '.join(beside)} (--schedule auto:NAME)")
+            return step, tuple(passed)
+        if step is not None:  # another head may compute the loss that it is trained by
+            without_loss, why = without_loss or step, "it computes no loss of made-up inputs"
+        reasons[cls.__name__] = why or "what to give it is not known"
+    if without_loss is not None:
+        return without_loss, ()
+    said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
     raise errors.ScheduleError(
         f"no model of `{source}` runs a training step on made-up inputs"
         + (f" ({said})" if said else ""),

@@ -218,7 +218,7 @@ class _Recorder(TorchFunctionMode):
         for path, module in self.model.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
                 pattern = pattern_of(self.model, path, self.flow.apart)
-                if any(is_column(split) for split in (splits_of(module) or {}).values()):
+                if is_table(module) or any(map(is_column, (splits_of(module) or {}).values())):
                     watched.append((module, *self._of_layer(module, pattern, path)))
                 else:
                     watched.append((module, self._of_other(pattern), None))
@@ -226,8 +226,8 @@ class _Recorder(TorchFunctionMode):
             yield
 
     def _of_layer(self, module: nn.Module, pattern: str, path: str) -> tuple[Any, Any]:
-        is_table = isinstance(module, nn.Embedding)
-        kinds = self.flow.tables if is_table else self.flow.layers
+        looks_up = is_table(module)
+        kinds = self.flow.tables if looks_up else self.flow.layers
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.depth += 1
@@ -238,14 +238,14 @@ class _Recorder(TorchFunctionMode):
             given = next(iter(tensors((args, kwargs))), None)
             if given is not None:
                 passage.width += given.numel()
-                passage.rows += given.numel() // max(1, given.shape[-1] if not is_table else 1)
-            if not is_table:
+                passage.rows += given.numel() // max(1, given.shape[-1] if not looks_up else 1)
+            if not looks_up:
                 self.flow.sources.setdefault(pattern, set()).update(self._sources((args, kwargs)))
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             self.depth -= 1
             if not self.depth:
-                self._note(output, frozenset() if is_table else frozenset({pattern}))
+                self._note(output, frozenset() if looks_up else frozenset({pattern}))
 
         return enter, leave
 
@@ -256,6 +256,12 @@ class _Recorder(TorchFunctionMode):
                 self.flow.between.setdefault(pattern, set()).update(found)
 
         return enter
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a layer looks rows up that may be split."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return isinstance(module, kinds) and ("weight", 0) in (splits_of(module) or {})
 
 
 def is_column(split: Split) -> bool:

@@ -21,6 +21,8 @@ HEADS = (
     *("ForAudioClassification", "ForSequenceClassification", "ForSemanticSegmentation"),
     *("ForObjectDetection", "ForTokenClassification", "ForQuestionAnswering"),
 )
+# An argument of models that learn which text goes with which image: heads come later, if at all.
+CONTRASTIVE = "return_loss"
 # How many heads are tried.
 MOST_HEADS = 4
 # How many layers a small model may have.
@@ -30,9 +32,14 @@ SMALL_IMAGE = 64
 
 # Arguments of a `forward` by the names that they have everywhere, with what may be given for them.
 # `$name` is a number of the configuration, or of a part of it; `$name:3` is 3 where there is none.
+TOKENS = "torch.randint(3, $vocab_size, (2, 16))"
+# What ends in the token that stands for all of the text, as a text tower's row does.
+ENDED = (
+    "torch.cat((torch.randint(3, $vocab_size, (2, 15)), torch.full((2, 1), $eos_token_id:2)), 1)"
+)
 ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "input_ids": ("torch.randint(3, $vocab_size, (2, 16))",),
-    "decoder_input_ids": ("torch.randint(3, $vocab_size, (2, 16))",),
+    "input_ids": (TOKENS,),
+    "decoder_input_ids": (TOKENS,),
     "pixel_values": (
         "torch.randn(2, $num_channels:3, $image_size:64, $image_size:64)",
         "torch.randn(2, $num_channels:3, $image_size:224, $image_size:224)",
@@ -62,15 +69,16 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "bool_masked_pos": (
         "torch.zeros(2, ($image_size:224 // $patch_size:16) ** 2, dtype=torch.bool)",
     ),
-    "inputs": ("torch.randint(3, $vocab_size, (2, 16))",),
+    "inputs": (TOKENS,),
+    CONTRASTIVE: ("True",),
 }
 # Labels, for heads that are not of text, by what the name of the class says.
 LABELS: dict[str, str] = {
     "Classification": "torch.randint($num_labels, (2,))",
     "SemanticSegmentation": "torch.randint($num_labels, (2, $image_size:64, $image_size:64))",
     "CTC": "torch.randint(3, $vocab_size, (2, 4))",
-    "SpeechSeq2Seq": "torch.randint(3, $vocab_size, (2, 16))",
-    "ConditionalGeneration": "torch.randint(3, $vocab_size, (2, 16))",
+    "SpeechSeq2Seq": TOKENS,
+    "ConditionalGeneration": TOKENS,
 }
 
 
@@ -79,14 +87,15 @@ def is_one(cls: type) -> bool:
     return getattr(cls, "config_class", None) is not None
 
 
-def in_order(classes: list[type]) -> list[type]:
+def in_order(classes: list[Any]) -> list[Any]:
     """The models among these classes, the one that people train most first."""
     models = [cls for cls in classes if is_one(cls)]
 
-    def rank(cls: type) -> tuple[int, int]:
+    def rank(cls: Any) -> tuple[int, int]:
         suffix = next((i for i, s in enumerate(HEADS) if cls.__name__.endswith(s)), len(HEADS))
-        base = 2 if cls.__name__.endswith("PreTrainedModel") else "For" not in cls.__name__
-        return suffix, int(base)
+        if CONTRASTIVE in inspect.signature(cls.forward).parameters:
+            suffix = -1
+        return suffix, int("For" not in cls.__name__)
 
     built = [cls for cls in models if not cls.__name__.endswith("PreTrainedModel")]
     return sorted(built, key=rank)[:MOST_HEADS]
@@ -114,7 +123,9 @@ def steps_of(cls: Any) -> Iterator[Step]:
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
         own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
-        if "input_ids" in takes and main == "input_ids":
+        # Who makes inputs up for it looks for the vocabulary in its configuration itself.
+        has_words = isinstance(getattr(config, "vocab_size", None), int)
+        if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes and has_words:
             yield own
         for inputs in _made_up(takes, main, cls.__name__):
             yield replace(own, inputs=_filled(inputs, model.config))
@@ -139,11 +150,12 @@ def _made_up(
     """What the arguments of `forward` may be given: those needed first, then all known ones."""
     needed = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
     wanted = [n for n in {main: 0, **dict.fromkeys(needed[1:])} if n in takes]
-    known = [n for n in ARGUMENTS if n in takes]
+    arguments = ARGUMENTS | ({"input_ids": (ENDED,)} if CONTRASTIVE in takes else {})
+    known = [n for n in arguments if n in takes]
     for names in (wanted, [*dict.fromkeys([*wanted, *known])]):
-        if not names or any(name not in ARGUMENTS for name in names):
+        if not names or any(name not in arguments for name in names):
             continue
-        for texts in itertools.product(*(ARGUMENTS[name] for name in names)):
+        for texts in itertools.product(*(arguments[name] for name in names)):
             given = dict(zip(names, texts, strict=True))
             labels = next((t for n, t in LABELS.items() if n in name), None)
             if labels is not None and "labels" in takes:

@@ -44,7 +44,7 @@ class Oracle:
             file.write_text(f"{self.head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
-        self._records = Records()
+        self._records = Records(worlds=(2,))  # what is split is to run on two ranks
         self.asked = 0
 
     def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:

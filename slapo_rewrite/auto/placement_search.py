@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.auto.flow import Flow, components, is_column, is_row, pattern_of, together
+from slapo_rewrite.auto.flow import (
+    Flow,
+    components,
+    is_column,
+    is_row,
+    is_table,
+    pattern_of,
+    together,
+)
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.shard_groups import (
     Cube,
@@ -95,7 +103,7 @@ class Search:
         for kinds in (self.flow.layers, self.flow.tables):
             for pattern in list(kinds):
                 modules = self.modules.get(pattern, ())
-                if not modules or not all(_has_column(module) for module in modules):
+                if not modules or not all(is_table(m) or _has_column(m) for m in modules):
                     del kinds[pattern]
                     self.flow.sources.pop(pattern, None)
         for sources in (*self.flow.sources.values(), *self.flow.between.values()):
@@ -217,14 +225,17 @@ class Search:
     def _enough(self, groups: list[Group]) -> list[Group]:
         """Adds what does not pay, the largest first, while little of the model is split.
 
-        Where nothing pays at all, as in a small stand-in for the model that is meant, everything is
-        split.
+        Where nothing pays at all, or no layer but tables of words, as in a small stand-in for the
+        model that is meant, everything is split, or all layers of a list.
         """
         least = LEAST_SHARE if groups else 1.0
+        has_tables_alone = bool(groups) and all(group.rows for group in groups)
         known = {pattern for group in groups for pattern in group.patterns}
         left = [pair for pair in self._components() if self._worth(*pair) <= 0]
+        if has_tables_alone:
+            left = [pair for pair in left if any("*" in p for p in pair[0] | pair[1])]
         left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
-        while left and sum(g.parameters for g in groups) < least * self.total:
+        while left and (has_tables_alone or sum(g.parameters for g in groups) < least * self.total):
             # What was refused elsewhere in the model is tried last.
             hopeful = [pair for pair in left if self._way.get(shape_of(*pair), 0) is not None]
             producers, consumers = pair = (hopeful or left)[-1]
@@ -316,7 +327,7 @@ class Search:
             if sources and sources <= producers and pattern in self.modules
         ]
         yield from self._ways(producers, consumers, between)
-        if len(producers) > 2:  # one of them may be what does not fit
+        if len(producers) > 1:  # one of them may be what does not fit
             for one in sorted(producers, key=lambda p: self._size([p])):
                 yield from self._ways(producers - {one}, consumers, between)
 
@@ -346,23 +357,27 @@ class Search:
     def _for_each_head(self, path: str, producers: Iterable[str], axis: int) -> tuple[Shard, ...]:
         """What the module around a component has for each head or feature: sinks, scales, tables.
 
+        It may have them in a module of their own that is given none of the component's results.
+
         Args:
             path: The module.
             producers: The layers of the component that give parts.
             axis: Which axis counts heads, the first one or the last.
         """
         widths = [self._sizes(pattern)[1] for pattern in producers]
-        found: dict[int, list[str]] = {}
-        for module in self.modules.get(path, ())[:1]:
-            for name, own in module.named_parameters(recurse=False):
+        found: dict[tuple[str, int], list[str]] = {}
+        inside = [p for p in self.modules if p.startswith(f"{path}.") and path]
+        beside = [p for p in inside if not self.flow.between.get(p) and p not in self.flow.tables]
+        for at in (path, *(p for p in beside if splits_of(self.modules[p][0]) is None)):
+            for name, own in self._first_of[at].live.named_parameters(recurse=False):
                 size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
                 is_alone = own.numel() == size
                 if size < 2 or (axis < 0 and (is_alone or size == rows)):
                     continue  # it is counted by its first axis
                 may_share = is_alone or axis < 0
                 if any(w % size == 0 if may_share else w == size for w in widths):
-                    found.setdefault(axis % own.dim(), []).append(name)
-        return tuple(Shard(path, tuple(names), axis) for axis, names in found.items())
+                    found.setdefault((at, axis % own.dim()), []).append(name)
+        return tuple(Shard(at, tuple(names), axis) for (at, axis), names in found.items())
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
         """The producers, as one block each, and as packed as what takes them apart says."""
@@ -500,7 +515,7 @@ class Search:
             if p not in taken and p in self.modules and (self._pays(p) or not paying)
         ]
         sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
-        heads = [
+        ends = [
             shard
             for p in self.flow.ends
             if p not in taken
@@ -508,17 +523,20 @@ class Search:
             and (self._sizes(p)[1] in sizes or self._pays(p))
             for shard in self._shards(p, is_column)
         ]
+        heads = [shard for shard in ends if self._sizes(shard.pattern)[1] in sizes]
+        # What has nothing to do with words is split, or refused, by itself.
+        others = [shard for shard in ends if shard not in heads]
         made = {self._sizes(head.pattern)[1] for head in heads}
         words = [t for t in tables if _weight(self.modules[t.pattern][0])[0] in made]
         ways = []
-        for some in (tables, words) if words != tables else (tables,):
-            if self.has_loss and len({head.pattern for head in heads}) == 1:
-                ways.append(Group((*some, *heads), head=heads[0].pattern))
-            ways.append(Group((*some, *heads)))
+        for some, own in ((tables, heads), (words, heads), ((), others)):
+            if self.has_loss and len({head.pattern for head in own}) == 1:
+                ways.append(Group((*some, *own), head=own[0].pattern))
+            ways.append(Group((*some, *own)))
         ways += [Group(tuple(heads)), *(Group((t,)) for t in tables)]
         found: list[Group] = []
         known: set[str] = set()
-        for group in ways:
+        for group in dict.fromkeys(ways):
             if group.shards and not known & set(group.patterns) and self._legal(group):
                 known |= set(group.patterns)
                 size = self._size(group.patterns)

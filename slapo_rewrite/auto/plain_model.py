@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import itertools
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from slapo_rewrite.auto.step import Step
 from slapo_rewrite.model.meta_build import on_meta
-from slapo_rewrite.model.small_arguments import small_number
+from slapo_rewrite.model.small_arguments import small_heads, small_number
 
 # Arguments of a `forward` that make it compute a loss.
 TARGETS = ("labels", "targets", "target", "label", "y")
@@ -63,13 +62,20 @@ def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
 def _arguments(cls: Any, module: types.ModuleType, small: bool) -> str:
     """The arguments that a constructor is given: those without a default, or small ones."""
     given = []
-    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+    named = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    heads = _heads(named) if small else {}
+    for parameter in named:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        text = _argument(parameter, module, small)
+        text = heads.get(parameter.name) or _argument(parameter, module, small)
         if text is not None:
             given.append(f"{parameter.name}={text}")
     return ", ".join(given)
+
+
+def _heads(named: Iterable[inspect.Parameter]) -> dict[str, str]:
+    counts = {each.name: each.default for each in named if type(each.default) is int}
+    return {name: str(number) for name, number in small_heads(counts).items()}
 
 
 def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: bool) -> str | None:
@@ -82,13 +88,12 @@ def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: boo
             named = [v for n, v in known.items() if n.lower().endswith(("config", "args"))]
             config = next((v for v in named if isinstance(v, type)), None)
     if config is not None and parameter.default is parameter.empty:
-        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         inner = []
+        fields = inspect.signature(config).parameters.values()
+        heads = _heads(fields) if small else {}
         for field in fields:
-            is_made = field.default_factory is not dataclasses.MISSING
-            needed = field.default is dataclasses.MISSING and not is_made
-            value = _smaller(field.name, parameter.empty if needed else field.default)
-            if value is not None and (small or needed):
+            value = heads.get(field.name) or _smaller(field.name, field.default)
+            if value is not None and (small or field.default is field.empty):
                 inner.append(f"{field.name}={value}")
         return f"m.{config.__name__}({', '.join(inner)})"
     if parameter.default is parameter.empty:

@@ -55,7 +55,7 @@ def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
     seal = _SEAL.format(version=__version__, source=given, digest=_digest(text))
     file.write_text(f"{text}\n{seal}", encoding="utf-8")
     split = f"{derived.share:.0%} of the parameters are split"
-    return WorkedOut(file, f"wrote {file}: {derived.title}; {split}")
+    return WorkedOut(file, f"wrote {file}: {'; '.join((derived.title, split, *derived.others))}")
 
 
 def _known(file: Path) -> tuple[str, str]:

@@ -223,7 +223,10 @@ def _reason(group: Group) -> str:
         more = len({*group.patterns}) > 1 and not {*group.results} <= {*group.patterns}
         beside = " and of what runs beside them, and the sum of all is taken once" if more else ""
         return f"{size}: each rank has a part of every expert{beside}."
-    if len({*map(with_wildcards, group.patterns)}) == 1:
+    roles: dict[str, list[str]] = {}
+    for shard in group.shards:
+        roles.setdefault(shard.pattern, []).append(shard.arguments())
+    if len({*map(tuple, roles.values())}) == 1:
         return f"{size}, whose results are put together."
     once = "; the gradient of what goes in is summed once" if group.summed else ""
     return f"{size}: outputs are split, then inputs, and what comes out is summed{once}."

@@ -14,6 +14,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.schedule.load import syntax_span
 
 OWN_LOSS = "What the model computes itself."
@@ -55,7 +56,7 @@ class Step:
             for module in modules
         ]
         if self.inputs is not None:
-            lines = ["import torch", *(["", *lines] if lines else [])]
+            lines = ["import torch", *lines]
         parts = ["\n".join(lines)] if lines else []
         parts.append(f'def model(m):\n    """{self.title}."""\n    return {self.model}')
         if self.twin is not None:
@@ -156,12 +157,12 @@ def tried(
         first = (str(error).splitlines() or [""])[0]
         raise DoesNotRun(f"{type(error).__name__}: {first}") from error
     if step.loss is None and not _has_loss(schedule, outputs, inputs):
-        return replace(step, loss=_stand_in(outputs))
+        return replace(step, loss=_stand_in(outputs, model))
     return step
 
 
 def _check_small(inputs: Mapping[str, Any]) -> None:
-    numbers = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
+    numbers = sum(tensor.numel() for tensor in tensors(inputs))
     if numbers > MOST_NUMBERS:
         raise DoesNotRun(
             f"inputs made up for it hold {numbers} numbers, too many for a small model"
@@ -175,15 +176,26 @@ def _has_loss(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> bool:
         return False
 
 
-def _stand_in(outputs: Any) -> str:
+def _stand_in(outputs: Any, model: nn.Module) -> str:
     """An expression for a number that depends on what a model returns.
+
+    It is of what depends on most of the parameters: a number that is returned beside may say how
+    many codes were used.
 
     Raises:
         DoesNotRun: Nothing that it returns has a gradient.
     """
     named = [(n, t) for n, t in _named(outputs, "outputs") if t.requires_grad]
-    # Of logits that are masked nothing could be compared: they are infinite.
-    for name, tensor in sorted(named, key=lambda p: (not p[1].isfinite().all(), p[1].numel() != 1)):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def order(pair: tuple[str, torch.Tensor]) -> tuple[bool, int, bool]:
+        tensor = pair[1]
+        found = torch.autograd.grad(tensor.sum(), parameters, retain_graph=True, allow_unused=True)
+        reached = sum(each is not None for each in found)
+        # Of logits that are masked nothing could be compared: they are infinite.
+        return not tensor.isfinite().all(), -reached, tensor.numel() != 1
+
+    for name, tensor in sorted(named, key=order):
         # A mean of squares would say nothing: it is the same for all that a layer norm returns.
         return name if tensor.numel() == 1 else f"{name}.float().square().add(1).sqrt().mean()"
     raise DoesNotRun("nothing that the model returns has a gradient")

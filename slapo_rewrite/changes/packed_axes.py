@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slapo_rewrite import errors
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
 from slapo_rewrite.changes.placement import Placement
@@ -26,7 +27,7 @@ from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
 from slapo_rewrite.sharding import Place
-from slapo_rewrite.sharding.packed_parts import reduced
+from slapo_rewrite.sharding.packed_parts import described, reduced
 
 # A sum of products of names: how often each is in it.
 _Sum = Counter[tuple[str, ...]]
@@ -258,14 +259,30 @@ def place_blocks(
         shard: What was asked.
         site: Where it is made; None where a class of its own makes it.
         size: The expression there for the size of the axis.
+
+    Raises:
+        UnfollowableSize: Blocks were seen in a small model only, which may have others.
     """
     full = getattr(node.live, shard.name).shape[shard.axis]
-    if site is None:
-        return _fixed(shard, full)
-    classes = to.files.of_file(site.file).classes
     cuts = [(place, number) for path, place, number in to.followed.cuts if path == node.path]
-    writer = _BlockWriter(to.files.sources, classes, node, site)
-    return writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
+    if site is None:
+        found, is_told = _fixed(shard, full), not cuts
+    else:
+        classes = to.files.of_file(site.file).classes
+        writer = _BlockWriter(to.files.sources, classes, node, site)
+        found = writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
+        is_told = isinstance(found, Packed)
+    if found is not None and to.followed.is_of_small and not is_told:
+        blocks = described(_sizes(shard, full))
+        raise errors.UnfollowableSize(
+            f"`{node.path}` fits {blocks} in the small model that verification runs, and what "
+            "takes it apart does not tell that these are the model's own",
+            at=next((to.files.span(place) for place, _ in cuts), None),
+            cause=shard.cause,
+            hint="build a small one in `verify_model` whose sizes are in the model's own ratios, "
+            "and give `parts` the sizes of the blocks",
+        )
+    return found
 
 
 def _fixed(shard: Shard, full: int) -> Packed | PackedSizes | None:

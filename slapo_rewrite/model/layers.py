@@ -124,6 +124,7 @@ SHARES: dict[str, tuple[str, str | None]] = {
     "ColumnParallelConv1D": ("nf", None),
     "RowParallelConv1D": ("nx", None),
     "VocabParallelEmbedding": ("num_embeddings", "full_num_embeddings"),
+    "VocabParallelEmbeddingBag": ("num_embeddings", "full_num_embeddings"),
     "ColumnParallelEmbedding": ("embedding_dim", None),
     "ParallelMultiheadAttention": ("num_heads", "num_heads"),
     "ParallelTransformerEncoderLayer": ("nhead", "nhead"),
@@ -172,6 +173,13 @@ _EMBEDDING = Split(
     "partition",
     has_input_gradient=False,
     arguments=_TABLE,
+)
+_BAG = Split(
+    "embedding_bag",
+    "VocabParallelEmbeddingBag",
+    "partial sum",
+    has_input_gradient=False,
+    arguments=(*_TABLE[:2], "mode", "include_last_offset", *_TABLE[3:]),
 )
 
 _CONVOLUTION = (
@@ -264,6 +272,7 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
         ("weight", 0): _VOCABULARY,
         ("weight", 1): _EMBEDDING,
     },
+    "torch.nn.modules.sparse.EmbeddingBag": {("weight", 0): _BAG},
     # The weight of transformers' Conv1D is that of a linear layer, transposed.
     "transformers.pytorch_utils.Conv1D": {
         ("weight", 1): _COLUMN_CONV1D,
@@ -335,8 +344,8 @@ def size_of(layer: Layer, call: ast.Call) -> ast.expr | None:
 def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
     """How a module can be split by what its class is or is derived from; None where none can."""
     base = base_of(type(module))
-    if base is None:
-        return None
+    if base is None or (isinstance(module, nn.EmbeddingBag) and module.mode == "max"):
+        return None  # the largest values of parts do not add up
     if (split := _AS_ONE.get(qualified(base))) is not None:
         inner = inner_of(module).items()
         return {(f"{path}.{name}".lstrip("."), axis): split for (path, name), (axis, _) in inner}

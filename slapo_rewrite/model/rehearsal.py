@@ -21,13 +21,14 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
-from slapo_rewrite.model.results import result_pairs
+from slapo_rewrite.model.results import result_pairs, tensors
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
 from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
@@ -332,7 +333,7 @@ def _reference(
             model = model.to(dtype)
             inputs = small_model.training_inputs(schedule, model, whole)
             inputs = _in_dtype(inputs, dtype)
-            elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
+            elements = sum(tensor.numel() for tensor in tensors(inputs))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
                 raise TooLargeError
             with torch.no_grad():
@@ -400,15 +401,15 @@ def _check_start(
 
 def _in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Inputs of a step, those that are floats in another dtype."""
-    return {k: v.to(dtype) if _is_floating(v) else v for k, v in inputs.items()}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return dict(tree_map_only(torch.Tensor, cast, dict(inputs)))
 
 
 def _size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:

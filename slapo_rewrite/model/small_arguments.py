@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,7 +27,9 @@ from .meta_build import on_meta
 
 # Small numbers for arguments of constructors, by a part of their names; the first that fits.
 HEADS = {"head_dim": 16, "head_size": 16, "dim_head": 16, "d_head": 16, "kv_head": 2, "head": 4}
-COUNTS = {"layer": 12, "depth": 12, "expert": 4, "inner": 128, "ff": 128, "mlp": 128}
+COUNTS = {
+    "layer": 12, "depth": 12, "expert_dim": 32, "expert": 4, "inner": 128, "ff": 128, "mlp": 128,
+}  # fmt: skip
 WIDTHS = {
     "hidden": 64, "dim": 64, "d_model": 64, "width": 64, "embd": 64, "embed": 64, "channel": 64,
 }  # fmt: skip
@@ -35,6 +38,7 @@ DATA = {
     "position": 64, "patch": 8, "image": 32, "img": 32,
 }  # fmt: skip
 SMALL = {**HEADS, **DATA, **COUNTS, **WIDTHS, "size": 64}
+IN_RATIO = "<heads>"  # in a table: heads are in the ratio that they are in
 OTHER = {"": 64}  # whatever a number is called
 # What inputs that are made for the full model may count on is left as it is from the second on.
 FEW = {"layer": 4, "depth": 4}
@@ -55,6 +59,31 @@ def small_number(name: str, default: float, small: Mapping[str, int] = SMALL) ->
     """A smaller number for an argument; None where its own may stay."""
     value = next((v for part, v in small.items() if part in name.lower()), None)
     return None if value is None or default <= value else value
+
+
+def small_heads(counts: Mapping[str, int]) -> dict[str, int]:
+    """Fewer heads in the ratio in which they are, where those of several are counted.
+
+    Keys that several queries share: a packed layer is split in blocks of that ratio.
+
+    Args:
+        counts: Numbers by the names of what they are given for, heads among them.
+
+    Returns:
+        The heads alone; empty where there is one number of them, or none that is smaller.
+    """
+    heads = {
+        name: count
+        for name, count in counts.items()
+        if "head" in name.lower()
+        and not any(part in name.lower() for part in ("dim", "size"))
+        and count > 0
+    }
+    if len({*heads.values()}) < 2:
+        return {}
+    fewest, most, common = min(heads.values()), max(heads.values()), math.gcd(*heads.values())
+    by = [n for n in range(2, common + 1) if common % n == 0 and fewest >= 2 * n and most >= 4 * n]
+    return {name: count // by[-1] for name, count in heads.items() if by}
 
 
 def supply(schedule: Any, module: types.ModuleType, largest: int) -> bool:
@@ -129,6 +158,8 @@ def _classes(model: nn.Module) -> set[tuple[str, str]]:
 
 def _tables() -> Iterator[Mapping[str, int]]:
     for small in WAYS:
+        if HEADS.keys() <= small.keys():
+            yield {IN_RATIO: 0, **small}
         yield small
         if WIDTHS.keys() <= small.keys():
             yield {
@@ -154,8 +185,8 @@ def _given_less(cls: type[nn.Module], small: Mapping[str, int]) -> Iterator[None
         patch.stop()  # what it makes of its own class is made of what it says
         given = inspect.signature(original).bind(self, *args, **kwargs)
         given.apply_defaults()
-        for name, value in list(given.arguments.items())[1:]:
-            given.arguments[name] = _smaller(name, value, small, DEEPEST)
+        named = dict(list(given.arguments.items())[1:])
+        given.arguments.update(_all_smaller(named, small, DEEPEST))
         original(*given.args, **given.kwargs)
 
     patch.new = constructor
@@ -166,18 +197,27 @@ def _given_less(cls: type[nn.Module], small: Mapping[str, int]) -> Iterator[None
         patch.stop()
 
 
+def _all_smaller(named: Mapping[str, Any], small: Mapping[str, int], deep: int) -> dict[str, Any]:
+    """What arguments are given, or what a configuration holds."""
+    numbers = {name: value for name, value in named.items() if type(value) is int}
+    heads = small_heads(numbers) if IN_RATIO in small else {}
+    return {
+        name: heads[name] if name in heads else _smaller(name, value, small, deep)
+        for name, value in named.items()
+    }
+
+
 def _smaller(name: str, value: Any, small: Mapping[str, int], deep: int) -> Any:
     """What an argument is given: a smaller number, or a configuration of smaller ones."""
     if type(value) is int:
         return small_number(name, value, small) or value
-    if type(value) is dict and deep:
-        return {key: _smaller(str(key), item, small, deep - 1) for key, item in value.items()}
+    if type(value) is dict and deep and all(isinstance(key, str) for key in value):
+        return _all_smaller(value, small, deep - 1)
     if not deep or isinstance(value, (type, torch.Tensor, nn.Module)):
         return value
     if not hasattr(value, "__dict__") or callable(value):
         return value
     own = copy.copy(value)
-    for key, item in vars(value).items():
-        # As a frozen dataclass lets nobody else.
-        object.__setattr__(own, key, _smaller(key, item, small, deep - 1))
+    for key, item in _all_smaller(vars(value), small, deep - 1).items():
+        object.__setattr__(own, key, item)  # as a frozen dataclass lets nobody else
     return own

@@ -189,12 +189,18 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
             setattr(config, own, min(value, 64))
         elif name in _AT_MOST and name in numbers:
             setattr(config, own, min(value, _AT_MOST[name]))
-        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif _is_drawn(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
     if layers or depth is not None:
         _shrink_layers(config, depth, layers)
     _shrink_rotary(config)
     _shrink_vocabulary(config)
+
+
+def _is_drawn(name: str) -> bool:
+    """Whether a number says how much of what a step computes is left to chance."""
+    is_masked = name.startswith("mask_") and name.endswith("_prob")  # of speech, which is NumPy's
+    return is_masked or "drop" in name or "jitter" in name
 
 
 def _is_uniform(value: Any) -> bool:

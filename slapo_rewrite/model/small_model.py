@@ -282,7 +282,11 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
     """
     if hasattr(schedule, "inputs"):
         seed_torch(seed)
-        return dict(schedule.inputs(model))
+        inputs = schedule.inputs(model)
+        if not isinstance(inputs, Mapping):
+            made = type(inputs).__name__
+            raise TypeError(f"`inputs` returns {made}, not a dictionary of keyword arguments")
+        return dict(inputs)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.errors import first_line
@@ -59,7 +60,7 @@ def follow_precision(
     found, device = Precisions(), device_of(model)
     if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
         raise CannotCast(ALREADY, None, AS_IT_IS)
-    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(inputs))
     stack, was_training = CallStack(paths, editable), model.training
     try:
         for way in _ways(model):

@@ -118,7 +118,8 @@ class Shard(Primitive):
     Shapes:
         On a rank the axis has its full size divided by the world size. Linear, axis 0 and `Conv1D`,
         axis 1: the output is a partition; the other axis: a partial sum. Embedding, axis 0: a
-        partial sum, axis 1: a partition. Convolutions are as Linear, along the channels. A
+        partial sum, axis 1: a partition; a bag of them, by its rows alone, where it is no largest
+        value. Convolutions are as Linear, along the channels. A
         convolution in groups and the norms take a partition and give one; layer and root mean
         square norms take their statistics over all ranks, and so does a module of one's own whose
         weight is split along the features that its `mean`, `var` or `std` runs over. With fewer

@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
@@ -49,20 +50,18 @@ from slapo_rewrite.sharding.types import (
 
 @dataclass
 class Records:
-    """What is known of a model and its inputs, for as long as they stay.
+    """What is known of a model and its inputs, and asked of it, for as long as they stay.
 
     Attributes:
         runs: Of the whole model, by the layers that it is watched for and by the way through it;
             and by the identities of its modules, of which some are left out at times.
         results: What operations gave.
+        worlds: The world sizes that are tried until one divides every head count.
     """
 
     runs: dict[tuple[frozenset[str], Way, tuple[int, ...]], Trace] = field(default_factory=dict)
     results: KnownResults = field(default_factory=KnownResults)
-
-
-# World sizes that are tried until one divides every head count.
-WORLD_SIZES = (2, 3, 4, 5, 7, 8)
+    worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
 
 
 def propagate(
@@ -89,7 +88,7 @@ def propagate(
     """
     model = tree.root.live
     device = device_of(model)
-    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(inputs))
     training = model.training
     try:
         return _Following(tree, asked, given, editable, records, thorough).run()
@@ -138,7 +137,7 @@ class _Following:
 
     def run(self) -> ShardingResult:
         indivisible: Indivisible | None = None
-        for world in WORLD_SIZES:
+        for world in self.records.worlds:
             try:
                 with pretend_world(world):
                     followed = self._search(Hypothesis())

@@ -17,7 +17,6 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from slapo_rewrite.model.small_model import seed_torch
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding.packed_parts import ratio_of
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.types import (
     CannotFollow,
@@ -115,7 +114,6 @@ class StandIn:
         """What follows in the model, as `follow` says it.
 
         Raises:
-            CannotStandIn: Parts are given by sizes that the small model has not.
             CannotRun: The small model does not run.
             CannotFollow: Something does not fit the sharded sizes.
         """
@@ -126,11 +124,6 @@ class StandIn:
         return self._translated(found)
 
     def _asked(self, asked: ShardingRequest) -> ShardingRequest:
-        packed = [ratio_of(dict(layer.keywords)) for layer in asked.layers.values()]
-        packed += [shard.parts for shards in asked.parameters.values() for shard in shards]
-        if any(len(set(parts)) > 1 for parts in packed):
-            raise CannotStandIn("parts of different sizes may be of other sizes in the small model")
-
         def those_in(values: Mapping[str, Any]) -> dict[str, Any]:
             return {own: values[path] for own, path in self.paths.items() if path in values}
 
@@ -184,6 +177,7 @@ class StandIn:
             },
             cuts={(paths[path], place, number) for path, place, number in found.cuts},
             even=set(),
+            is_of_small=True,
         )
 
     def _path(self, path: str | None) -> str | None:

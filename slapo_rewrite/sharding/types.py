@@ -322,6 +322,7 @@ class ShardingResult:
         questions: Where `forward` asks for values that decide which way it goes.
         unfollowed: Ways through `forward` that were not followed to their end, in words, each with
             its place if it has one.
+        is_of_small: Whether a small model was followed instead, whose sizes may be in other ratios.
     """
 
     sizes: frozenset[Attribute] = frozenset()
@@ -348,6 +349,7 @@ class ShardingResult:
     even: set[int] = field(default_factory=set)
     questions: set[Place] = field(default_factory=set)
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
+    is_of_small: bool = False
 
     def take_in(self, other: ShardingResult) -> bool:
         """Adds what follows on another way; False where a layer's heads would be of two sizes."""

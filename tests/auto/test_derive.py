@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -145,6 +146,24 @@ def test_a_model_of_images_gets_inputs_of_its_own(tmp_path):
     assert "are predicted for 8 rows of `inputs`" in output.files["rewrite.json"]
 
 
+def test_both_towers_of_a_contrastive_model_are_trained_and_split():
+    derived = derive("transformers.models.clip.modeling_clip")
+    assert "return m.CLIPModel(CLIPConfig())" in derived.text
+    assert '"return_loss": True' in derived.text
+    # A text that does not end gives queries and keys no gradient: its first token stands for it.
+    assert "torch.full((2, 1), model.config.text_config.eos_token_id)" in derived.text
+    # The table of words is split, whatever becomes of what else the model returns.
+    split = shards(derived.text)
+    assert 'text_model.embeddings.token_embedding "weight", axis=0' in split
+    assert not any("patch_embedding" in each for each in split)
+
+
+def test_inputs_are_written_where_only_a_part_of_the_configuration_has_words():
+    step = next(steps_of(transformers.Gemma3ForConditionalGeneration))
+    assert "model.config.text_config.vocab_size" in (step.inputs or {})["labels"]
+    assert next(steps_of(transformers.Gemma3ForCausalLM)).inputs is None
+
+
 def test_a_twin_has_what_its_backbone_gives_out():
     step = next(steps_of(transformers.RTDetrV2ForObjectDetection))
     assert "out_features=['stage2', 'stage3', 'stage4']" in step.twin
@@ -220,6 +239,28 @@ def test_a_stand_in_says_something_of_what_is_normalised():
     assert x.grad.abs().max() > 1e-3
 
 
+def test_a_stand_in_is_of_what_most_parameters_make():
+    class Quantizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes, self.encoder = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"perplexity": self.codes(x).sum(), "states": self.encoder(self.codes(x))}
+
+    module = SimpleNamespace(Quantizer=Quantizer)
+    step = tried(Step("", (), "m.Quantizer()", inputs={"x": "torch.randn(2, 4)"}), module)
+    assert step.loss == 'outputs["states"].float().square().add(1).sqrt().mean()'.replace('"', "'")
+    assert not step.has_loss
+
+
+def test_a_head_that_computes_a_loss_comes_first(tmp_path):
+    text = derive("transformers.models.wav2vec2.modeling_wav2vec2").text
+    assert "m.Wav2Vec2ForCTC(" in text and "def loss(" not in text
+    assert '"labels": torch.randint(' in text
+    assert "mask_time_prob=0.0" in text  # drawn by NumPy, as dropout is by torch
+
+
 def test_the_class_may_be_named(tmp_path):
     named = derive("transformers.models.bert.modeling_bert", "BertForSequenceClassification")
     assert "m.BertForSequenceClassification(" in named.text
@@ -266,6 +307,139 @@ def test_a_file_that_does_not_say_a_step_is_refused(text, said, advice, tmp_path
     with pytest.raises(errors.ScheduleError, match=said) as refused:
         derive(str(source), str(file))
     assert advice in (refused.value.hint or "")
+
+
+GATED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Scales(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(2, size))
+
+    def forward(self, x):
+        return torch.einsum("btd,hd->bthd", x, self.gamma).unbind(-2)
+
+
+class Unit(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.hidden = nn.Linear(width, 4 * width)
+        self.base = nn.Linear(width, 16)
+        self.scales = Scales(16)
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        value, gate = F.silu(self.hidden(x)).chunk(2, -1)
+        query, key = self.scales(self.base(x))
+        weights = torch.relu(query @ key.transpose(1, 2)).square()
+        return x + self.out(weights @ value * gate)
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size=VOCABULARY, width=WIDTH, depth=4):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, width)
+        self.units = nn.ModuleList([Unit(width) for _ in range(depth)])
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, ids, targets):
+        x = self.words(ids)
+        for unit in self.units:
+            x = unit(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "pays"),
+    [("203", "1024", True), ("50000", "64", False)],  # what is small stands for a larger model
+)
+def test_a_producer_that_all_ranks_need_stays_whole(vocabulary, width, pays, tmp_path):
+    source = tmp_path / "net.py"
+    source.write_text(GATED.replace("VOCABULARY", vocabulary).replace("WIDTH", width))
+    text = derive(str(source)).text
+    assert {
+        '*.hidden ["weight", "bias"], axis=0, parts=2',
+        '*.out "weight", axis=1',
+    } <= shards(text)
+    assert "units.*.base" not in str(shards(text))
+    assert ("takes longer than it saves, and is for memory" in text) != pays
+    assert ('s["words"]' in text) != pays
+
+
+def test_which_models_there_are_is_said(tmp_path, capsys):
+    source, step = tmp_path / "net.py", ["--schedule", "auto", "-o", str(tmp_path / "out")]
+    source.write_text("import torch\n")
+    assert main([str(source), *step]) == 2
+    assert "defines no model" in capsys.readouterr().err
+    pair = "class Pair(nn.Module):\n    def __init__(self, first, second):\n        "
+    pair += "super().__init__()\n        self.first = first\n\n    def forward(self, x):\n"
+    other = MLP.partition("class")[2].replace("MLP", "Other")
+    source.write_text(f"{MLP}\n\nclass{other}\n\n{pair}        return self.first(x)\n")
+    assert main([str(source), *step]) == 0
+    said = capsys.readouterr().err
+    assert "Other as its constructor has it; 100%" in said
+    assert "not `Pair`: what to give it is not known" in said
+    assert "also there: MLP (--schedule auto:NAME)" in said
+
+
+BAGS = """\
+import torch
+from torch import nn
+
+
+class Clicks(nn.Module):
+    def __init__(self, sizes=(5000, 3000), dim=16, mode="sum"):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(n, dim, mode=mode) for n in sizes)
+        self.top = nn.Sequential(nn.Linear(2 * dim, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, ids, offsets):
+        looked_up = [table(i, o) for table, i, o in zip(self.tables, ids, offsets)]
+        return self.top(torch.cat(looked_up, 1))
+"""
+CLICKS = """\
+import torch
+
+
+def model(m):
+    return m.Clicks()
+
+
+def inputs(model):
+    ids = [torch.randint(table.num_embeddings, (9,)) for table in model.tables]
+    return {"ids": ids, "offsets": [torch.tensor([0, 3, 3, 8])] * 2}
+"""
+
+
+def test_rows_of_bags_are_split(tmp_path):
+    source, file = tmp_path / "clicks.py", tmp_path / "step.py"
+    source.write_text(BAGS)
+    file.write_text(CLICKS)
+    derived = derive(str(source), str(file))
+    assert 'tables.{0,1} "weight", axis=0' in shards(derived.text)
+    (tmp_path / "s.py").write_text(derived.text)  # a small model is compared before it is written
+    output = rewrite(str(source), str(tmp_path / "s.py"))
+    assert "VocabParallelEmbeddingBag(n, dim, mode=mode)" in output.files["clicks.py"]
+    source.write_text(BAGS.replace('"sum"', '"max"'))
+    assert "tables" not in str(shards(derive(str(source), str(file)).text))
+
+
+def test_inputs_may_hold_others_and_have_to_be_named(tmp_path):
+    source, file = tmp_path / "mlp.py", tmp_path / "said.py"
+    source.write_text(MLP.replace("self, x):", "self, batch):\n        x = batch['x']"))
+    step = "import torch\n\n\ndef model(m):\n    return m.MLP()\n\n\ndef inputs(model):\n    "
+    file.write_text(f"{step}return {{'batch': {{'x': torch.randn(2, 1024)}}}}\n")
+    derived = derive(str(source), str(file))
+    assert derived.share > 0.9
+    assert derived.text.startswith('"""MLP as said.py builds it.')
+    file.write_text(f"{step}return torch.randn(2, 1024)\n")
+    with pytest.raises(errors.ScheduleError, match="`inputs` returns Tensor, not a dictionary"):
+        derive(str(source), str(file))
 
 
 def test_other_commands_say_how_to_have_the_file_first(capsys):
@@ -598,3 +772,26 @@ def test_what_one_class_makes_in_a_loop_is_checkpointed_in_all_its_instances(tmp
     found = derived(tmp_path, STACKED, step)
     for path in ("encoder", "decoder"):
         assert f's["{path}.block"][:ckpt_ratio].checkpoint()\n' in found.text
+
+
+def test_heads_are_split_on_two_ranks_or_not_at_all(tmp_path):
+    """With what the module has for each head in a module beside the layers."""
+    source, file = tmp_path / "net.py", tmp_path / "step.py"
+    apart = "class Sinks(nn.Module):\n    def __init__(self, heads):\n        super().__init__()\n"
+    apart += "        self.sinks = nn.Parameter(torch.zeros(heads))\n\n    def forward(self):\n"
+    apart += "        return self.sinks.view(1, -1, 1, 1)\n\n\nclass Attention"
+    source.write_text(
+        SINKS.replace("class Attention", apart, 1)
+        .replace("self.sinks = nn.Parameter(torch.zeros(heads))\n\n    def forward(self, x)", "SET")
+        .replace("SET", "self.apart = Sinks(heads)\n\n    def forward(self, x)")
+        .replace("self.sinks.view(1, -1, 1, 1).expand", "self.apart().expand")
+    )
+    file.write_text(STEP.replace("WIDTH", "1024"))
+    split = shards(derive(str(source), str(file)).text)
+    assert 'attention.apart "sinks", axis=0' in split
+    assert 'attention.{query,key,value} ["weight", "bias"], axis=0' in split
+    file.write_text(STEP.replace("WIDTH, 8", "1008, 9"))
+    text = derive(str(source), str(file)).text
+    assert not shards(text) and "of which 2 ranks cannot have the same number" in " ".join(
+        text.replace("#", "").split()
+    )

@@ -47,6 +47,13 @@ def test_words_are_spoken_of_where_a_head_gives_a_number_for_each(split, rows):
     assert rows_of(split, ["words", "places", "labels"], ["words"]) == rows
 
 
+def test_a_pair_in_a_sequence_is_no_lone_layer():
+    pair = Group((Shard("net.0", ("weight",), 0), Shard("net.2", ("weight",), 1)))
+    assert "outputs are split, then inputs" in written(pair)[0]
+    lone = Group((Shard("net.0", ("weight",), 0), Shard("net.2", ("weight",), 0)))
+    assert "whose results are put together" in written(lone)[0]
+
+
 def test_groups_that_are_alike_but_for_numbers_are_said_once():
     stages = [
         Group(

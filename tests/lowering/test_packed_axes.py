@@ -250,7 +250,7 @@ def test_a_small_model_may_have_them_in_the_same_ratio(tmp_path):
     small = schedule(8).replace(
         "m.Config(few=8))\n\n\ndef inputs", "m.Config(32, 4, 4))\n\n\ndef inputs"
     )
-    small = small.replace("5, 64", "5, 32")
+    small = small.replace("5, 64", "5, model.first.in_features")
     output = rewritten(tmp_path, source(**OPAQUE), small)
     assert not output.warnings
     write(tmp_path / "out", output.files)

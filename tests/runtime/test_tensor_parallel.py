@@ -19,6 +19,7 @@ from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.runtime import shards
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D, RowParallelConv1D
+from slapo_rewrite.runtime.embedding_bag import VocabParallelEmbeddingBag
 from slapo_rewrite.runtime.loading import to_full
 from slapo_rewrite.runtime.packed_axes import Packed, block_sizes
 from slapo_rewrite.runtime.replicated import (
@@ -223,6 +224,38 @@ def check_vocab_parallel_embedding():
             sharded(torch.tensor([0, wrong]))
     with pytest.raises(IndexError):
         tp.VocabParallelEmbedding(10, 4, padding_idx=10)
+
+
+def check_vocab_parallel_embedding_bag():
+    ids, bags = torch.tensor([0, 3, 9, 7, 5, 9, 2, 8]), torch.tensor([0, 3, 3, 7])
+    ended, weights = torch.tensor([0, 3, 3, 7, 8]), seeded(8)
+    for mode in ("sum", "mean"):
+        whole, sharded = pair(
+            nn.EmbeddingBag(10, 4, mode=mode), VocabParallelEmbeddingBag(10, 4, mode=mode)
+        )
+        later = VocabParallelEmbeddingBag(10, 4, mode=mode, reduce=tp.sum_later).double()
+        later.load_state_dict(whole.state_dict())
+        given = [(ids.view(2, 4),), (ids, bags)]
+        given += [(ids, bags, weights), (ids.view(2, 4), None, weights.view(2, 4))][: mode == "sum"]
+        for args in given:
+            for layer, join in ((sharded, tp.unchanged), (later, tp.all_reduce)):
+                y, want = join(layer(*args)), whole(*args)
+                close(y, want)
+                whole.zero_grad()
+                layer.zero_grad()
+                want.backward(seeded(*want.shape))
+                y.backward(seeded(*want.shape))
+                same_gradients(whole, layer)
+        for each in (whole, sharded):
+            each.include_last_offset = True
+        close(sharded(ids, ended), whole(ids, ended))
+        for wrong in (-1, 10):
+            with pytest.raises((IndexError, RuntimeError)):
+                sharded(torch.tensor([[0, wrong]]))
+    with pytest.raises((ValueError, NotImplementedError)):  # these are means
+        later(ids, bags, weights)
+    with pytest.raises(ValueError, match="largest"):
+        VocabParallelEmbeddingBag(10, 4, mode="max")
 
 
 def check_column_parallel_embedding():

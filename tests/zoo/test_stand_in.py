@@ -173,3 +173,49 @@ def test_a_twin_that_cannot_stand_for_the_model_is_warned_of(
     schedule += '    s["layers.5.attention.out"].annotate("weight", "tag", 1)\n'
     (warning, *_) = rewritten(tmp_path, SOURCE, schedule).warnings or [""]
     assert words in warning and bool(warning) == bool(words)
+
+
+SHARED = """\
+class Attention(nn.Module):
+    def __init__(self, width, num_heads):
+        super().__init__()
+        self.num_heads, self.few = num_heads, 2
+        self.head_dim = width // num_heads
+        self.qkv = nn.Linear(width, (num_heads + 2 * self.few) * self.head_dim)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        few = self.few * self.head_dim
+        q, k, v = self.qkv(x).split([self.num_heads * self.head_dim, few, few], dim=-1)
+        q = q.view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+        k = k.view(B, T, self.few, self.head_dim).transpose(1, 2)
+        v = v.view(B, T, self.few, self.head_dim).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+"""
+START, END = SOURCE.index("class Attention"), SOURCE.index("\n\nclass Layer")
+QUERIES = SOURCE[:START] + SHARED + SOURCE[END:]
+
+
+@pytest.mark.parametrize(
+    ("small", "parts", "words"),
+    [
+        # As many queries as keys there, and four times as many here.
+        ("num_heads=2", "3", "does not tell that these are the model's own"),
+        ("num_heads=2", "[16, 4, 4]", "is taken apart in pieces of [16, 16, 16] here"),
+        ("num_heads=8", "[16, 4, 4]", ""),
+    ],
+)
+def test_blocks_are_in_the_models_own_ratio(small, parts, words, tmp_path):
+    schedule = (
+        CASES["routed_inferred"]
+        .schedule.replace("experts=3", f"experts=3, {small}")
+        .replace("m.Model()", "m.Model(num_heads=8)")
+        .replace("axis=0, parts=3", f"axis=0, parts={parts}")
+    )
+    if words:
+        assert words in refused(tmp_path, QUERIES, schedule, "SR104")
+    else:
+        output = rewritten(tmp_path, QUERIES, schedule)
+        assert "parts=Packed((num_heads, self.few, self.few))" in changed_lines(output)

@@ -1,0 +1,88 @@
+"""Bags of embeddings, of whose table each rank has some rows.
+
+Shapes: N ids in all, B bags, L ids in each, V rows, D features. A prime (V') marks the
+part that this rank holds.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .guards import OwnSize, check_parts
+from .shards import Shard, part_sizes, rank, world_size
+from .tensor_parallel import Reduction, record_shard, sum_now
+
+
+class VocabParallelEmbeddingBag(nn.EmbeddingBag):
+    """An embedding bag split over its rows: ids (B, L), or (N,) and offsets -> (B, D).
+
+    It is made with V; its `num_embeddings` is V'. `reduce` adds up what the ranks find.
+    """
+
+    num_embeddings = OwnSize()
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduce: Reduction = sum_now,
+    ) -> None:
+        if mode == "max":
+            raise ValueError(
+                "the largest values of parts are not added up: split sums, or means"
+            )
+        sizes = part_sizes(num_embeddings)
+        super().__init__(
+            sizes[rank()],
+            embedding_dim,
+            mode=mode,
+            include_last_offset=include_last_offset,
+            device=device,
+            dtype=dtype,
+        )
+        self.first_id = sum(sizes[: rank()])
+        self.full_num_embeddings = num_embeddings
+        self.reduce = reduce
+        record_shard(self, "weight", Shard(0, num_embeddings))
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        check_parts(self)
+        if world_size() == 1:
+            return super().forward(input, offsets, per_sample_weights)
+        end_id = self.first_id + self.weight.shape[0]
+        # Ids that no rank holds are not masked: they fail as in `nn.EmbeddingBag`.
+        elsewhere = (input >= 0) & (input < self.first_id)
+        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
+        if per_sample_weights is None:
+            per_sample_weights = torch.ones_like(input, dtype=self.weight.dtype)
+        elif self.mode != "sum":
+            raise ValueError("`per_sample_weights` are for the mode `sum`, as in torch")
+        x = nn.functional.embedding_bag(
+            (input - self.first_id).masked_fill(elsewhere, 0),
+            self.weight,
+            offsets,
+            mode="sum",
+            per_sample_weights=per_sample_weights.masked_fill(elsewhere, 0),
+            include_last_offset=self.include_last_offset,
+        )
+        if self.mode == "mean":
+            x = x / self.counts(input, offsets).clamp_min(1).unsqueeze(-1)
+        return self.reduce(x, None)[0]
+
+    def counts(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """How many ids each bag has, on all ranks together: (B,)."""
+        if offsets is None:
+            return input.new_full(input.shape[:1], input.shape[1])
+        if not self.include_last_offset:
+            offsets = torch.cat((offsets, offsets.new_tensor([input.shape[0]])))
+        return offsets.diff()
