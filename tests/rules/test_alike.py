@@ -100,6 +100,24 @@ MODELS = {
             "a parametrized norm": "nn.utils.parametrizations.weight_norm(self.n, dim=None)",
         }.items()
     },
+    "a sum that is deleted": model("y = x + self.l(x)\nz = self.n(y)\ndel y\nreturn (z,)", *LAYERS),
+    "what is deleted later": model(
+        "y = x + self.l(x)\nz = self.n(y)\nz = z * y\ndel y\nreturn (z,)", *LAYERS
+    ),
+    "a residual that is a number": model(
+        "return (self.part(self.l(x)),)",
+        *LAYERS,
+    )
+    + """
+    def part(self, y, more=1.0):
+        return self.n(more + y)
+""",
+    "an activation that is altered": model(
+        "act = nn.ELU()\nact.alpha = 0.5\nact.inplace = True\nreturn (act(self.l(x)),)", *LAYERS
+    ),
+    "dropout that is switched off": model(
+        "drop = nn.Dropout(0.5)\ndrop.eval()\nreturn (x + drop(self.l(x)),)", *LAYERS
+    ),
     "an `elif` lies between": model(
         "x = x + self.l(x)\nif self.kind == 1:\n    x = x * 2\n"
         "elif self.kind == 2:\n    x = x * 3\nreturn self.n(x)",
