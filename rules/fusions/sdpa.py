@@ -24,6 +24,7 @@ from slapo_rewrite.fusion import (
     Rule,
     RuleMatch,
     Twice,
+    layout_reader,
     share_dropped,
 )
 from slapo_rewrite.patterns.value_graph import Value
@@ -103,8 +104,6 @@ CASTS = ("bool", "to", "byte", "float", "int", "type")
 FLOATING = {"embedding", "softmax", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt"}
 PASSING = {"view", "reshape", "permute", "transpose", "expand", "unsqueeze", "contiguous", "item"}
 PASSING |= {"neg", "clone", "detach", "masked_fill", "tril", "triu", "repeat"}
-# What a result that lies otherwise in memory is refused by, or answers otherwise.
-LAYOUT = {"view", "view_as", "stride", "is_contiguous", "as_strided", "data_ptr"}
 SPELLINGS = list(itertools.product((scaled, divided), (softmax, float32_softmax)))
 PATTERNS = {
     pattern: (scores, hidden)
@@ -238,9 +237,10 @@ class Sdpa(Rule):
             return "the scale may be a tensor"
         if found.is_number("mask"):
             return "what is added is a number"
-        if is_overwritten(found):
+        given = found.match.root.site
+        if found.graph.overwritten([given], given.order) is not None:
             return "what it gives is written to, and the operation needs it to go back"
-        if (reader := layout_reader(found.match.root)) is not None:
+        if (reader := layout_reader(given)) is not None:
             return f"`{reader}` reads how its result lies in memory, which is another way then"
         mask = found.live("mask") if "mask" in found.match.values else None
         if isinstance(mask, Tensor) and mask.dim() < 2:
@@ -273,19 +273,6 @@ class Sdpa(Rule):
         if is_usual(given["scale"], given["q"], given["k"]):
             del given["scale"]
         return given
-
-
-def is_overwritten(found: RuleMatch) -> bool:
-    """Whether what a match gives, or a view of it, is written to afterwards."""
-    root = found.match.root.site
-    written = (m for m in found.graph.mutations if m.order > root.order)
-    return any(not m.target.bases.isdisjoint(root.bases) for m in written)
-
-
-def layout_reader(value: Value) -> str | None:
-    """What reads a value and depends on how it lies in memory; None where nothing does."""
-    made = [use.by.operation for use in value.site.uses if use.by is not None]
-    return next((name for name in made if name in LAYOUT), None)
 
 
 def is_plain_number(found: RuleMatch) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -183,6 +183,16 @@ def graph_in(sources: Sources, node: Node, function: str) -> Graph:
     scopes = sources.scopes[sources.fingerprints.of(node)]
     graphs: dict[str, Graph] = {scope.function: scope.graph for scope in scopes}
     return graphs[function]
+
+
+# What answers otherwise of a tensor that lies otherwise in memory, or is refused of it.
+LAYOUT = ("stride", "is_contiguous", "as_strided", "data_ptr", "view", "view_as")
+
+
+def layout_reader(value: Value, names: Collection[str] = LAYOUT) -> str | None:
+    """What reads a value and depends on how it lies in memory; None where nothing does."""
+    made = (use.by.operation for use in value.site.uses if use.by is not None)
+    return next((name for name in made if name in names), None)
 
 
 def share_dropped(p: str, training: str) -> str:
