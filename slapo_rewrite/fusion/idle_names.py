@@ -21,7 +21,8 @@ def idle_statements(
         removed: The statements that go already.
         read: The names that the new text reads.
     """
-    assert graph.function is not None
+    if graph.function is None:  # the modules of an `nn.Sequential`
+        return []
     blocks = [graph.function.body, *every_block(graph.function)]
     nodes = list(ast.walk(graph.function))
     gone = {id(inner) for node in (*replaced, *removed) for inner in ast.walk(node)}

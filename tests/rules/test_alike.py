@@ -125,6 +125,9 @@ MODELS = {
     def part(self, y, more=1.0):
         return self.n(more + y)
 """,
+    "modules in a row": model(
+        "return (self.s(x),)", "self.s = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5))"
+    ),
     "an activation that is altered": model(
         "act = nn.ELU()\nact.alpha = 0.5\nact.inplace = True\nreturn (act(self.l(x)),)", *LAYERS
     ),
