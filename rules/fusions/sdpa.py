@@ -183,7 +183,8 @@ class Sdpa(Rule):
 
     Numerics:
         Reseeded: dropout draws other numbers; without it, the same formula rounded elsewhere. A
-        row whose tokens are all hidden is not a number by the operations, and may be zero.
+        row whose tokens are all hidden is not a number by the operations, and may be zero; where a
+        large number hides them, some of torch's kernels give its queries and keys other gradients.
 
     State:
         Unchanged: a mask's buffer stays.
