@@ -357,6 +357,18 @@ def test_a_packed_layer_that_is_read_by_its_name(tmp_path):
     assert "`self.up` is read here" in refused(tmp_path, source, schedule, "SR305")
 
 
+def test_names_that_only_the_old_text_read(tmp_path):
+    forward = """\
+import operator
+norm = self.n
+layer = self.l
+seen = layer.in_features
+return norm(operator.add(x, self.l(x))), layer(x) * seen"""
+    text = same(tmp_path, model(forward, *LAYERS))
+    assert "add_layer_norm" in text and "layer = self.l" in text and "seen = layer" in text
+    assert "norm = " not in text.replace("norm=", "") and "operator" not in text
+
+
 KEPT = {
     "bias_gelu": "h = self.l(x)\ny = F.gelu(h + self.n.bias)\nh.mul_(2)\nreturn y, h",
     "reglu": "g = self.l(x)\ny = F.relu(g) * x\ng += 1\nreturn y, g",
