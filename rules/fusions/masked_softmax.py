@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from slapo_rewrite.rules.fusions.sdpa import MASKS, added, is_number
+from slapo_rewrite.rules.fusions.sdpa import MASKS, added
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -228,7 +228,7 @@ class MaskedSoftmax(Rule):
 
     def refuses(self, found: RuleMatch) -> str | None:
         """Why not: the function is not called, or what is added is no tensor."""
-        if is_number(found, "mask"):
+        if found.is_number("mask"):
             return "what is added is a number"
         kind = found.attribute("config._attn_implementation")
         if found.match.function == "eager_attention_forward" and kind not in (None, "eager"):

@@ -228,7 +228,7 @@ def broadcast(found: RuleMatch) -> str | None:
     """Why what is added is likely to be smaller than the sum; None where it is not."""
     for name in {"x", "residual"} - {found.entered}:
         value = found.value(name)
-        if value.number or value.operation in ("constant", "attribute"):
+        if found.is_number(name) or value.operation in ("constant", "attribute"):
             return f"`{found.operands[name]}`, which is added, is no activation"
         called = found.attribute(value.called) if value.called else None
         if isinstance(called, nn.Embedding):

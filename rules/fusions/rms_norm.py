@@ -241,6 +241,8 @@ class RmsNorm(Rule):
 
 def of_another_shape(found: RuleMatch) -> str | None:
     """Why the weight is not the one number for each feature that the kernels read."""
+    if found.is_number("weight"):
+        return f"the weight, `{found.operands['weight']}`, is a number"
     weight = found.live("weight") if "weight" in found.match.values else None
     if isinstance(weight, Tensor) and (weight.dim() != 1 or weight.numel() == 1):
         return f"the weight has the shape {list(weight.shape)}"

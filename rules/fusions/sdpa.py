@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from slapo_rewrite.code.build import parenthesised
@@ -24,9 +24,10 @@ from slapo_rewrite.fusion import (
     Rule,
     RuleMatch,
     Twice,
+    layout_reader,
     share_dropped,
 )
-from slapo_rewrite.patterns.value_graph import Value, reached
+from slapo_rewrite.patterns.value_graph import Value
 
 
 def scaled(q: Tensor, k: Tensor, scale: Any) -> Tensor:
@@ -94,8 +95,8 @@ def masked(
 # How a mask that hides is written for the operation, which takes true for what is seen.
 MASKS: dict[Callable[..., Tensor], str] = {
     hidden_where_zero: "{} != 0",
-    hidden_where_true: "~{}",
     hidden_where_false: "{}",
+    hidden_where_true: "~{}",
 }
 # What gives a mask another dtype.
 CASTS = ("bool", "to", "byte", "float", "int", "type")
@@ -182,7 +183,8 @@ class Sdpa(Rule):
 
     Numerics:
         Reseeded: dropout draws other numbers; without it, the same formula rounded elsewhere. A
-        row whose tokens are all hidden is not a number by the operations, and may be zero.
+        row whose tokens are all hidden is not a number by the operations, and may be zero; where a
+        large number hides them, some of torch's kernels give its queries and keys other gradients.
 
     State:
         Unchanged: a mask's buffer stays.
@@ -215,7 +217,7 @@ class Sdpa(Rule):
 +            k,
 +            v,
 +            dropout_p=self.drop.p if self.drop.training else 0.0,
-+            is_causal=True,
++            is_causal=T > 1,
 +        )  # (B, N, T, H)
 """,
         ),
@@ -234,10 +236,13 @@ class Sdpa(Rule):
         """Torch takes a number for the scale, and a tensor for a mask."""
         if not is_plain_number(found):
             return "the scale may be a tensor"
-        if is_number(found, "mask"):
+        if found.is_number("mask"):
             return "what is added is a number"
-        if is_overwritten(found.match.root):
+        given = found.match.root.site
+        if found.graph.overwritten([given], given.order) is not None:
             return "what it gives is written to, and the operation needs it to go back"
+        if (reader := layout_reader(given)) is not None:
+            return f"`{reader}` reads how its result lies in memory, which is another way then"
         mask = found.live("mask") if "mask" in found.match.values else None
         if isinstance(mask, Tensor) and mask.dim() < 2:
             return "torch takes no mask of one axis"
@@ -255,8 +260,9 @@ class Sdpa(Rule):
         """The text of what is given; what torch takes by itself is left out."""
         scores, hidden = PATTERNS[found.alternative.pattern]
         given = dict(found.operands)
-        if hidden is hidden_where_zero and is_causal(found):
-            given["is_causal"] = "True"
+        seen = hidden in (hidden_where_zero, hidden_where_false)
+        if seen and (causal := causal_where(found)) is not None:
+            given["is_causal"] = causal
         elif hidden is added:
             given["attn_mask"] = added_mask(found) or given["mask"]
         elif hidden is not None:
@@ -270,14 +276,6 @@ class Sdpa(Rule):
         return given
 
 
-def is_overwritten(value: Value) -> bool:
-    """Whether a value, or a view of it, is written to where it is read."""
-    made = [use.by for use in value.uses if use.by is not None]
-    return any(m.overwrites is value for m in made) or any(
-        is_overwritten(m) for m in made if m.operation in PASSING
-    )
-
-
 def is_plain_number(found: RuleMatch) -> bool:
     """Whether the scale is certainly a number."""
     scale = found.value("scale")
@@ -286,11 +284,6 @@ def is_plain_number(found: RuleMatch) -> bool:
             scale.node.annotation or scale.node
         ) in ("float", "int")
     return scale.number or (scale.is_leaf and not isinstance(found.live("scale"), Tensor))
-
-
-def is_number(found: RuleMatch, name: str) -> bool:
-    """Whether what stands for a parameter is a number."""
-    return name in found.match.values and found.value(name).number
 
 
 def added_mask(found: RuleMatch) -> str | None:
@@ -316,7 +309,7 @@ def is_floating(value: Value, found: RuleMatch) -> bool:
         case "where":
             return any(is_floating(argument, found) for _, argument in value.arguments[1:])
         case "to":
-            return str(first[1].literal).startswith(("torch.float", "torch.bfloat"))
+            return first[1].literal == "torch.float32"  # of halves, queries may be another
         case name if name in PASSING:
             return is_floating(first[0], found)
     return value.operation in FLOATING
@@ -334,39 +327,27 @@ def is_usual(scale: str, q: str, k: str) -> bool:
     return False
 
 
-def is_causal(found: RuleMatch) -> bool:
-    """Whether the mask is a buffer that is made as a lower triangle, cut to its first tokens.
+def causal_where(found: RuleMatch) -> str | None:
+    """Where the mask hides what comes after a token; None where it may be another mask.
 
-    A query is the token of its place then only if there are no keys of earlier tokens: the mask of
-    one token hides nothing, however many keys there are.
+    It is a buffer that is made as a lower triangle, cut to its first tokens. That of one token
+    hides nothing, however many keys there are: those of a cache, say.
     """
-    match found.value("mask").node:
+    mask = found.value("mask")
+    match mask.node:
         case ast.Subscript(
             value=ast.Attribute(value=ast.Name("self"), attr=name),
             slice=ast.Tuple(
-                elts=[*_, ast.Slice(None, ast.Name(one)), ast.Slice(None, ast.Name(other))]
+                elts=[
+                    *_,
+                    ast.Slice(None, ast.Name(tokens) as read, None),
+                    ast.Slice(None, ast.Name(others), None),
+                ]
             ),
-        ) if one == other and not has_more_keys(found):
+        ) if tokens == others and found.holds(read):
             made = found.buffer(name)
-            return made is not None and is_lower_triangle(made)
-    return False
-
-
-def has_more_keys(found: RuleMatch) -> bool:
-    """Whether there may be more keys than queries: those of a cache, say, or of other tokens."""
-    queries = {(value.operation, value.literal) for value in reached([found.value("q")])}
-    for value in reached([found.value("k")]):
-        along = [argument.literal for name, argument in value.arguments if name == "dim"]
-        if value.operation == "cat" and along != [-1]:
-            return True
-        if value.operation == "attribute":
-            live = found.attribute(str(value.literal))
-            other = isinstance(live, Tensor) and not isinstance(live, nn.Parameter)
-        else:
-            other = value.operation == "parameter"
-        if other and (value.operation, value.literal) not in queries:
-            return True
-    return False
+            return f"{tokens} > 1" if made is not None and is_lower_triangle(made) else None
+    return None
 
 
 def is_lower_triangle(made: ast.expr) -> bool:

@@ -36,8 +36,9 @@ def without(file: SourceFile, node: ast.stmt) -> Splice:
 
 def is_remarked(file: SourceFile, node: ast.stmt) -> bool:
     """Whether a comment, or another statement, stands on the lines of one."""
-    _, end = file.span(node)
-    return bool(file.text[end:].partition("\n")[0].strip()) or "#" in file.segment(node)
+    start, end = file.span(node)
+    around = file.text[:start].rpartition("\n")[2] + file.text[end:].partition("\n")[0]
+    return bool(around.strip()) or "#" in file.segment(node)
 
 
 def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Splice:

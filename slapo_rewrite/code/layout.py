@@ -64,11 +64,13 @@ def fitted(text: str, indent: int, line_length: int, comment: str = "", before: 
         indent: The column at which it stands.
         line_length: The file's own.
         comment: What follows it on its last line.
-        before: What stood there, whose lines stay where each is only written otherwise.
+        before: What stood there, whose lines stay where each is only written otherwise; those that
+            `black` made are its to make again.
     """
     first, *others = f"{text}{comment}".split("\n")
     fits = all(len(line) <= line_length for line in (" " * indent + first, *others))
-    if fits and (not others or _has_lines_of(before, text)):
+    own = _has_lines_of(before, text) and formatted(before, indent, line_length) != before
+    if fits and (not others or own):
         return text
     laid_out = formatted(text + comment, indent, line_length)
     if not laid_out.endswith(comment):  # black has put it elsewhere

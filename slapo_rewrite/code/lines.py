@@ -79,7 +79,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
     Raises:
         Unsupported: A statement shares its line with another, where it goes, or is written anew.
     """
-    edits = list(_removals(file, {s: c for s, c in lines.items() if c.gone}))
+    edits = list(removals(file, {s: c for s, c in lines.items() if c.gone}))
     anew = changed(file, {s: c for s, c in lines.items() if not c.gone})
     parted: dict[tuple[int, int], TextEdit] = {}
     for statement, change in lines.items():
@@ -144,7 +144,7 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Spli
     return column, [Splice(*place, "\n" + " " * column) for place in breaks]
 
 
-def _removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:
+def removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:
     """Statements gone with their lines.
 
     The comments on them stay, unless they go with them, then with those above. A blank line after

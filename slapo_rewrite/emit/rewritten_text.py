@@ -11,8 +11,11 @@ from typing import Any
 
 from slapo_rewrite.code import import_lines
 from slapo_rewrite.code.file import SourceFile, lines_of
+from slapo_rewrite.code.lines import Lines, removals
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import merged_causes
+
+UNUSED = "import what is used, no more"
 
 
 def rewritten(
@@ -32,7 +35,7 @@ def rewritten(
         original: The file before all edits, where that is another one.
     """
     text, _ = apply_edits(file.text, edits)
-    idle = idle_imports(file, text, [*own, *earlier], original)
+    idle = idle_imports(file, text, [*own, *earlier], original, {e.start for e in edits})
     # What stands inside a statement that is written anew is part of that.
     kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
     # Where an import is redirected, idle names are left out there.
@@ -50,6 +53,7 @@ def idle_imports(
     text: str,
     edits: Sequence[Edit | Change],
     original: SourceFile | None = None,
+    places: Set[int] = frozenset(),
 ) -> list[Edit]:
     """Takes out imported names that the original uses and the rewritten text no longer does.
 
@@ -58,16 +62,21 @@ def idle_imports(
         text: The rewritten text.
         edits: What changed in it.
         original: The file before all edits, where that is another one.
+        places: Where text changes: new imports stand behind one that may go.
     """
     idle = idle_names(original or file, text) & file.imports.keys()
     causes = merged_causes(*(e.causes for e in edits))
-    removed = []
+    removed: list[Edit] = []
+    gone: dict[ast.stmt, Lines] = {}
     for node in file.tree.body if idle else ():
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         kept = [a for a in node.names if (a.asname or a.name) not in idle]
         if len(kept) == len(node.names) or import_lines.is_remarked(file, node):
             continue  # a comment there may be about the import: leave both
+        if not kept and file.span(node)[1] not in places:
+            gone[node] = Lines(gone=(causes, UNUSED))
+            continue
         placed = import_lines.without(file, node)
         if kept:
             names = ast.unparse(ast.Import(kept)).removeprefix("import ")
@@ -75,8 +84,8 @@ def idle_imports(
             if isinstance(node, ast.ImportFrom):
                 lead = f"from {file.resolve_import(node)} import"
             placed = import_lines.instead(file, node, [f"{lead} {names}"])
-        removed.append(placed.caused_by(causes, "import what is used, no more"))
-    return removed
+        removed.append(placed.caused_by(causes, UNUSED))
+    return [*removed, *removals(file, gone)]
 
 
 def used_in(tree: ast.Module) -> set[str]:

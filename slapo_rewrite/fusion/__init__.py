@@ -15,7 +15,7 @@ from slapo_rewrite.fusion.last_axis import last_axis
 from slapo_rewrite.fusion.lm_head import SHIFTS, Declined, head_of, labels_of, loss_of
 from slapo_rewrite.fusion.logits_free_loss import fork_of
 from slapo_rewrite.fusion.loss_fork import Fork
-from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch, share_dropped
+from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch, layout_reader, share_dropped
 
 __all__ = [
     "BY_KERNEL",
@@ -39,6 +39,7 @@ __all__ = [
     "head_of",
     "labels_of",
     "last_axis",
+    "layout_reader",
     "loss_of",
     "share_dropped",
 ]

@@ -14,6 +14,7 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.runs import above, behind
@@ -21,8 +22,10 @@ from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.claims import Claim, Renamed, Skipped, by_text, misuse
+from slapo_rewrite.fusion.idle_names import idle_statements
 from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.fusion.replacements import Writing, apart, replacements
+from slapo_rewrite.fusion.rule import graph_in
 from slapo_rewrite.fusion.spelled_names import Spelling
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.model.auto_classes import is_looked_up
@@ -30,7 +33,6 @@ from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.patterns.canonical_ops import by_module
 from slapo_rewrite.patterns.replacement import Replaced
 
 
@@ -310,7 +312,8 @@ class Engine:
         every = [each for function, here in writings.items() for each in apart(here, function)]
         found = replacements(self.file, every)
         for statement, claim in self._idle([c for c in claims if c.spread is None]):
-            found[statement] = ReplaceStatement(statement, claim.what, gone=True)
+            if statement not in found:
+                found[statement] = ReplaceStatement(statement, claim.what, gone=True)
         for claim in claims:
             if claim.method is not None:
                 method = self.sharing.function_of(claim.match.replaced.node)
@@ -322,20 +325,18 @@ class Engine:
         return found
 
     def _idle(self, claims: Sequence[Claim]) -> Iterator[tuple[ast.stmt, Claim]]:
-        """Statements that make an `nn.CrossEntropyLoss()` or so which only the old text calls."""
-        nodes = [claim.match.replaced.node for claim in claims]
-        gone = {id(inner) for node in nodes for inner in ast.walk(node)}
+        """Statements that give names which only the old text reads."""
+        by_function: dict[str, list[Claim]] = {}
         for claim in claims:
-            function = self.sharing.function_of(claim.match.replaced.node)
-            for statement in ast.walk(function):
-                match statement:
-                    case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=made)) if (
-                        self.file.qualified(made) in by_module()
-                    ):
-                        named = [n for n in ast.walk(function) if _reads(n, name)]
-                        own = {id(n) for n in ast.walk(claim.match.replaced.node)}
-                        if {id(n) for n in named} <= gone and any(id(n) in own for n in named):
-                            yield statement, claim
+            by_function.setdefault(claim.match.function, []).append(claim)
+        for here in by_function.values():
+            texts = [claim.match.replaced for claim in here]
+            old = [t.node for t in texts if not t.above] + [n for t in texts for n, _ in t.reads]
+            new = names_in(*(ast.parse(self._text(claim)) for claim in here))
+            graph = graph_in(self.sources, here[0].node, here[0].match.function)
+            removed = [statement for t in texts for statement in t.removed]
+            for statement in idle_statements(graph, old, removed, new):
+                yield statement, here[0]
 
     def _functions(self, claims: Sequence[Claim]) -> list[Edit]:
         """New functions of the file, each above the first class or function that calls it."""
@@ -404,11 +405,6 @@ def _calls(tree: ast.Module, class_name: str) -> set[str]:
 def _is_below(claim: Claim, above: Iterable[str]) -> bool:
     """Whether the module of a claim is one of some, or stands below one."""
     return any(f"{claim.node.path}.".startswith(f"{each}.") for each in above)
-
-
-def _reads(node: ast.AST, name: str) -> bool:
-    """Whether a node reads a local variable."""
-    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
 
 
 def _touched(replaced: Replaced) -> set[int]:

@@ -136,11 +136,16 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
         for read in ast.walk(function):
             match read:
                 case ast.Attribute(ast.Name(of), name) if name in left and id(read) not in called:
-                    if inside if of == "self" else outside:
-                        raise errors.Unsupported(
-                            f"`{of}.{name}` is read here, so nothing can take its place",
-                            at=engine.file.at(read),
-                        )
+                    is_read = inside if of == "self" else outside
+                case ast.Constant(str(name)) if name in left:
+                    of, is_read = "self", inside
+                case _:
+                    continue
+            if is_read:
+                raise errors.Unsupported(
+                    f"`{of}.{name}` is read here, so nothing can take its place",
+                    at=engine.file.at(read),
+                )
 
 
 def _subclass(

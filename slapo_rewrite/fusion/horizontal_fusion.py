@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from slapo_rewrite.fusion.fused_module import Packed
 from slapo_rewrite.fusion.match_rules import scopes_for
-from slapo_rewrite.fusion.rule import Alternative, Rule
+from slapo_rewrite.fusion.rule import Alternative, Rule, layout_reader
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import beyond_forward
@@ -98,6 +98,8 @@ def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None
         return "the weights or biases differ in dtype, or some are frozen"
     if len(set(map(id, parameters))) < len(parameters):
         return "some of the layers share a weight or bias"
+    if any(p._backward_hooks for p in parameters):
+        return "a weight or bias has a hook"
     if any(match.root.regions != group[0].root.regions for match in group):
         return "the layers are called in different branches"
     return None
@@ -115,4 +117,12 @@ def _between(graph: Graph, group: Sequence[Match]) -> str | None:
         written += [b.order for b in graph.bound if b.name == f"self.{match.root.called}"]
         if any(moments[0] < moment < moments[1] for moment in written):
             return f"`{match.root.called}` changes between the calls"
+    if any(way.total and first.order < way.order < last.order for way in graph.exits):
+        return "what lies between the calls may turn gradients off"
+    for match in group:
+        gives = f"what `{match.root.called}` gives"
+        if graph.overwritten([match.root], match.root.order) is not None:
+            return f"{gives} is written to, and would be a view"
+        if (reader := layout_reader(match.root, ("stride", "is_contiguous"))) is not None:
+            return f"`{reader}` reads how {gives} lies in memory, which is another way then"
     return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
+from slapo_rewrite.examples import BY_KERNEL
 from slapo_rewrite.fusion.backends import Always, Backends, Choice
 from slapo_rewrite.fusion.claims import Calling, Claim, Renamed, Skipped
 from slapo_rewrite.fusion.kernel_forms import in_torch
@@ -163,7 +164,7 @@ def _find(
 def _take(rule: Rule, found: RuleMatch, looked: Looked, backends: Backends) -> None:
     if (name := rule.after_linear(found)) is not None:
         found = found.with_linear(name)
-    reason = rule.refuses(found)
+    reason = rule.refuses(found) or _written_later(rule, found)
     if reason is not None:
         nothing = Calling(rule.name, rule.name, ())
         looked.left.append(Skipped(Claim(found.match, found.node, nothing, {}, rule.name), reason))
@@ -184,6 +185,23 @@ def _take(rule: Rule, found: RuleMatch, looked: Looked, backends: Backends) -> N
         why=choice.why,
     )
     looked.claims.append(claim)
+
+
+def _written_later(rule: Rule, found: RuleMatch) -> str | None:
+    """Why a kernel could not go back: it keeps what it is given, where the operations may not."""
+    inside, root = {id(node.node) for node in found.match.nodes}, found.match.root.site
+    later = [m for m in found.graph.mutations if m.order > root.order and id(m.node) not in inside]
+    for name, value in found.match.values.items() if rule.conditions is BY_KERNEL else ():
+        own = value.bases
+        if (
+            value.operation != "parameter"
+        ):  # a call may hand on what it is given: mostly it does not
+            own = frozenset(base for base in own if isinstance(base, tuple) and base[0] == "made")
+        if any(m.target.bases & own for m in later):
+            return (
+                f"`{found.operands.get(name, name)}` is written to later, and the kernel keeps it"
+            )
+    return None
 
 
 def kernel_of(expression: Calling | Renamed | Template) -> str | None:

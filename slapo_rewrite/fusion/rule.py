@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -106,6 +106,15 @@ class RuleMatch:
             return value.literal
         return self.attribute(str(value.literal)) if value.operation == "attribute" else None
 
+    def holds(self, name: ast.Name) -> bool:
+        """Whether a name that the match's function reads holds the same where the result stands."""
+        judge = self.match.judge
+        return judge is not None and judge.held.get(name.id) is self.graph.loads.get(name)
+
+    def is_number(self, name: str) -> bool:
+        """Whether what stands for a parameter is a number, where a tensor might."""
+        return name in self.match.values and self.value(name).number
+
     def attribute(self, path: str) -> Any:
         """The live attribute at a path, `norm.weight`; None where there is none."""
         found: Any = self.node.live
@@ -150,9 +159,7 @@ class RuleMatch:
     @property
     def graph(self) -> Graph:
         """The values of the function that the match stands in."""
-        scopes = self.sources.scopes[self.sources.fingerprints.of(self.node)]
-        graphs: dict[str, Graph] = {scope.function: scope.graph for scope in scopes}
-        return graphs[self.match.function]
+        return graph_in(self.sources, self.node, self.match.function)
 
     def buffer(self, name: str) -> ast.expr | None:
         """The expression that a buffer of the module is registered with, and that it stays.
@@ -169,6 +176,23 @@ class RuleMatch:
         registered = sum(_registered(node, name) is not None for node in nodes)
         written = any(_writes(node, name) for node in nodes)
         return made[0] if len(made) == registered == 1 and not written else None
+
+
+def graph_in(sources: Sources, node: Node, function: str) -> Graph:
+    """The values of a function of a module in which matches were looked for."""
+    scopes = sources.scopes[sources.fingerprints.of(node)]
+    graphs: dict[str, Graph] = {scope.function: scope.graph for scope in scopes}
+    return graphs[function]
+
+
+# What answers otherwise of a tensor that lies otherwise in memory, or is refused of it.
+LAYOUT = ("stride", "is_contiguous", "as_strided", "data_ptr", "view", "view_as")
+
+
+def layout_reader(value: Value, names: Collection[str] = LAYOUT) -> str | None:
+    """What reads a value and depends on how it lies in memory; None where nothing does."""
+    made = (use.by.operation for use in value.site.uses if use.by is not None)
+    return next((name for name in made if name in names), None)
 
 
 def share_dropped(p: str, training: str) -> str:

@@ -313,13 +313,14 @@ class Calls(Through):
         return value
 
     def _instance(self, new: Value, given: Given, node: ast.AST) -> Value:
-        """`nn.GELU()(x)`: a module that is made only to be called."""
+        """`nn.GELU()(x)`: a module that is made only to be called, as it is made."""
         known = by_module()[new.operation.removeprefix("new ")]
         options = [p for p in known.parameters[known.inputs :] if p[0] != "training"]
         maker = Operation(known.name, tuple(options))
         arguments = None if known.tensors else self.bound(maker, _unnumbered(new.arguments), node)
         inputs = self._inputs(known, given, node)
-        if arguments is None or inputs is None:
+        altered = any(mutation.target is new for mutation in self.graph.mutations)
+        if altered or arguments is None or inputs is None:
             return self.make("call", [("function", new), *numbered(given)], node, pure=False)
         if "training" in known.names:
             arguments["training"] = self.constant(True, node)  # as every new module

@@ -145,6 +145,7 @@ class Flow(Expressions):
             case ast.Delete(targets=targets):
                 for target in targets:
                     if isinstance(target, ast.Name):
+                        self.read(self._name(target), target, "deleted")
                         # What the name meant cannot be read by it further on.
                         self.hold(target.id, self.opaque(target))
                         self.scope.pop(target.id)

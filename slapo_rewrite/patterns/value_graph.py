@@ -243,12 +243,13 @@ class Graph:
         return frozenset(value.operation for value in reached(self.values))
 
     def overwritten(
-        self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...]
+        self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...] | None = None
     ) -> Mutation | None:
         """The first write, between two moments, to what one of the values may share memory with."""
         bases = frozenset().union(*(v.bases for v in values))
         for mutation in self.mutations:
-            if after < mutation.order < before and mutation.target.bases & bases:
+            in_time = after < mutation.order and (before is None or mutation.order < before)
+            if in_time and mutation.target.bases & bases:
                 return mutation
         return None
 

@@ -111,5 +111,12 @@ def test_lines_of_a_call_that_did_not_change_stay():
     under = "x = f(a,\n              b)"
     longer = under.replace("f(", "longer(")
     assert fitted(longer, 8, 88, before=under) == "x = longer(a, b)"
+    blacks = "return (\n            first\n            + self.second(a)\n        )"
+    assert formatted(blacks.replace("first", "f" * 70), 8, 88) == blacks.replace("first", "f" * 70)
+    shorter = blacks.replace("first", "f")
+    assert fitted(shorter, 8, 88, before=blacks.replace("first", "f" * 70)) == formatted(
+        shorter, 8, 88
+    )
+    assert fitted(shorter, 8, 88, before=blacks) == shorter
     long = renamed.replace("RowParallelLinear", "R" * 88)
     assert fitted(long, 8, 88, before=CALL) != long

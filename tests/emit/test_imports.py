@@ -54,3 +54,24 @@ def test_a_relative_import_that_becomes_idle():
     edits = [Edit(start, start + 8, "Other()", (), "replaced")]
     idle = idle_imports(file, apply_edits(text, edits)[0], edits)
     assert [e.text for e in idle] == ["from pkg.layers import Norm"]
+
+
+GAPS = {
+    "import a\n\nimport b\n\n\nx = b.f()\n": "import b\n\n\nx = b.f()\n",
+    '"""Doc."""\n\nimport a\n\nimport b\n': '"""Doc."""\n\nimport b\n',
+    "import b\n\nimport a\n\n\nclass C: ...\n": "import b\n\n\nclass C: ...\n",
+    "import a\nimport c\n\nimport b\n": "import b\n",
+    "import b\nimport a\n\nimport d\n": "import b\n\nimport d\n",
+    "import b; import a\n": "import b; import a\n",
+}
+
+
+@pytest.mark.parametrize(("before", "after"), GAPS.items())
+def test_lines_between_imports(before, after):
+    """A blank line that parts nothing from anything goes with what was above it."""
+    old = "\ny = a.f(), c\n"
+    text = before + old
+    file = SourceFile(Path("net.py"), "net", text, ast.parse(text))
+    edits = [Edit(len(before), len(text), "", (), "gone")]
+    idle = idle_imports(file, before, edits)
+    assert apply_edits(text, [*edits, *idle])[0] == after

@@ -65,7 +65,20 @@ GELU, NORM = "return (F.gelu(self.l(x)),)", "return (self.n(x + self.l(x)),)"
 LOSS = "o = self.l(x)\nlabels = torch.arange(6) % 8\n"
 LOSS += "loss = self.f(o.view(-1, o.size(-1)), labels.view(-1))\nreturn (loss,)"
 PRUNED = "from torch.nn.utils import prune\nprune.identity(self.l, 'weight')"
+ROTARY = """\
+def rotate_half(x):
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def turned(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin"""
+TURNING = "q = self.l(x)[:, None, :, :7]\ncos, sin = torch.rand(2, 1, 3, {}).double()\n"
+TURNING += "return turned(q, 2 * q, cos, sin)"
 MODELS = {
+    "a head of an odd size": model(TURNING.format(7), *LAYERS, classes=ROTARY),
+    "one angle for all of a head": model(TURNING.format(1), *LAYERS, classes=ROTARY),
     "weights of classes": model(LOSS, *LAYERS, "self.f = nn.CrossEntropyLoss(torch.arange(8.0))"),
     "a sum over classes": model(LOSS, *LAYERS, 'self.f = nn.CrossEntropyLoss(reduction="sum")'),
     "a bias that is written to": model(
@@ -100,6 +113,27 @@ MODELS = {
             "a parametrized norm": "nn.utils.parametrizations.weight_norm(self.n, dim=None)",
         }.items()
     },
+    "a sum that is deleted": model("y = x + self.l(x)\nz = self.n(y)\ndel y\nreturn (z,)", *LAYERS),
+    "what is deleted later": model(
+        "y = x + self.l(x)\nz = self.n(y)\nz = z * y\ndel y\nreturn (z,)", *LAYERS
+    ),
+    "a residual that is a number": model(
+        "return (self.part(self.l(x)),)",
+        *LAYERS,
+    )
+    + """
+    def part(self, y, more=1.0):
+        return self.n(more + y)
+""",
+    "modules in a row": model(
+        "return (self.s(x),)", "self.s = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5))"
+    ),
+    "an activation that is altered": model(
+        "act = nn.ELU()\nact.alpha = 0.5\nact.inplace = True\nreturn (act(self.l(x)),)", *LAYERS
+    ),
+    "dropout that is switched off": model(
+        "drop = nn.Dropout(0.5)\ndrop.eval()\nreturn (x + drop(self.l(x)),)", *LAYERS
+    ),
     "an `elif` lies between": model(
         "x = x + self.l(x)\nif self.kind == 1:\n    x = x * 2\n"
         "elif self.kind == 2:\n    x = x * 3\nreturn self.n(x)",
@@ -285,6 +319,20 @@ USUAL = "return F.silu(self.gate(x)) * self.up(x)"
 APART = {
     "share a weight": (USUAL, "self.up.weight = self.gate.weight"),
     "some are frozen": (USUAL, "self.up.bias.requires_grad_(False)"),
+    "`gate` gives is written to": (
+        "g = self.gate(x)\ng *= 2\nreturn F.silu(g) * self.up(x)",
+        "pass",
+    ),
+    "`up` gives is written to": ("u = self.up(x)\nreturn F.silu(self.gate(x)) * u.relu_()", "pass"),
+    "`stride` reads how what `up` gives": (
+        "g, u = self.gate(x), self.up(x)\nreturn F.silu(g) * u * u.stride(0)",
+        "pass",
+    ),
+    "may turn gradients off": (
+        "g = self.gate(x)\ntorch.set_grad_enabled(False)\nreturn F.silu(g) * self.up(x)",
+        "pass",
+    ),
+    "has a hook": (USUAL, "self.up.weight.register_hook(lambda g: 2 * g)"),
     "is written to between": (
         "y = x * 1\ng = self.gate(y)\ny.mul_(2)\nreturn F.silu(g) * self.up(y)",
         "pass",
@@ -299,6 +347,40 @@ def test_layers_that_cannot_be_packed(words, tmp_path):
     source = model("return (self.inner(x),)", "self.inner = Inner()", classes=f"class Inner{inner}")
     schedule = SCHEDULE.replace("s.apply_all()", 's.apply("pack_gate_up")')
     assert words in refused(tmp_path, source, schedule, "SR309")
+
+
+def test_a_packed_layer_that_is_read_by_its_name(tmp_path):
+    forward = "return F.silu(self.gate(x)) * self.up(x) + getattr(self, 'up').weight.sum()"
+    inner = model(forward, PAIR).partition("class Model")[2]
+    source = model("return (self.inner(x),)", "self.inner = Inner()", classes=f"class Inner{inner}")
+    schedule = SCHEDULE.replace("s.apply_all()", 's.apply("pack_gate_up")')
+    assert "`self.up` is read here" in refused(tmp_path, source, schedule, "SR305")
+
+
+def test_names_that_only_the_old_text_read(tmp_path):
+    forward = """\
+import operator
+norm = self.n
+layer = self.l
+seen = layer.in_features
+return norm(operator.add(x, self.l(x))), layer(x) * seen"""
+    text = same(tmp_path, model(forward, *LAYERS))
+    assert "add_layer_norm" in text and "layer = self.l" in text and "seen = layer" in text
+    assert "norm = " not in text.replace("norm=", "") and "operator" not in text
+
+
+KEPT = {
+    "bias_gelu": "h = self.l(x)\ny = F.gelu(h + self.n.bias)\nh.mul_(2)\nreturn y, h",
+    "reglu": "g = self.l(x)\ny = F.relu(g) * x\ng += 1\nreturn y, g",
+    "dropout_residual": "y = x * 1\nz = y + F.dropout(self.l(x), 0.5)\ny[0] = 0\nreturn z, y",
+}
+
+
+@pytest.mark.parametrize("rule", KEPT)
+def test_what_a_kernel_keeps_must_stay(rule, tmp_path):
+    schedule = SCHEDULE.replace("s.apply_all()", f's.apply("{rule}")')
+    said = refused(tmp_path, model(KEPT[rule], *LAYERS), schedule, "SR309")
+    assert "is written to later, and the kernel keeps it" in said
 
 
 def test_two_streams_that_cross_keep_names_apart(tmp_path):

@@ -34,6 +34,11 @@ ADDED = {
         "(torch.arange(12) % 5 > 0).view(2, 6).float()",
         "attn_mask=(1.0 - mask[:, None, None]) * -10000.0",
     ),
+    "of halves": (
+        "scores = scores + self.seen.half()[:, :, :T, :T]",
+        "None",
+        "self.seen.half()[:, :, :T, :T].to(q.dtype)",
+    ),
     "a buffer": (
         "scores = scores + self.seen[:, :, :T, :T]",
         "None",
@@ -94,17 +99,67 @@ METHOD = """
 
 @pytest.mark.parametrize("line", CACHED.values(), ids=list(CACHED))
 def test_the_mask_of_one_token_hides_no_key_of_a_cache(line: str, tmp_path):
-    """`seen[:1, :1]` is spread over all keys, where `is_causal` would leave the first alone."""
+    """`seen[:1, :1]` is spread over all keys, where `is_causal=True` leaves the first alone."""
     source = GIVEN.replace("        scores = (q @", f"        {line}\n        scores = (q @", 1)
     given = '{"x": torch.randn(2, 1, 16), "mask": torch.randn(2, 4, 3, 4)}'
     text = compare(tmp_path, source + METHOD, sdpa.SCHEDULE.replace(INPUTS, given))
-    assert "attn_mask=self.seen[:, :, :T, :T] != 0" in text
+    assert "is_causal=T > 1" in text
+
+
+MORE_KEYS = {
+    "the last query": ("q = q[:, :, -1:]\nT = q.size(2)", ""),
+    "one query, doubled keys": (
+        "q, T = q[:, :, :1], 1\nk, v = k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)",
+        "",
+    ),
+    "one query, padded keys": (
+        "q, T = q[:, :, :1], 1\nk, v = F.pad(k, (0, 0, 3, 0)), F.pad(v, (0, 0, 3, 0))",
+        "",
+    ),
+    "learned keys": (
+        "q, T = q[:, :, :1], 1\nk = v = self.kept",
+        "self.kept = nn.Parameter(torch.randn(2, 4, 3, 4))",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "made"), MORE_KEYS.values(), ids=list(MORE_KEYS))
+def test_keys_of_other_tokens(lines: str, made: str, tmp_path):
+    lines = "".join(f"        {line}\n" for line in lines.splitlines())
+    source = sdpa.MODEL.replace("        scores = (q @", f"{lines}        scores = (q @", 1)
+    source = source.replace("y.transpose(1, 2).reshape(B, T, C)", "y")
+    source = source.replace("self.heads = heads", f"self.heads = heads\n        {made}".rstrip())
+    assert "is_causal=T > 1" in compare(tmp_path, source, sdpa.SCHEDULE)
+
+
+@pytest.mark.parametrize("cut", [":, :, :T:2, :T", ":, :, 1 : T + 1, :T"])
+def test_other_rows_of_a_triangle(cut: str, tmp_path):
+    given = sdpa.SCHEDULE.replace("torch.randn(2, 6, 16)", "torch.randn(2, 2, 16)")
+    source = sdpa.MODEL.replace(":, :, :T, :T", cut)
+    assert "is_causal" not in compare(tmp_path, source, given)
+
+
+def test_tokens_that_are_other_ones_by_then(tmp_path):
+    cut = "seen = self.seen[:, :, :T, :T]\n        T = 1\n        scores = scores.masked_fill(seen"
+    source = sdpa.MODEL.replace("scores = scores.masked_fill(self.seen[:, :, :T, :T]", cut)
+    source = source.replace("reshape(B, T, C)", "reshape(B, -1, C)")
+    assert "attn_mask=seen != 0" in compare(tmp_path, source, sdpa.SCHEDULE)
+
+
+def test_a_triangle_that_is_boolean(tmp_path):
+    source = sdpa.MODEL.replace("torch.ones(16, 16)", "torch.ones(16, 16, dtype=torch.bool)")
+    source = source.replace("self.seen[:, :, :T, :T] == 0", "~self.seen[:, :, :T, :T]")
+    text = compare(tmp_path, source, sdpa.SCHEDULE)
+    assert "is_causal=T > 1" in text
+    source = source.replace("torch.tril(", "torch.triu(").replace("16)))", "16)))")
+    text = compare(tmp_path, source.replace("bool))", "bool)).mT.contiguous()"), sdpa.SCHEDULE)
+    assert "attn_mask=self.seen[:, :, :T, :T]" in text
 
 
 def test_fewer_tokens_than_the_mask_has(tmp_path):
     for tokens in (1, 16):
         given = sdpa.SCHEDULE.replace("torch.randn(2, 6, 16)", f"torch.randn(2, {tokens}, 16)")
-        assert "is_causal=True" in compare(tmp_path, sdpa.MODEL, given)
+        assert "is_causal=T > 1" in compare(tmp_path, sdpa.MODEL, given)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
@@ -156,10 +211,27 @@ def test_a_scale_that_is_given_may_be_a_tensor(tmp_path):
     assert "scale=mask" in compare(tmp_path, told, schedule)
 
 
-@pytest.mark.parametrize("line", ["y.mul_(2)", "y.transpose(1, 2).mul_(2)", "y *= 2"])
+WRITING = ("y.mul_(2)", "y.transpose(1, 2).mul_(2)", "y *= 2", "y[0] = 0", "y.mT[..., 0] += 1")
+
+
+@pytest.mark.parametrize("line", WRITING)
 def test_a_result_that_is_written_to(line: str, tmp_path):
     source = sdpa.MODEL.replace("        return y", f"        {line}\n        return y")
     assert "is written to" in refused(tmp_path, source, sdpa.SCHEDULE, "SR309")
+
+
+LAYOUTS = {
+    "view": "y = y.view(B * self.heads, T, -1).view(B, self.heads, T, -1)",
+    "stride": "y = y * y.stride(1)",
+    "is_contiguous": "y = y if y.is_contiguous() else 2 * y",
+}
+
+
+@pytest.mark.parametrize("reader", LAYOUTS)
+def test_a_result_whose_layout_is_read(reader: str, tmp_path):
+    source = sdpa.MODEL.replace("        return y", f"        {LAYOUTS[reader]}\n        return y")
+    said = refused(tmp_path, source, sdpa.SCHEDULE, "SR309")
+    assert f"`{reader}` reads how its result lies in memory" in said
 
 
 DROPPING = """\

@@ -350,7 +350,7 @@ def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
     """Dropout in PyTorch's operations: the module's, or of a share."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
-    return nn.functional.dropout(x, dropout)
+    return nn.functional.dropout(x, dropout) if dropout else x
 
 
 # The bias of a linear layer, the activation after it, and dropout after that.
@@ -1016,10 +1016,10 @@ def residual_layer_norm(
     """
     x, input_bias = product_and_bias(x, linear)
     vectors = (weight, bias, input_bias)
-    p = drop_rate(dropout) if runs_triton(x, residual, *vectors) else None
-    plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if p is None or not (plain and same and runs_forward_alone(norm)):
+    plain = not isinstance(eps, Tensor) and runs_triton(x, residual, *vectors)
+    p = drop_rate(dropout) if plain and runs_forward_alone(norm) else None
+    alike = p is not None and x.shape == residual.shape
+    if not (alike and all(one_each(each, x) for each in vectors)):
         x = x if input_bias is None else x + input_bias
         total = dropped(x, dropout) + residual
         if norm is not None:

@@ -309,7 +309,7 @@ def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
     """Dropout in PyTorch's operations: the module's, or of a share."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
-    return nn.functional.dropout(x, dropout)
+    return nn.functional.dropout(x, dropout) if dropout else x
 
 
 # Gated linear units without their matrix products: activation(gate) * up, dropped out.
@@ -902,8 +902,8 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    if not runs_triton(x, weight) or not plain:
+    plain = not isinstance(eps, Tensor) and runs_triton(x, weight)
+    if not (plain and one_each(weight, x)):
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
@@ -941,10 +941,9 @@ def residual_rms_norm(
         cast: When the normalised rows leave float32, as in `rms_norm`.
         dropout: The module that drops, or the share of x that is dropped.
     """
-    p = drop_rate(dropout) if runs_triton(x, residual, weight) else None
-    plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if p is None or not (plain and same and runs_forward_alone(norm)):
+    plain = not isinstance(eps, Tensor) and runs_triton(x, residual, weight)
+    p = drop_rate(dropout) if plain and runs_forward_alone(norm) else None
+    if p is None or not (one_each(weight, x) and x.shape == residual.shape):
         total = residual + dropped(x, dropout)
         if norm is not None:
             return norm(total), total
@@ -957,9 +956,14 @@ def residual_rms_norm(
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gives x cos + rotate_half(x) sin on the first R features, in PyTorch's operations."""
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.tensor_split(2, -1)
+    """Gives x cos + rotate_half(x) sin on the first R features, in PyTorch's operations.
+
+    One number for each token is broadcast to all features, and no part of them.
+    """
+    size = cos.shape[-1] if cos.shape[-1] > 1 else x.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    half = turned.shape[-1] // 2
+    first, second = turned[..., :half], turned[..., half:]
     turned = turned * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 

@@ -232,7 +232,7 @@ def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
     """Dropout in PyTorch's operations: the module's, or of a share."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
-    return nn.functional.dropout(x, dropout)
+    return nn.functional.dropout(x, dropout) if dropout else x
 
 
 # The bias of a linear layer, dropout after it, and the residual addition.

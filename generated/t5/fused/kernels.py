@@ -349,7 +349,7 @@ def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
     """Dropout in PyTorch's operations: the module's, or of a share."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
-    return nn.functional.dropout(x, dropout)
+    return nn.functional.dropout(x, dropout) if dropout else x
 
 
 # The bias of a linear layer, the activation after it, and dropout after that.
@@ -1121,8 +1121,8 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    if not runs_triton(x, weight) or not plain:
+    plain = not isinstance(eps, Tensor) and runs_triton(x, weight)
+    if not (plain and one_each(weight, x)):
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y

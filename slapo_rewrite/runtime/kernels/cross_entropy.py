@@ -427,7 +427,8 @@ def cross_entropy(
             the logits' dtype, or float32 under autocast.
     """
     options = (ignore_index, label_smoothing, softcap)
-    if not runs_triton(logits) or labels.dtype != torch.int64:
+    kernel = labels.dtype == torch.int64 and not isinstance(softcap, Tensor)
+    if not (kernel and runs_triton(logits)):
         return cross_entropy_reference(logits, labels, options, num_items, upcast)
     dtype = loss_dtype(logits, upcast)
     loss: Tensor = CrossEntropyFunction.apply(

@@ -412,8 +412,8 @@ def layer_norm(
         same order at every run.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    plain = one_each(weight, x) and one_each(bias, x) and not isinstance(eps, Tensor)
-    if not runs_triton(x, weight, bias) or not plain:
+    plain = not isinstance(eps, Tensor) and runs_triton(x, weight, bias)
+    if not (plain and one_each(weight, x) and one_each(bias, x)):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     y: Tensor = LayerNormFunction.apply(x, None, None, weight, bias, eps, 0.0)
     return y
@@ -454,10 +454,10 @@ def residual_layer_norm(
     """
     x, input_bias = product_and_bias(x, linear)
     vectors = (weight, bias, input_bias)
-    p = drop_rate(dropout) if runs_triton(x, residual, *vectors) else None
-    plain = all(one_each(each, x) for each in vectors) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if p is None or not (plain and same and runs_forward_alone(norm)):
+    plain = not isinstance(eps, Tensor) and runs_triton(x, residual, *vectors)
+    p = drop_rate(dropout) if plain and runs_forward_alone(norm) else None
+    alike = p is not None and x.shape == residual.shape
+    if not (alike and all(one_each(each, x) for each in vectors)):
         x = x if input_bias is None else x + input_bias
         total = dropped(x, dropout) + residual
         if norm is not None:

@@ -172,6 +172,7 @@ def linear_cross_entropy(
     if layer is not None and is_plain(layer):
         layer = None
     kernel = layer is None and labels.dtype == torch.int64
+    kernel = kernel and not isinstance(softcap, Tensor)
     if kernel and runs_triton(hidden, weight, bias):
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)

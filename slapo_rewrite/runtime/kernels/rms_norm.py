@@ -348,8 +348,8 @@ def rms_norm(
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
     """
-    plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    if not runs_triton(x, weight) or not plain:
+    plain = not isinstance(eps, Tensor) and runs_triton(x, weight)
+    if not (plain and one_each(weight, x)):
         return rms_norm_reference(x, weight, eps, offset, cast)
     y: Tensor = RMSNormFunction.apply(x, None, weight, eps, offset, cast, 0.0)
     return y
@@ -387,10 +387,9 @@ def residual_rms_norm(
         cast: When the normalised rows leave float32, as in `rms_norm`.
         dropout: The module that drops, or the share of x that is dropped.
     """
-    p = drop_rate(dropout) if runs_triton(x, residual, weight) else None
-    plain = one_each(weight, x) and not isinstance(eps, Tensor)
-    same = x.shape == residual.shape
-    if p is None or not (plain and same and runs_forward_alone(norm)):
+    plain = not isinstance(eps, Tensor) and runs_triton(x, residual, weight)
+    p = drop_rate(dropout) if plain and runs_forward_alone(norm) else None
+    if p is None or not (one_each(weight, x) and x.shape == residual.shape):
         total = residual + dropped(x, dropout)
         if norm is not None:
             return norm(total), total

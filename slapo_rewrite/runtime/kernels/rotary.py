@@ -23,9 +23,14 @@ from .launch import (
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gives x cos + rotate_half(x) sin on the first R features, in PyTorch's operations."""
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.tensor_split(2, -1)
+    """Gives x cos + rotate_half(x) sin on the first R features, in PyTorch's operations.
+
+    One number for each token is broadcast to all features, and no part of them.
+    """
+    size = cos.shape[-1] if cos.shape[-1] > 1 else x.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    half = turned.shape[-1] // 2
+    first, second = turned[..., :half], turned[..., half:]
     turned = turned * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 

@@ -816,6 +816,10 @@ def cross_entropy_at_the_edges(device):
         loss = cross_entropy(spoilt.requires_grad_(), labels)
         gradient = torch.autograd.grad(loss, spoilt)[0]
         assert gradient[:2].all() and not gradient[2].any()
+    bound = torch.tensor(3.0, device=device, requires_grad=True)  # learned: it gets its gradient
+    of_rows = cross_entropy(logits, labels, softcap=bound)  # type: ignore[arg-type]
+    of_layer = linear_cross_entropy(logits, make(20, 20), labels, softcap=bound)  # type: ignore[arg-type]
+    assert all(torch.autograd.grad(loss, bound)[0] for loss in (of_rows, of_layer))
     if device == "cpu":
         for beyond in (labels + 20, labels - 25):
             with pytest.raises((RuntimeError, IndexError)):
