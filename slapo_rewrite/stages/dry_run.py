@@ -22,6 +22,7 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.runtime.stages import keep
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
+from slapo_rewrite.stages.loops import path_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 from slapo_rewrite.stages.stage_layout import Stage, Stages
 from slapo_rewrite.stages.step_loss import step_loss
@@ -112,7 +113,7 @@ class Trial:
 
     def depth(self, listed: str, number: int) -> int:
         """Where the small model is cut, after so many layers of the full one's list."""
-        path = listed.removeprefix("self.")
+        path = path_of(listed)
         if path in self.kept:
             return bisect_left(self.kept[path], number)
         small, full = (m.get_submodule(path) for m in (self.model, self.full))
@@ -248,6 +249,7 @@ class Trial:
         stages: Stages,
         held: Sequence[Sequence[str]],
         sizes: Sequence[Sequence[str]],
+        divided: Sequence[Set[str]],
     ) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
@@ -258,6 +260,7 @@ class Trial:
             stages: The stages.
             held: The paths that each of them holds.
             sizes: Those of the modules that each reads sizes of.
+            divided: The paths of lists of which each holds some layers.
 
         Raises:
             CannotCut: They do not.
@@ -288,7 +291,7 @@ class Trial:
                 hint="cut elsewhere, or write the modules on the way to the cut more plainly",
             )
         self.check_later_steps(whole, models, functions[-1], stages)
-        self.check_state(whole, models, held)
+        self.check_state(whole, models, divided)
 
     def check_later_steps(
         self,
@@ -328,7 +331,7 @@ class Trial:
                 )
 
     def check_state(
-        self, whole: nn.Module, models: Sequence[nn.Module], held: Sequence[Sequence[str]]
+        self, whole: nn.Module, models: Sequence[nn.Module], divided: Sequence[Set[str]]
     ) -> None:
         """After some steps buffers and weights must be the model's, wherever they are held.
 
@@ -336,9 +339,8 @@ class Trial:
             CannotCut: A stage has other updates of one than the others.
         """
         own, first = state(whole), state(self.pristine)
-        for number, (model, paths) in enumerate(zip(models, held, strict=True)):
-            found = {path: attrgetter(path)(model) for path in paths}
-            lists = tuple(f"{p}." for p, each in found.items() if isinstance(each, nn.ModuleList))
+        for number, (model, paths) in enumerate(zip(models, divided, strict=True)):
+            lists = tuple(f"{path}." for path in paths)
             for name, tensor in state(model).items():
                 # Of a list all layers are here, and those of other stages did not run.
                 is_idle = name.startswith(lists) and is_close(tensor, first[name])

@@ -19,6 +19,7 @@ from slapo_rewrite.code.evaluate import (
     field_at,
     truth_of,
 )
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Line, Scope
@@ -175,6 +176,8 @@ class Expressions(ABC):
         value = scope.names.values.get(node.id)
         if isinstance(node.ctx, ast.Load) and isinstance(value, Constant):
             return repr(value.value)
+        if isinstance(value, Unknown) and value.steps and isinstance(node.ctx, ast.Load):
+            return accessor(scope.names.path_of([*value.steps]))
         if isinstance(value, KnownObject) and isinstance(node.ctx, ast.Load):
             if OUTDATED in value.texts.values():
                 raise self.refused("what this was made of has another value by now", scope, node)

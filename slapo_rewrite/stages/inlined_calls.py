@@ -8,6 +8,7 @@ import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -111,7 +112,7 @@ class Calls(Expressions):
         self.is_aside = True
         try:
             found = scope.names.object_at(steps)
-            path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+            path = scope.names.path_of(steps)
             method = self.method_of(found, path, "forward")
             self.depth = 0
             value = self.inlined(node, method, accessor(path), scope).value
@@ -142,7 +143,7 @@ class Calls(Expressions):
         steps = scope.names.chain(node.func)
         if not steps:
             return None
-        path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+        path = scope.names.path_of(steps)
         try:
             found = scope.names.object_at(steps)
         except AttributeError:
@@ -231,7 +232,8 @@ class Calls(Expressions):
         """Writes a function's statements; gives what it returns."""
         self.comments.clear()
         path, function = method.path, method.function
-        word = path.rpartition(".")[2] or "model"
+        *_, word = re.findall(r"[^\W\d]\w*(?:\.\d+)*", path) or ["model"]
+        word = word.replace(".", "_")
         written = self.files.names_of(function, method.home, word)
         arguments = self.bound(node, method, written, scope)
         values: dict[str, Worth] = {}
@@ -245,7 +247,7 @@ class Calls(Expressions):
                 inner.written[name] = f"{word}_{name}"
         taken = {inner.spelled(n) for n in bound}
         for name, result in arguments.items():
-            values[name] = result.value
+            values[name] = elsewhere(result.value)
             if not isinstance(result.value, Unknown):
                 if name in needed and name in bound:
                     inner.written[name] = f"{word}_{name}"
@@ -267,9 +269,9 @@ class Calls(Expressions):
             if target != text:
                 self.out.append(Line(f"{target} = {text}", at))
         names.me = first_parameter(function)
-        returned = self.block(body_of(function), inner)
+        returned = self.block(body_of(function), inner) or Result("None", NONE)
         self.comments.clear()
-        return returned or Result("None", NONE)
+        return replace(returned, value=elsewhere(returned.value))
 
     def bound(
         self, node: ast.Call, method: Method, written: Mapping[str, str], scope: Scope
@@ -325,3 +327,8 @@ class Calls(Expressions):
             elif name in scope.names.values and not isinstance(value, Constant):
                 found.add(scope.spelled(name))
         return found
+
+
+def elsewhere(value: Worth) -> Worth:
+    """What is known of a value in the method of another module."""
+    return replace(value, steps=()) if isinstance(value, Unknown) else value

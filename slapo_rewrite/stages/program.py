@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import breaks, local_names, parts_of
 from slapo_rewrite.code.names import self_path
@@ -18,9 +16,9 @@ from slapo_rewrite.code.subgraphs import MUTATING
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.stages.environment import Environment
+from slapo_rewrite.stages.environment import Environment, rounds_of
 from slapo_rewrite.stages.flat import Flat
-from slapo_rewrite.stages.loops import loop_over, sliced
+from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.set_apart import is_path, list_of
 
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
@@ -41,12 +39,14 @@ class Cut:
         cause: Who asks.
         target: What runs the stages, one of `TARGETS`.
         may_move: Whether the stage may end elsewhere, where it cannot end there.
+        instead: The modules that all stages end after instead, where they cannot.
     """
 
     path: str
     cause: Directive
     target: str
     may_move: bool = False
+    instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,10 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any
     return linked(flat, pieces, stage + 1, cuts[0].cause.at, world)
 
 
-def rounds_of(module: Any) -> list[str]:
-    """The names of what a loop over a module runs over: the layers of a list or a sequence."""
-    return [*module._modules] if isinstance(module, nn.ModuleList | nn.Sequential) else []
-
-
 def _length(model: Any, listed: str) -> int | None:
     """How many modules a list holds; None where it holds others, or is not named plainly."""
     try:
-        return len(model.get_submodule(listed.removeprefix("self.")))
+        return len(model.get_submodule(path_of(listed)))
     except AttributeError:
         return None
 
@@ -284,14 +279,15 @@ def last_inside(path: str, statements: Sequence[ast.stmt]) -> int | None:
 
     Not where something else takes what is called there right away.
     """
-    inside = f"{accessor(path)}."
+    inside = f"{path}."
     for number, statement in reversed(list(enumerate(statements))):
         loop = loop_over(statement)
-        if loop is not None and any(each.startswith(inside) for each in loop.lists):
+        if loop is not None and any(f"{path_of(each)}.".startswith(inside) for each in loop.lists):
             return number
         calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and is_path(n.func)]
-        if any(ast.unparse(n.func).startswith(inside) for n in calls):
-            return number if ast.unparse(calls[0].func).startswith(inside) else None
+        called = [f"{self_path(n.func)}." for n in calls]
+        if any(each.startswith(inside) for each in called):
+            return number if called[0].startswith(inside) else None
     return None
 
 

@@ -126,10 +126,10 @@ def written(*lines: str) -> str:
             "z = {'x': x, 'sum': sum}",
         ),
         (
-            ["for i in range(4):", "    x = self.layers[i](x)"],
+            ["for i in range(int(x.shape[0])):", "    x = self.layers[i](x)"],
             's["layers"][1]',
             "`layers.1` is not called in a loop over `layers`",
-            "for i in range(4):",
+            "for i in range(int(x.shape[0])):",
         ),
         (
             ["x = self.first(x)", "x = self.inner(self.first(x))"],
@@ -157,10 +157,21 @@ def written(*lines: str) -> str:
         ),
         (["x = self.first(x)"], 's["inner"]', "training does not call it", ""),
         (
-            ["for layer in self.layers:", "    x = layer(x)"],
+            [
+                "for layer in self.layers:",
+                "    x = layer(x)",
+                "    if x.sum() > 9:",
+                "        break",
+            ],
             's["layers"][1]["a"]',
-            "a stage cannot end inside the layer `layers.1`",
-            "",
+            "a stage cannot end in `layers.1`: this loop may end or go on early",
+            "for layer in self.layers:",
+        ),
+        (
+            ["if x.sum() < 9:", "    for layer in self.layers:", "        x = layer(x)"],
+            's["layers"][1]["a"]',
+            "a stage cannot end in `layers.1`: this loop stands in a branch or loop",
+            "for layer in self.layers:",
         ),
         (["x = self.first(x)"], 's["last"]', "nothing with parameters comes after", ""),
     ],
