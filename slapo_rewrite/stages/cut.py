@@ -252,10 +252,11 @@ def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> No
 
 
 def run(text: str, world: Mapping[str, Any]) -> Any:
-    """The function that a text defines, among the names of the model's file."""
+    """The function that a text defines, among the names of the model's file; its text with it."""
     scene = dict(world)
     exec(compile(text, "<stage>", "exec"), scene)
     function = scene["loss" if text.startswith("def loss") else "forward"]
+    function.__doc__ = text
     scene.update(world)  # in a class it hides nothing that is called like it
     return function
 

@@ -205,10 +205,9 @@ class Trial:
             had = {(name, number): scene.get(name) for name in piece.binds}
             other |= {v: each for v, each in had.items() if not is_same(values[v], each)}
         own = [n for n in stage.pieces if n not in stage.again]
-        for version in (v for n in own for v in program.pieces[n].reads):
-            if version in other:
-                return version[1], next(name for _, name in stage.borrowed)
-        for version in stage.hands_on:
+        read = [v for n in own for v in program.pieces[n].reads]
+        of_loss = () if stage.hands_on else program.loss_reads
+        for version in (*read, *stage.hands_on, *of_loss):
             if version in other:
                 return version[1], next(name for _, name in stage.borrowed)
         return None
@@ -277,27 +276,62 @@ class Trial:
         try:
             result = self.chained(models, functions[-1], stages, self.scene())
         except Exception as error:
-            raise self.failing(error) from error
+            raise self.failing(error, functions, stages) from error
         close = is_close(result, expected)
         had = gradients(models, result) if close else {}
         for name, gradient in wanted.items():
             if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
                 close = False
         if not close:
-            raise errors.CannotCut(
-                "the stages do not compute what the model computes: its `forward` does more than "
-                "its statements say",
-                at=self.cause,
-                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
-            )
-        self.check_later_steps(whole, models, functions[-1], stages)
+            raise self.unlike(self.apart_in_stages(functions, held, sizes), functions[-1], stages)
+        self.check_later_steps(whole, models, functions, stages)
         self.check_state(whole, models, divided)
+
+    def unlike(
+        self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
+    ) -> errors.CannotCut:
+        """The error for stages that compute something else; says what they do so first."""
+        program, model = stages.program, copy.deepcopy(self.pristine).train()
+        scene, wanted = {**self.scene(), "self": model}, []
+        last = {max(stage.pieces): stage for stage in stages.stages}
+        with self.seeded():
+            for number, piece in enumerate(program.pieces):
+                exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                if number in last:
+                    own = [scene.get(name) for name, _ in last[number].hands_on]
+                    wanted.append([v.clone() if isinstance(v, Tensor) else v for v in own])
+            is_model = is_close(eval(program.loss, scene), self.expected)
+        found: list[tuple[Any, ...]] = []
+        self.chained(models, loss, stages, self.scene(), found)
+        for stage, has, values in zip(stages.stages, found, wanted, strict=True):
+            for (name, number), one, other in zip(stage.hands_on, has, values, strict=True):
+                if not is_model or not isinstance(other, Tensor) or one.shape != other.shape:
+                    continue  # numbers are sent in another form
+                if not is_close(one, other):
+                    return errors.CannotCut(
+                        f"stage {stages.stages.index(stage)} would have another `{name}` than the "
+                        "model: it does not see what an earlier one changes in place",
+                        at=program.pieces[number].at if number != ARGUMENT else self.cause,
+                        also=[self.cause],
+                        hint="hand what is changed (an attribute, a buffer, memory that two names "
+                        "share) on as a value, or cut elsewhere",
+                    )
+        return errors.CannotCut(
+            "the stages do not compute what the model computes: its "
+            + (
+                "gradients are others"
+                if is_model
+                else "`forward` does more than its statements say"
+            ),
+            at=self.cause,
+            hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+        )
 
     def check_later_steps(
         self,
         whole: nn.Module,
         models: Sequence[nn.Module],
-        loss: Callable[..., Any],
+        functions: Sequence[Callable[..., Any]],
         stages: Stages,
     ) -> None:
         """After the first step the next loss must be the model's, in eval mode too.
@@ -319,9 +353,9 @@ class Trial:
                     continue
                 scene = {**self.world, **copy.deepcopy(data)}
                 try:
-                    result = self.chained(models, loss, stages, scene)
+                    result = self.chained(models, functions[-1], stages, scene)
                 except Exception as error:
-                    raise self.failing(error, f" in {mode}") from error
+                    raise self.failing(error, functions, stages, f" in {mode}") from error
             if not is_close(result, wanted):
                 raise errors.CannotCut(
                     f"the stages compute something else in {mode} after a step: what runs around "
@@ -359,11 +393,26 @@ class Trial:
             outputs = model(**{name: inputs[name] for name in self.given})
         return small_model.loss_of(self.schedule, outputs, inputs)
 
-    def failing(self, error: Exception, mode: str = "") -> errors.CannotCut:
-        """The error for stages that fail."""
+    def failing(
+        self,
+        error: Exception,
+        functions: Sequence[Callable[..., Any]],
+        stages: Stages,
+        mode: str = "",
+    ) -> errors.CannotCut:
+        """The error for stages that fail, with the place of the statement."""
+        texts = {function.__code__: str(function.__doc__) for function in functions}
+        line, trace = "", error.__traceback__
+        while trace is not None:
+            if text := texts.get(trace.tb_frame.f_code):
+                line = text.splitlines()[trace.tb_lineno - 1].strip()
+            trace = trace.tb_next
+        sources = ((piece.source(self.depth), piece.at) for piece in stages.program.pieces)
+        places = (at for text, at in sources if line in map(str.strip, text.splitlines()))
         return errors.CannotCut(
             f"the stages fail{mode} where the model does not: {type(error).__name__}: {error}",
-            at=self.cause,
+            at=next(places, self.cause),
+            also=[self.cause],
             hint="cut elsewhere, or write the modules on the way to the cut more plainly",
         )
 
@@ -389,8 +438,17 @@ class Trial:
         loss: Callable[..., Any],
         stages: Stages,
         inputs: Mapping[str, Any],
+        outputs: list[tuple[Any, ...]] | None = None,
     ) -> Any:
-        """The loss that the stages give, one after the other; what one alters no other sees."""
+        """The loss that the stages give, one after the other; what one alters no other sees.
+
+        Args:
+            models: The stages.
+            loss: Makes the loss of what the last of them gives.
+            stages: What they take and give.
+            inputs: The arguments of a step.
+            outputs: Takes up what each of them gives.
+        """
 
         def copied(names: Sequence[str]) -> tuple[Any, ...]:
             return tuple(copy.deepcopy(inputs[name]) for name in names)
@@ -407,6 +465,8 @@ class Trial:
                     given = model(given[0] if len(given) == 1 else given)
                 given = given if isinstance(given, tuple) else (given,)
                 given = tuple(v.clone() if isinstance(v, Tensor) else v for v in given)
+                if outputs is not None:
+                    outputs.append(tuple(v.clone() for v in given))
             return loss(
                 models[-1],
                 given[0] if len(given) == 1 else given,

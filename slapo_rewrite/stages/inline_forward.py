@@ -179,8 +179,10 @@ class Flattening(Calls):
                 )
                 self.compound(node, f"with {items}:", node.body, scope)
             case _ if isinstance(node, _COMPOUND):
+                kind = type(node).__name__.lower()
+                word = {"functiondef": "def", "classdef": "class"}.get(kind, kind)
                 raise self.refused(
-                    f"a {type(node).__name__.lower()} statement cannot be written out",
+                    f"`{word}` cannot be written out",
                     scope,
                     node,
                     "put it into the `forward` of a module of its own",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from slapo_rewrite.code.names import is_name, self_path
@@ -153,12 +154,20 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
-def sliced(text: str, first: int, stop: int | None) -> str:
-    """A loop over some of its layers."""
+def sliced(text: str, first: int, stop: int | None, bound: Collection[str] = ()) -> str:
+    """A loop over some of its layers.
+
+    Args:
+        text: The loop.
+        first: The first layer.
+        stop: The layer after the last one; None for all that follow.
+        bound: The names that are read behind the loop.
+    """
     statement = ast.parse(text).body[0]
     loop = loop_over(statement)
     assert isinstance(statement, ast.For) and loop is not None
-    target, over = loop.head(first, stop, is_counted(statement, loop))
+    is_read = loop.counter in bound or is_counted(statement, loop)
+    target, over = loop.head(first, stop, is_read)
     edits: dict[ast.expr, str] = {statement.target: target, statement.iter: over}
     return rewritten(text, edits | dict.fromkeys(loop.read, loop.target))
 

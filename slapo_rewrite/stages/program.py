@@ -101,7 +101,7 @@ class Piece:
         if depth is not None:
             first = depth(self.layers.listed, first)
             stop = None if stop is None else depth(self.layers.listed, stop)
-        return sliced(self.text, first, stop)
+        return sliced(self.text, first, stop, self.binds)
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,11 @@ def place_of(
         first = places[0] if places else None
         return errors.CannotCut(message, at=first, also=places[1:], hint=hint)
 
+    def inside(statement: ast.stmt, number: int) -> Exception:
+        kinds = {ast.For: "loop that is not over layers", ast.With: "`with` block"}
+        message = f"`{cut.path}` is called inside a {kinds.get(type(statement), 'branch')}"
+        return refused(message, number, "cut before or after all of it")
+
     parent, _, name = cut.path.rpartition(".")
     rounds = rounds_of(model.get_submodule(parent))
     if name in rounds:
@@ -239,6 +244,8 @@ def place_of(
         for number, statement in enumerate(statements):
             for node in ast.walk(statement):
                 if name in rounds and isinstance(node, ast.expr) and self_path(node) == parent:
+                    if isinstance(statement, ast.With | ast.If):
+                        raise inside(statement, number)
                     raise refused(
                         f"`{cut.path}` is not called in a loop over `{parent}`",
                         number,
@@ -258,10 +265,7 @@ def place_of(
         )
     statement = statements[number]
     if hasattr(statement, "body"):
-        kind = "loop that is not over layers" if isinstance(statement, ast.For) else "branch"
-        raise refused(
-            f"`{cut.path}` is called inside a {kind}", number, "cut before or after all of it"
-        )
+        raise inside(statement, number)
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and node is not call and call in ast.walk(node):
             called = ast.unparse(node.func)

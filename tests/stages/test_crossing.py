@@ -559,3 +559,16 @@ def test_a_method_that_leads_to_a_cut_is_written_out(tmp_path):
     wrapped = BY_METHODS.replace("    def through", "    @torch.no_grad()\n    def through")
     said = refused(tmp_path, wrapped, BY_METHODS_SCHEDULE, "SR310")
     assert "training does not call it by this name" in said
+
+
+@pytest.mark.parametrize("target", ["torch", "deepspeed"])
+def test_labels_that_are_worked_on_before_the_cut(target, tmp_path):
+    """The loss has them as they were, though what the last layer gives is of their shape."""
+    text = BY_METHODS.replace(
+        "        x = self.encode(x)\n", "        y = y * 2\n        x = self.encode(x)\n"
+    )
+    schedule = BY_METHODS_SCHEDULE
+    if target == "torch":
+        schedule = schedule.replace("stage()", 'stage(target="torch")')
+    loss = rewritten(tmp_path, text, schedule).files["pipeline.py"].partition("def loss")[2]
+    assert "        y = y * 2\n" in loss

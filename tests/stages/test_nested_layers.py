@@ -167,6 +167,17 @@ def scheduled(*cuts: str) -> str:
         ),
         (
             LISTS + UP,
+            [
+                *THERE_AND_BACK[:5],
+                "for stage in self.up:",
+                "    x = x + skips.pop()",
+                *THERE_AND_BACK[-2:],
+            ],
+            ["s.1.0", "up.1.0"],
+            "self.first, self.s[0], self.s[1][:1]",
+        ),
+        (
+            LISTS + UP,
             [line.format(skips="reversed(skips)") for line in THERE_AND_BACK],
             ["s.1.0", "up.1.0"],
             "self.first, self.s[0], self.s[1][:1]",

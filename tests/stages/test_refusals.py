@@ -132,6 +132,30 @@ def written(*lines: str) -> str:
             "for i in range(int(x.shape[0])):",
         ),
         (
+            ["with torch.no_grad():", "    for layer in self.layers:", "        x = layer(x)"],
+            's["layers"][1]',
+            "`layers.1` is called inside a `with` block",
+            "with torch.no_grad():",
+        ),
+        (
+            ["def double(z):", "    return z * 2", "x = double(self.first(x))"],
+            's["first"]',
+            "`def` cannot be written out",
+            "def double(z):",
+        ),
+        (
+            ["self.n = 2", "x = self.inner(self.first(x))", "x = self.sequence(x) * self.n"],
+            's["inner"]',
+            "the stages fail where the model does not: AttributeError",
+            "x = self.sequence(x) * self.n",
+        ),
+        (
+            ["z = x + 1", "w = z[:, :2]", "x = self.inner(self.first(z))", "w += 1", "x = x + z"],
+            's["inner"]',
+            "stage 1 would have another `last_output` than the model",
+            "x = x + z",
+        ),
+        (
             ["x = self.first(x)", "x = self.inner(self.first(x))"],
             's["first"]',
             "`first` is called 2 times",
