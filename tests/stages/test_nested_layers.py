@@ -229,8 +229,9 @@ def test_stages_say_how_many_layers_they_are_written_for():
 
 @pytest.mark.processes
 def test_ranks_compute_the_same(tmp_path):
-    """Running means of layers that one list holds are updated where each layer is."""
-    source = model(STAGES, "for stage in self.s:", "    x, _ = stage(x)")
+    """Running means are updated where each layer is; unsaved random numbers are the original's."""
+    init = STAGES + "; self.register_buffer('noise', torch.rand(width), persistent=False)"
+    source = model(init, "for stage in self.s:", "    x = stage(x)[0] * self.noise")
     output = rewritten(tmp_path, source, scheduled("s.1.blocks.1", "s.2.blocks.0"))
     write(tmp_path / "out", output.files)
     report = verify(tmp_path / "out", [Layout(3)])

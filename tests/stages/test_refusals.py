@@ -150,7 +150,13 @@ def written(*lines: str) -> str:
             "x = self.sequence(x) * self.n",
         ),
         (
-            ["z = x + 1", "w = z[:, :2]", "x = self.inner(self.first(z))", "w += 1", "x = x + z"],
+            [
+                "z = 2 * self.first(x)",
+                "w = z[:, :2]",
+                "x = self.inner(x)",
+                "w.add_(1)",
+                "x = x + z",
+            ],
             's["inner"]',
             "stage 1 would have another `last_output` than the model",
             "x = x + z",
