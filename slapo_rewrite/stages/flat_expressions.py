@@ -104,6 +104,10 @@ class Expressions(ABC):
     def call(self, node: ast.Call, scope: Scope) -> str | None:
         """How a call reads; None where as it stands."""
 
+    @abstractmethod
+    def element(self, node: ast.Subscript, scope: Scope) -> str | None:
+        """An element of what a call gives; None where it is read as it stands."""
+
     def text(self, node: ast.expr | ast.stmt | ast.keyword, scope: Scope) -> str:
         """The text of an expression or simple statement in the result."""
         start, end = scope.file.span(node)
@@ -134,6 +138,8 @@ class Expressions(ABC):
             case ast.Attribute() if (value := self.field(node, scope)) is not None:
                 new = value
             case ast.Subscript() if (value := self.field(node, scope)) is not None:
+                new = value
+            case ast.Subscript() if (value := self.element(node, scope)) is not None:
                 new = value
             case ast.Subscript(value=listed) if self.is_all_of_it(node, scope):
                 new = self.text(listed, scope)

@@ -26,7 +26,7 @@ from slapo_rewrite.stages.function_syntax import (
     signature_of,
     statement_of,
 )
-from slapo_rewrite.stages.written_text import comment_after, respelled
+from slapo_rewrite.stages.written_text import comment_after, enclosed, respelled
 
 # Keyword arguments that decorators take for themselves: what a result is wrapped in.
 FOR_DECORATORS = {"return_dict"}
@@ -56,7 +56,7 @@ class Calls(Expressions):
                         return self.current(extra, scope, node)[key]
                     return self.text(node.args[1], scope) if len(node.args) > 1 else "None"
         if (inner := self.callee(node, scope)) is not None:
-            return self.inlined(node, *inner, scope).text
+            return enclosed(self.inlined(node, *inner, scope).text)
         taken = signature_of(self.called(node, scope))
         by_name: list[tuple[str, str]] = []
         changed = False
@@ -100,6 +100,18 @@ class Calls(Expressions):
             return f"{function}({', '.join(text for text, _ in kept)})"
         body = "\n".join(f"    {text},{comment}" for text, comment in kept)
         return f"{function}(\n{body}\n)"
+
+    def element(self, node: ast.Subscript, scope: Scope) -> str | None:
+        """The text of an element of what a module that is written out gives."""
+        match node:
+            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=int(number))) if (
+                inner := self.callee(call, scope)
+            ):
+                result = self.inlined(call, *inner, scope)
+                if 0 <= number < len(result.parts):
+                    return enclosed(result.parts[number])
+                return f"{enclosed(result.text)}[{number}]"
+        return None
 
     def known_of_result(self, node: ast.Call, scope: Scope) -> Unknown | None:
         """What is known of what a module gives, from the `forward` that makes it."""

@@ -62,6 +62,11 @@ def closed(text: str, node: ast.expr) -> str:
     return f"({text})"
 
 
+def enclosed(text: str) -> str:
+    """An expression as it can stand within another one."""
+    return closed(text, ast.parse(alone(text), mode="eval").body)
+
+
 def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
     """A text of several lines with the indentation of its first line taken off the others."""
     if "\n" not in text:
