@@ -97,7 +97,7 @@ class Expressions(ABC):
         return errors.CannotCut(message, at=scope.file.at(node), also=self.also, hint=hint)
 
     @abstractmethod
-    def method_of(self, module: Any, path: str, name: str) -> Method:
+    def method_of(self, module: Any, path: str, name: str, behind: type | None = None) -> Method:
         """The method of a module, as it stands in the file that defines it."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from slapo_rewrite.code.arguments import Signature, first_parameter, values_give
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.liveness import live_after, local_names
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.stages.flat import Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import Expressions, Method
@@ -152,6 +153,8 @@ class Calls(Expressions):
 
     def callee(self, node: ast.Call, scope: Scope) -> tuple[Method, str] | None:
         """What is called and is to be written out, and how the result spells its module."""
+        if (method := self.base_method(node, scope)) is not None:
+            return method, scope.prefix
         steps = scope.names.chain(node.func)
         if not steps:
             return None
@@ -172,6 +175,38 @@ class Calls(Expressions):
         if len(steps) == 1 and inspect.ismethod(found) and not self.depth:
             return self.own_method(node, steps[0], scope)
         return None
+
+    def base_method(self, node: ast.Call, scope: Scope) -> Method | None:
+        """What `super().forward(...)` calls, where that leads to a cut."""
+        if "super" not in names_in(node.func):
+            return None
+        names = scope.names
+        home = next(f for f in self.files.known() if f.file is scope.file)
+        here = Method(names.live, names.path, home, scope.function)
+        bases = (m for call, m in self.base_methods(here) if call is node)
+        return next((m for m in bases if self.leads_to_cut(m, set())), None)
+
+    def base_methods(self, method: Method) -> Iterator[tuple[ast.Call, Method]]:
+        """The calls of a method by `super()`, each with the method of a base class."""
+        live, function = method.live, method.function
+        calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+        named = {
+            call: call.func.attr
+            for call in calls
+            if isinstance(call.func, ast.Attribute)
+            and isinstance(of := call.func.value, ast.Call)
+            and is_name(of.func, "super")
+            and not of.args
+        }
+        for cls in type(live).__mro__ if named else ():
+            home = self.files.of(cls)
+            own = home.file.method(cls.__name__, function.name) if home is not None else None
+            if home is None or home.file is not method.home.file or own is None:
+                continue
+            if own.lineno == function.lineno:
+                for call, name in named.items():
+                    with contextlib.suppress(errors.CannotCut):
+                        yield call, self.method_of(live, method.path, name, cls)
 
     def own_method(self, node: ast.Call, name: str, scope: Scope) -> tuple[Method, str] | None:
         """A method of the same module that leads to a cut, or that is shorter when written out."""
@@ -217,6 +252,8 @@ class Calls(Expressions):
         if read & wanted:
             return True
         seen |= read
+        if any(self.leads_to_cut(base, seen) for _, base in self.base_methods(method)):
+            return True
         for name in sorted(read):
             if inspect.ismethod(getattr(method.live, name, None)):
                 with contextlib.suppress(errors.CannotCut):
@@ -224,9 +261,18 @@ class Calls(Expressions):
                         return True
         return False
 
-    def method_of(self, module: Any, path: str, name: str) -> Method:
-        """The method of a module, as it stands in the file that defines it."""
-        cls = next((c for c in type(module).__mro__ if name in vars(c)), type(module))
+    def method_of(self, module: Any, path: str, name: str, behind: type | None = None) -> Method:
+        """The method of a module, as it stands in the file that defines it.
+
+        Args:
+            module: The module.
+            path: Its path.
+            name: The method's name.
+            behind: A class of the module; the method is that of one of its bases then.
+        """
+        classes = type(module).__mro__
+        classes = classes[classes.index(behind) + 1 :] if behind is not None else classes
+        cls = next((c for c in classes if name in vars(c)), type(module))
         home = self.files.of(cls)
         function = home.file.method(cls.__name__, name) if home is not None else None
         if home is not None and function is not None:

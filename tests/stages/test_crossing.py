@@ -572,3 +572,15 @@ def test_labels_that_are_worked_on_before_the_cut(target, tmp_path):
         schedule = schedule.replace("stage()", 'stage(target="torch")')
     loss = rewritten(tmp_path, text, schedule).files["pipeline.py"].partition("def loss")[2]
     assert "        y = y * 2\n" in loss
+
+
+def test_a_method_of_a_base_class_that_leads_to_a_cut_is_written_out(tmp_path):
+    text = BY_METHODS.replace("class Model(", "class Base(") + (
+        "\n\nclass Between(Base):\n    def forward(self, x, y):\n"
+        "        return super().forward(x + 1, y)\n"
+        "\n\nclass Model(Between):\n    def forward(self, x, y):\n"
+        "        return super().forward(x * 2, y) * 3\n"
+    )
+    found = rewritten(tmp_path, text, BY_METHODS_SCHEDULE).files["pipeline.py"]
+    assert "x = x * 2 + 1\n" in found or "x = x + 1\n" in found
+    assert "for layer in self.layers[2:]:" in found and "super" not in found

@@ -102,7 +102,7 @@ def scheduled(*cuts: str) -> str:
         (SEQUENCE, ["x = self.s(x)"], ["s.1.0"], "self.first, self.s[0], self.s[1][:1]"),
         (STAGES, ["for stage in self.s:", "    x, _ = stage(x)"], ["s.1.blocks.1"], ".blocks[:2]"),
         (STAGES, ["for stage in self.s:", "    x = 2 * stage(x)[0]"], ["s.1.blocks.1"], ".blocks"),
-        (LISTS, [*IN_LISTS[:2], "        x = block(x) * 2"], ["s.0.1.linear"], "s[0][1].linear"),
+        (LISTS, [*IN_LISTS[:2], "        x = block(x) * 2"], ["s.0.1.norm"], "s[0][1].norm"),
         (STAGES, ["for stage in self.s:", "    x, _ = stage(x)"], ["s.1.blocks.2"], ".blocks"),
         (STAGES, ["for stage in self.s:", "    x, _ = stage(x)"], ["s.1.down"], "self.s[1].down"),
         (
