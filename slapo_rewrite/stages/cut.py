@@ -11,7 +11,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.text import accessor, listed
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.tree import Tree
@@ -151,10 +151,9 @@ def _tried(
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
     held = held_by(stages, model)
-    paths = [[part.path for part in parts] for parts in held]
+    paths = [[path for part in parts for path in trial.paths_of(part)] for parts in held]
     sizes = sizes_of(stages, held, model, defining, at)
-    layers = [{p.path for p in parts if p.text != accessor(p.path)} for parts in held]
-    trial.check([run(text, world) for text in texts], stages, paths, sizes, layers)
+    trial.check([run(text, world) for text in texts], stages, paths, sizes)
     shared = ties_of(held, model)
     if by_name:
         check_rows(stages, trial.inputs, at)

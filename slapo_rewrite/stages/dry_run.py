@@ -20,11 +20,13 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import blocks, statements
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
-from slapo_rewrite.runtime.stages import keep
+from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of
+from slapo_rewrite.stages.environment import rounds_of
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
 from slapo_rewrite.stages.loops import path_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 from slapo_rewrite.stages.stage_layout import Stage, Stages
+from slapo_rewrite.stages.stage_modules import Held
 from slapo_rewrite.stages.step_loss import step_loss
 from slapo_rewrite.stages.value_kinds import ValueKind, described
 
@@ -118,6 +120,17 @@ class Trial:
             return bisect_left(self.kept[path], number)
         small, full = (m.get_submodule(path) for m in (self.model, self.full))
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
+
+    def paths_of(self, held: Held) -> list[str]:
+        """The paths in the small model of what a stage holds: a module's, or those of layers."""
+        match ast.parse(held.text, mode="eval").body:
+            case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
+                listed = ast.unparse(layers)
+                names = rounds_of(self.model.get_submodule(held.path))
+                first = self.depth(listed, ast.literal_eval(lower)) if lower else 0
+                stop = self.depth(listed, ast.literal_eval(upper)) if upper else len(names)
+                return [f"{held.path}.{name}" for name in names[first:stop]]
+        return [held.path]
 
     def scene(self) -> dict[str, Any]:
         """What statements find at the start of a step; they may write to the inputs."""
@@ -248,7 +261,6 @@ class Trial:
         stages: Stages,
         held: Sequence[Sequence[str]],
         sizes: Sequence[Sequence[str]],
-        divided: Sequence[Set[str]],
     ) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
@@ -259,7 +271,6 @@ class Trial:
             stages: The stages.
             held: The paths that each of them holds.
             sizes: Those of the modules that each reads sizes of.
-            divided: The paths of lists of which each holds some layers.
 
         Raises:
             CannotCut: They do not.
@@ -284,8 +295,9 @@ class Trial:
                 close = False
         if not close:
             raise self.unlike(self.apart_in_stages(functions, held, sizes), functions[-1], stages)
+        del result, had, expected, wanted  # they take as much memory as the model
         self.check_later_steps(whole, models, functions, stages)
-        self.check_state(whole, models, divided)
+        self.check_state(whole, models)
 
     def unlike(
         self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
@@ -309,8 +321,9 @@ class Trial:
                     continue  # numbers are sent in another form
                 if not is_close(one, other):
                     return errors.CannotCut(
-                        f"stage {stages.stages.index(stage)} would have another `{name}` than the "
-                        "model: it does not see what an earlier one changes in place",
+                        "the stages do not compute what the model computes: stage "
+                        f"{stages.stages.index(stage)} would have another `{name}`, as it does not "
+                        "see what an earlier one changes in place",
                         at=program.pieces[number].at if number != ARGUMENT else self.cause,
                         also=[self.cause],
                         hint="hand what is changed (an attribute, a buffer, memory that two names "
@@ -364,21 +377,16 @@ class Trial:
                     hint="cut so that one stage reads and changes it, or hand it on as a value",
                 )
 
-    def check_state(
-        self, whole: nn.Module, models: Sequence[nn.Module], divided: Sequence[Set[str]]
-    ) -> None:
+    def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
         """After some steps buffers and weights must be the model's, wherever they are held.
 
         Raises:
             CannotCut: A stage has other updates of one than the others.
         """
-        own, first = state(whole), state(self.pristine)
-        for number, (model, paths) in enumerate(zip(models, divided, strict=True)):
-            lists = tuple(f"{path}." for path in paths)
+        own = state(whole)
+        for number, model in enumerate(models):
             for name, tensor in state(model).items():
-                # Of a list all layers are here, and those of other stages did not run.
-                is_idle = name.startswith(lists) and is_close(tensor, first[name])
-                if not (is_idle or is_close(tensor, own[name])):
+                if not is_close(tensor, own[name]):
                     raise errors.CannotCut(
                         f"`{name}` is updated as the model runs, and stage {number} would not have "
                         "all of the updates",
@@ -425,7 +433,11 @@ class Trial:
         """A model for each stage, as in a process of its own."""
         models = []
         for function, paths, shells in zip(functions[:-1], held, sizes, strict=True):
-            model: Any = copy.deepcopy(self.pristine)
+            whole = self.pristine
+            own = {id(tensor) for tensor in tensors_of([attrgetter(path)(whole) for path in paths])}
+            tensors = (t for module in whole.modules() for t in own_tensors(module).values())
+            # What is not held is taken out again, and not copied meanwhile.
+            model: Any = copy.deepcopy(whole, {id(t): t for t in tensors if id(t) not in own})
             keep(model, [attrgetter(path)(model) for path in paths], shells)
             # What is around the model's `forward`, hooks say, is around that of each stage.
             model.__class__ = type("Stage", (type(model),), {"forward": function})

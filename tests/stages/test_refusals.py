@@ -158,7 +158,7 @@ def written(*lines: str) -> str:
                 "x = x + z",
             ],
             's["inner"]',
-            "stage 1 would have another `last_output` than the model",
+            "stage 1 would have another `last_output`, as it does not see",
             "x = x + z",
         ),
         (
