@@ -584,3 +584,32 @@ def test_a_method_of_a_base_class_that_leads_to_a_cut_is_written_out(tmp_path):
     found = rewritten(tmp_path, text, BY_METHODS_SCHEDULE).files["pipeline.py"]
     assert "x = x * 2 + 1\n" in found or "x = x + 1\n" in found
     assert "for layer in self.layers[2:]:" in found and "super" not in found
+
+
+@pytest.mark.parametrize("target", ["torch", "deepspeed"])
+def test_router_logits_that_are_collected_by_hand_cross_one_by_one(target, tmp_path):
+    """As mixtures of experts wrote it before hooks did it for them."""
+    text = (
+        BY_METHODS.replace(
+            "            h = torch.tanh(layer(h))\n        return h\n",
+            "            logits = layer(h)\n            h = torch.tanh(logits)\n"
+            "            if self.router:\n                found += (logits,)\n"
+            "        return h, found\n",
+        )
+        .replace("    def through(self, h):\n", "    def through(self, h):\n        found = ()\n")
+        .replace("        self.last =", "        self.router = True\n        self.last =")
+        .replace("        x = self.encode(x)\n", "        x, found = self.encode(x)\n")
+        .replace(
+            "        return torch.nn.functional.mse_loss(self.read(x), y)\n",
+            "        loss = torch.nn.functional.mse_loss(self.read(x), y)\n"
+            "        if found is not None:\n"
+            "            loss = loss + 0.01 * torch.cat(found, dim=0).logsumexp(-1).mean()\n"
+            "        return loss\n",
+        )
+    )
+    schedule = BY_METHODS_SCHEDULE
+    if target == "torch":
+        schedule = schedule.replace("stage()", 'stage(target="torch")')
+    found = rewritten(tmp_path, text, schedule).files["pipeline.py"]
+    assert "found_0, found_1 = found\n" in found and "found = (found_0, found_1)\n" in found
+    assert "if self.router" not in found
