@@ -126,7 +126,8 @@ class Trial:
         match ast.parse(held.text, mode="eval").body:
             case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
                 listed = ast.unparse(layers)
-                names = rounds_of(self.model.get_submodule(held.path))
+                within: Any = self.model.get_submodule(held.path)
+                names = rounds_of(within) or [*map(str, range(len(within)))]
                 first = self.depth(listed, ast.literal_eval(lower)) if lower else 0
                 stop = self.depth(listed, ast.literal_eval(upper)) if upper else len(names)
                 return [f"{held.path}.{name}" for name in names[first:stop]]

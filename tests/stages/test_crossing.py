@@ -613,3 +613,16 @@ def test_router_logits_that_are_collected_by_hand_cross_one_by_one(target, tmp_p
     found = rewritten(tmp_path, text, schedule).files["pipeline.py"]
     assert "found_0, found_1 = found\n" in found and "found = (found_0, found_1)\n" in found
     assert "if self.router" not in found
+
+
+def test_parameters_of_a_list_go_with_the_layers_of_the_same_rounds(tmp_path):
+    text = BY_METHODS.replace(
+        "for layer in self.layers", "for layer, gate in zip(self.layers, self.gates)"
+    )
+    text = text.replace("torch.tanh(layer(h))", "torch.tanh(layer(h)) * gate").replace(
+        "        self.last =",
+        "        gates = [nn.Parameter(torch.rand(width)) for _ in range(4)]\n"
+        "        self.gates = nn.ParameterList(gates)\n        self.last =",
+    )
+    found = rewritten(tmp_path, text, BY_METHODS_SCHEDULE).files["pipeline.py"]
+    assert "self.gates[:2]" in found and "self.gates[2:]" in found
