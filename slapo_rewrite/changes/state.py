@@ -112,11 +112,13 @@ class StageCut:
         target: What runs the stages, one of `TARGETS`.
         cause: The directive that asked.
         may_move: Whether it may end elsewhere, where it cannot end there.
+        instead: The modules that all stages end after instead, where they cannot.
     """
 
     target: str
     cause: Directive
     may_move: bool = False
+    instead: tuple[str, ...] = ()
 
 
 # Whose pipeline stages can be cut for.

@@ -36,12 +36,15 @@ class Unknown:
         cls: Its class, where it is known.
         values: What its attributes are worth; None where nothing is known of them.
         is_module: Whether it is a module of the model.
+        steps: The attributes that lead to that module from the one whose method this is, where
+            it is known which one it is.
     """
 
     is_given: bool = False
     cls: type | None = None
     values: Mapping[str, Worth] | None = None
     is_module: bool = False
+    steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Literal, NamedTuple
 
 from slapo_rewrite.code.arguments import parameters
@@ -496,12 +497,14 @@ def _joined(one: Bound | None, other: Bound | None) -> Bound | None:
     return one.joined(other) if one else other
 
 
-def breaks(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
-    """Whether a loop has a `break` of its own."""
+def breaks(
+    loop: ast.For | ast.AsyncFor | ast.While, jumps: type[ast.stmt] | UnionType = ast.Break
+) -> bool:
+    """Whether a loop has a `break` of its own, or another of these jumps."""
     waiting = list(loop.body)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.Break):
+        if isinstance(node, jumps):
             return True
         if not isinstance(node, ast.For | ast.AsyncFor | ast.While):
             waiting += [s for block in blocks(node) for s in block]

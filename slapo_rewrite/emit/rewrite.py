@@ -290,7 +290,10 @@ class _Emission:
         told = Causes(draft.texts, draft.changes, {}).told()
         with project.timed("stages"), told:
             sliced = slicing(states.values(), self.lowered.inferred)
-            ends = [Cut(path, cut.cause, cut.target, cut.may_move) for path, cut in cuts.items()]
+            ends = [
+                Cut(path, cut.cause, cut.target, cut.may_move, cut.instead)
+                for path, cut in cuts.items()
+            ]
             single = self.options.single_file
             stages = pipeline_text(project, ends, draft.files, draft.model_file, single, sliced)
             draft.use(stages.helpers())

@@ -48,6 +48,7 @@ class Call:
         done: What it changed in the source, once that is done.
         references: What earlier changes of the source use from elsewhere.
         on_ranks: Counts what the schedule gives on one of several ranks; None while that is done.
+        instead: The paths of other modules that would do, where the chosen ones do not.
     """
 
     directive: Directive
@@ -59,6 +60,7 @@ class Call:
     done: Rewrite | None = None
     references: tuple[Reference, ...] = ()
     on_ranks: OnRanks | None = None
+    instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ class Chosen:
     Attributes:
         nodes: These.
         outcome: Why these, in words, where the primitive has chosen among those selected.
+        instead: The paths of others that would do, where these do not.
     """
 
     nodes: Iterable[Node]
     outcome: str | None = None
+    instead: tuple[str, ...] = ()
 
 
 class Primitive:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
 
@@ -12,7 +11,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.examples import Sample
 from slapo_rewrite.model.small_model import training_inputs
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.primitives.base import Call
+from slapo_rewrite.primitives.base import Call, Chosen
 from slapo_rewrite.primitives.cut_pipeline_stage import MODEL, SAMPLE, STACK, CutPipelineStage
 from slapo_rewrite.simulate.balance import stage_ends
 from slapo_rewrite.simulate.hardware import hardware, step_seconds
@@ -24,7 +23,9 @@ class CutEvenly(CutPipelineStage):
     """Cut a model into `n` pipeline stages, between its layers, as `cut_pipeline_stage` does.
 
     Layers are the elements of module lists, of `nn.Sequential` where there are none, those
-    apart that a training step does not call. With `by="parameters"` the largest stage is as
+    apart that a training step does not call. Where some are more than twice as large as others,
+    or there are too few, those that they hold lists of are divided too: the blocks of a Swin's
+    stages. With `by="parameters"` the largest stage is as
     small as it can be; what stands before the layers, embeddings say, is counted with the first
     of them, and what stands behind with the last. With `by="layers"` every layer counts the
     same.
@@ -98,10 +99,15 @@ class CutEvenly(CutPipelineStage):
         """Marks the layer."""
         found = super().apply(call, node, state)
         assert found.cut is not None
-        return replace(found, cut=replace(found.cut, may_move=call.arguments["n"] == 2))
+        may_move = call.arguments["n"] == 2
+        return replace(found, cut=replace(found.cut, may_move=may_move, instead=call.instead))
 
-    def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The last layer of each stage but the last one."""
+    def choose(self, call: Call, nodes: list[Node]) -> Chosen:
+        """The last layer of each stage but the last one.
+
+        Layers that hold layers of their own are divided as well where there are too few of them, or
+        some are more than twice as large as others.
+        """
         n, by = call.arguments["n"], call.arguments["by"]
         if by not in MEASURES:
             raise errors.BadArgument(
@@ -116,37 +122,75 @@ class CutEvenly(CutPipelineStage):
                 "nn.Sequential",
                 hint="cut_pipeline_stage() ends a stage after any module that `forward` calls",
             )
-        several = len({*map(list_of, layers)}) > 1
-        idle: list[Node] = []
-        if by != "cost" and (several or len(layers) == 1):
-            called = called_layers(call, layers)
-            idle = [layer for layer in layers if layer not in called]
-            layers = ends_of_rounds(called)
-        if by == "layers":
-            sizes = [1.0] * len(layers)
-        elif by == "parameters":
-            sizes = sizes_of(call.tree.root, layers, idle)
-        else:
-            layers, sizes = timed(call, layers)
+        ways = [measured(call, by, layers)]
+        inner = [each for layer in layers for each in layers_inside(layer)]
+        if len(inner) > len(layers) and (n > len(ways[0][1]) or are_unlike(layers)):
+            once = called_layers(call, inner, once=True)
+            ways += [measured(call, by, once)] if len(once) == len(inner) else []
+        _, layers, sizes = max((len(sizes), layers, sizes) for layers, sizes in ways)
         if not 2 <= n <= len(sizes):
             raise errors.BadArgument(
                 f"{len(layers)} layers cannot be cut into {n!r} stages",
                 hint=f"2 to {len(sizes)} stages are possible" if len(sizes) > 1 else None,
             )
-        return [layers[end - 1] for end in stage_ends(sizes, n)[:-1]]
+        ends = [
+            [layers[end - 1] for end in stage_ends(sizes, n)[:-1]]
+            for layers, sizes in ways
+            if n <= len(sizes)
+        ]
+        outer = tuple(layer.path for layer in ends[0]) if len(ends) > 1 else ()
+        return Chosen(ends[-1], instead=outer)
 
 
 def layers_in(node: Node, kind: str) -> list[Node]:
     """The elements of the outermost containers of a kind."""
-    if node.cls.__name__ == kind:
-        return list(node.children.values())
-    return [layer for child in node.children.values() for layer in layers_in(child, kind)]
+    return [layer for each in lists_in(node, kind) for layer in each.children.values()]
 
 
-def called_layers(call: Call, layers: list[Node]) -> list[Node]:
+def lists_in(node: Node, *kinds: str) -> list[Node]:
+    """The outermost containers of some kinds."""
+    if node.cls.__name__ in kinds:
+        return [node]
+    return [each for child in node.children.values() for each in lists_in(child, *kinds)]
+
+
+def layers_inside(layer: Node) -> list[Node]:
+    """The layers that a layer holds lists of, each of one class: a ConvNeXt's blocks; or itself."""
+    lists = [[*each.children.values()] for each in lists_in(layer, "ModuleList", "Sequential")]
+    alike = [inner for inner in lists if len({each.cls for each in inner}) == 1]
+    found = [layers_inside(each) for inner in alike for each in inner]
+    return [each for several in found for each in several] or [layer]
+
+
+def are_unlike(layers: list[Node]) -> bool:
+    """Whether some layers are more than twice as large as others."""
+    sizes = [sum(p.numel() for p in layer.live.parameters()) for layer in layers]
+    return max(sizes) > 2 * min(sizes)
+
+
+def measured(call: Call, by: str, layers: list[Node]) -> tuple[list[Node], list[float]]:
+    """The layers after which a stage may end, and the sizes of what ends there or follows."""
+    if by == "cost":
+        return timed(call, layers)
+    idle: list[Node] = []
+    if len({*map(list_of, layers)}) > 1 or len(layers) == 1:
+        called = called_layers(call, layers)
+        idle = [layer for layer in layers if layer not in called]
+        layers = ends_of_rounds(called)
+    if by == "layers":
+        return layers, [1.0] * len(layers)
+    return layers, sizes_of(call.tree.root, layers, idle)
+
+
+def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[Node]:
     """The layers that a training step calls, in that order; those of a tower for images, say, not.
 
     All where the model does not run without values: what cannot be cut is refused then.
+
+    Args:
+        call: The call.
+        layers: The layers.
+        once: Only those that are called once, none where that cannot be seen.
 
     Raises:
         BadArgument: One that is called several times is all that there is to cut between.
@@ -154,13 +198,18 @@ def called_layers(call: Call, layers: list[Node]) -> list[Node]:
     from slapo_rewrite.model.costs import calls_of  # imports triton
 
     model = call.tree.root.live
-    inner = {node.path: layer for layer in layers for node in layer.walk() if not node.is_container}
+    inner = {layer.path: layer for layer in layers}
+    if not once:  # of a list that is a layer its elements are called
+        watched = ((node, layer) for layer in layers for node in layer.walk())
+        inner = {node.path: layer for node, layer in watched if not node.is_container}
     modules = {path: model.get_submodule(path) for path in inner}
     try:
         called = calls_of(model, training_inputs(call.schedule, model), modules)
     except Exception:  # the model's own code, and the schedule's
-        return layers
+        return [] if once else layers
     counts = Counter(called)
+    if once:
+        return [inner[path] for path in called if counts[path] == 1]
     if len(layers) == 1 and (times := counts[layers[0].path]) > 1:
         raise errors.BadArgument(
             f"`{layers[0].path}` is called {times} times, and there is no other layer: all that it "

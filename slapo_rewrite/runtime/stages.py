@@ -123,6 +123,20 @@ class Compared:
         return f"what is {self.sign} {self.other}"
 
 
+class Count:
+    """A list of so many layers."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def holds(self, value: Any, _: nn.Module) -> bool:
+        """Whether a value is one."""
+        return isinstance(value, nn.Module) and len(value) == self.number  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"{self.number} of its layers"
+
+
 SIGNS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 

@@ -118,7 +118,7 @@ class Plan:
             if done.notes:
                 self.notes[directive.number] = done.notes
         chosen = primitive.choose(call, nodes)
-        targets = list(chosen.nodes)
+        targets, call = list(chosen.nodes), replace(call, instead=chosen.instead)
         if chosen.outcome is not None:
             paths = tuple(node.path for node in targets)
             directive = replace(directive, paths=paths, shares=(), outcome=chosen.outcome)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.tree import Tree
@@ -21,7 +22,7 @@ from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.other_ends import other_ends
 from slapo_rewrite.stages.pipeline_module import PipelineText, forward_text, loss_text
-from slapo_rewrite.stages.program import ARGUMENT, Cut, divided, rounds_of
+from slapo_rewrite.stages.program import ARGUMENT, Cut, divided
 from slapo_rewrite.stages.set_apart import with_fields_apart, with_loss_apart
 from slapo_rewrite.stages.stage_inputs import Planner
 from slapo_rewrite.stages.stage_layout import Stages
@@ -85,14 +86,21 @@ def pipeline(
     try:
         return tried(cuts)
     except errors.CannotCut as error:
-        if not cuts[0].may_move:
-            raise
         refusal = error
-    small = Trial(schedule, module, model, at)
-    for path in other_ends(model, small.model, small.step):
+
+    def others() -> Iterator[Sequence[str]]:
+        """The modules after which they may end instead."""
+        if cuts[0].instead:
+            yield cuts[0].instead
+        if cuts[0].may_move:
+            small = Trial(schedule, module, model, at)
+            yield from ([path] for path in other_ends(model, small.model, small.step))
+
+    for paths in others():
         with contextlib.suppress(errors.CannotCut):
-            found = tried([replace(cuts[0], path=path)])
-            words = f"no stage can end after `{cuts[0].path}`, and ends after `{path}`: "
+            found = tried([replace(cuts[0], path=path) for path in paths])
+            no, ends = listed(cut.path for cut in cuts), listed(paths)
+            words = f"no stage can end after {no}, and ends after {ends}: "
             return replace(found, warnings=(words + refusal.message,))
     raise refusal
 
@@ -143,7 +151,7 @@ def _tried(
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
     held = held_by(stages, model)
-    paths = [[part.path for part in parts] for parts in held]
+    paths = [[path for part in parts for path in trial.paths_of(part)] for parts in held]
     sizes = sizes_of(stages, held, model, defining, at)
     trial.check([run(text, world) for text in texts], stages, paths, sizes)
     shared = ties_of(held, model)
@@ -243,31 +251,22 @@ def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> No
 
 
 def run(text: str, world: Mapping[str, Any]) -> Any:
-    """The function that a text defines, among the names of the model's file."""
+    """The function that a text defines, among the names of the model's file; its text with it."""
     scene = dict(world)
     exec(compile(text, "<stage>", "exec"), scene)
     function = scene["loss" if text.startswith("def loss") else "forward"]
+    function.__doc__ = text
     scene.update(world)  # in a class it hides nothing that is called like it
     return function
 
 
 def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:
-    """The modules on the way to the cuts, whose `forward` has to be written out.
-
-    Raises:
-        CannotCut: One of them is a layer, or called by torch.
-    """
+    """The modules on the way to the cuts, whose `forward` has to be written out."""
     found: set[str] = set()
     for cut in cuts:
         node = tree.nodes[cut.path].parent
         while node is not None and node.path:
             if not node.is_container or node.cls.__name__ == "Sequential":
                 found.add(node.path)
-                if node.parent is not None and node.name in rounds_of(node.parent.live):
-                    raise errors.CannotCut(
-                        f"a stage cannot end inside the layer {node.shown}",
-                        at=cut.cause.at,
-                        hint=f'cut after it: s["{node.path}"].cut_pipeline_stage()',
-                    )
             node = node.parent
     return found

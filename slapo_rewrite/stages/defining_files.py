@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -103,6 +103,10 @@ class DefiningFiles:
             self._files[name] = self._read(name)
         found = self._files[name]
         return found if found is not None and cls.__name__ in found.file.classes else None
+
+    def known(self) -> Iterator[DefiningFile]:
+        """Those that were read so far."""
+        yield from filter(None, self._files.values())
 
     def _read(self, name: str) -> DefiningFile | None:
         module = sys.modules.get(name)

@@ -20,10 +20,13 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import blocks, statements
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
-from slapo_rewrite.runtime.stages import keep
+from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of
+from slapo_rewrite.stages.environment import rounds_of
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
+from slapo_rewrite.stages.loops import path_of
 from slapo_rewrite.stages.program import ARGUMENT, Program, Version
 from slapo_rewrite.stages.stage_layout import Stage, Stages
+from slapo_rewrite.stages.stage_modules import Held
 from slapo_rewrite.stages.step_loss import step_loss
 from slapo_rewrite.stages.value_kinds import ValueKind, described
 
@@ -112,11 +115,23 @@ class Trial:
 
     def depth(self, listed: str, number: int) -> int:
         """Where the small model is cut, after so many layers of the full one's list."""
-        path = listed.removeprefix("self.")
+        path = path_of(listed)
         if path in self.kept:
             return bisect_left(self.kept[path], number)
         small, full = (m.get_submodule(path) for m in (self.model, self.full))
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
+
+    def paths_of(self, held: Held) -> list[str]:
+        """The paths in the small model of what a stage holds: a module's, or those of layers."""
+        match ast.parse(held.text, mode="eval").body:
+            case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
+                listed = ast.unparse(layers)
+                within: Any = self.model.get_submodule(held.path)
+                names = rounds_of(within) or [*map(str, range(len(within)))]
+                first = self.depth(listed, ast.literal_eval(lower)) if lower else 0
+                stop = self.depth(listed, ast.literal_eval(upper)) if upper else len(names)
+                return [f"{held.path}.{name}" for name in names[first:stop]]
+        return [held.path]
 
     def scene(self) -> dict[str, Any]:
         """What statements find at the start of a step; they may write to the inputs."""
@@ -204,10 +219,9 @@ class Trial:
             had = {(name, number): scene.get(name) for name in piece.binds}
             other |= {v: each for v, each in had.items() if not is_same(values[v], each)}
         own = [n for n in stage.pieces if n not in stage.again]
-        for version in (v for n in own for v in program.pieces[n].reads):
-            if version in other:
-                return version[1], next(name for _, name in stage.borrowed)
-        for version in stage.hands_on:
+        read = [v for n in own for v in program.pieces[n].reads]
+        of_loss = () if stage.hands_on else program.loss_reads
+        for version in (*read, *stage.hands_on, *of_loss):
             if version in other:
                 return version[1], next(name for _, name in stage.borrowed)
         return None
@@ -274,27 +288,64 @@ class Trial:
         try:
             result = self.chained(models, functions[-1], stages, self.scene())
         except Exception as error:
-            raise self.failing(error) from error
+            raise self.failing(error, functions, stages) from error
         close = is_close(result, expected)
         had = gradients(models, result) if close else {}
         for name, gradient in wanted.items():
             if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
                 close = False
         if not close:
-            raise errors.CannotCut(
-                "the stages do not compute what the model computes: its `forward` does more than "
-                "its statements say",
-                at=self.cause,
-                hint="cut elsewhere, or write the modules on the way to the cut more plainly",
-            )
-        self.check_later_steps(whole, models, functions[-1], stages)
-        self.check_state(whole, models, held)
+            raise self.unlike(self.apart_in_stages(functions, held, sizes), functions[-1], stages)
+        del result, had, expected, wanted  # they take as much memory as the model
+        self.check_later_steps(whole, models, functions, stages)
+        self.check_state(whole, models)
+
+    def unlike(
+        self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
+    ) -> errors.CannotCut:
+        """The error for stages that compute something else; says what they do so first."""
+        program, model = stages.program, copy.deepcopy(self.pristine).train()
+        scene, wanted = {**self.scene(), "self": model}, []
+        last = {max(stage.pieces): stage for stage in stages.stages}
+        with self.seeded():
+            for number, piece in enumerate(program.pieces):
+                exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                if number in last:
+                    own = [scene.get(name) for name, _ in last[number].hands_on]
+                    wanted.append([v.clone() if isinstance(v, Tensor) else v for v in own])
+            is_model = is_close(eval(program.loss, scene), self.expected)
+        found: list[tuple[Any, ...]] = []
+        self.chained(models, loss, stages, self.scene(), found)
+        for stage, has, values in zip(stages.stages, found, wanted, strict=True):
+            for (name, number), one, other in zip(stage.hands_on, has, values, strict=True):
+                if not is_model or not isinstance(other, Tensor) or one.shape != other.shape:
+                    continue  # numbers are sent in another form
+                if not is_close(one, other):
+                    return errors.CannotCut(
+                        "the stages do not compute what the model computes: stage "
+                        f"{stages.stages.index(stage)} would have another `{name}`, as it does not "
+                        "see what an earlier one changes in place",
+                        at=program.pieces[number].at if number != ARGUMENT else self.cause,
+                        also=[self.cause],
+                        hint="hand what is changed (an attribute, a buffer, memory that two names "
+                        "share) on as a value, or cut elsewhere",
+                    )
+        return errors.CannotCut(
+            "the stages do not compute what the model computes: its "
+            + (
+                "gradients are others"
+                if is_model
+                else "`forward` does more than its statements say"
+            ),
+            at=self.cause,
+            hint="cut elsewhere, or write the modules on the way to the cut more plainly",
+        )
 
     def check_later_steps(
         self,
         whole: nn.Module,
         models: Sequence[nn.Module],
-        loss: Callable[..., Any],
+        functions: Sequence[Callable[..., Any]],
         stages: Stages,
     ) -> None:
         """After the first step the next loss must be the model's, in eval mode too.
@@ -316,9 +367,9 @@ class Trial:
                     continue
                 scene = {**self.world, **copy.deepcopy(data)}
                 try:
-                    result = self.chained(models, loss, stages, scene)
+                    result = self.chained(models, functions[-1], stages, scene)
                 except Exception as error:
-                    raise self.failing(error, f" in {mode}") from error
+                    raise self.failing(error, functions, stages, f" in {mode}") from error
             if not is_close(result, wanted):
                 raise errors.CannotCut(
                     f"the stages compute something else in {mode} after a step: what runs around "
@@ -327,22 +378,16 @@ class Trial:
                     hint="cut so that one stage reads and changes it, or hand it on as a value",
                 )
 
-    def check_state(
-        self, whole: nn.Module, models: Sequence[nn.Module], held: Sequence[Sequence[str]]
-    ) -> None:
+    def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
         """After some steps buffers and weights must be the model's, wherever they are held.
 
         Raises:
             CannotCut: A stage has other updates of one than the others.
         """
-        own, first = state(whole), state(self.pristine)
-        for number, (model, paths) in enumerate(zip(models, held, strict=True)):
-            found = {path: attrgetter(path)(model) for path in paths}
-            lists = tuple(f"{p}." for p, each in found.items() if isinstance(each, nn.ModuleList))
+        own = state(whole)
+        for number, model in enumerate(models):
             for name, tensor in state(model).items():
-                # Of a list all layers are here, and those of other stages did not run.
-                is_idle = name.startswith(lists) and is_close(tensor, first[name])
-                if not (is_idle or is_close(tensor, own[name])):
+                if not is_close(tensor, own[name]):
                     raise errors.CannotCut(
                         f"`{name}` is updated as the model runs, and stage {number} would not have "
                         "all of the updates",
@@ -357,11 +402,26 @@ class Trial:
             outputs = model(**{name: inputs[name] for name in self.given})
         return small_model.loss_of(self.schedule, outputs, inputs)
 
-    def failing(self, error: Exception, mode: str = "") -> errors.CannotCut:
-        """The error for stages that fail."""
+    def failing(
+        self,
+        error: Exception,
+        functions: Sequence[Callable[..., Any]],
+        stages: Stages,
+        mode: str = "",
+    ) -> errors.CannotCut:
+        """The error for stages that fail, with the place of the statement."""
+        texts = {function.__code__: str(function.__doc__) for function in functions}
+        line, trace = "", error.__traceback__
+        while trace is not None:
+            if text := texts.get(trace.tb_frame.f_code):
+                line = text.splitlines()[trace.tb_lineno - 1].strip()
+            trace = trace.tb_next
+        sources = ((piece.source(self.depth), piece.at) for piece in stages.program.pieces)
+        places = (at for text, at in sources if line in map(str.strip, text.splitlines()))
         return errors.CannotCut(
             f"the stages fail{mode} where the model does not: {type(error).__name__}: {error}",
-            at=self.cause,
+            at=next(places, self.cause),
+            also=[self.cause],
             hint="cut elsewhere, or write the modules on the way to the cut more plainly",
         )
 
@@ -374,7 +434,11 @@ class Trial:
         """A model for each stage, as in a process of its own."""
         models = []
         for function, paths, shells in zip(functions[:-1], held, sizes, strict=True):
-            model: Any = copy.deepcopy(self.pristine)
+            whole = self.pristine
+            own = {id(tensor) for tensor in tensors_of([attrgetter(path)(whole) for path in paths])}
+            tensors = (t for module in whole.modules() for t in own_tensors(module).values())
+            # What is not held is taken out again, and not copied meanwhile.
+            model: Any = copy.deepcopy(whole, {id(t): t for t in tensors if id(t) not in own})
             keep(model, [attrgetter(path)(model) for path in paths], shells)
             # What is around the model's `forward`, hooks say, is around that of each stage.
             model.__class__ = type("Stage", (type(model),), {"forward": function})
@@ -387,8 +451,17 @@ class Trial:
         loss: Callable[..., Any],
         stages: Stages,
         inputs: Mapping[str, Any],
+        outputs: list[tuple[Any, ...]] | None = None,
     ) -> Any:
-        """The loss that the stages give, one after the other; what one alters no other sees."""
+        """The loss that the stages give, one after the other; what one alters no other sees.
+
+        Args:
+            models: The stages.
+            loss: Makes the loss of what the last of them gives.
+            stages: What they take and give.
+            inputs: The arguments of a step.
+            outputs: Takes up what each of them gives.
+        """
 
         def copied(names: Sequence[str]) -> tuple[Any, ...]:
             return tuple(copy.deepcopy(inputs[name]) for name in names)
@@ -405,6 +478,8 @@ class Trial:
                     given = model(given[0] if len(given) == 1 else given)
                 given = given if isinstance(given, tuple) else (given,)
                 given = tuple(v.clone() if isinstance(v, Tensor) else v for v in given)
+                if outputs is not None:
+                    outputs.append(tuple(v.clone() for v in given))
             return loss(
                 models[-1],
                 given[0] if len(given) == 1 else given,

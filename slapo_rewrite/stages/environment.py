@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from slapo_rewrite.code.dataflow import body_of
@@ -68,6 +68,17 @@ class Compared:
     was: object
 
 
+@dataclass(frozen=True)
+class Count:
+    """What is relied on of a list of layers that are written out one by one.
+
+    Attributes:
+        number: How many there are.
+    """
+
+    number: int
+
+
 _SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and where it does not
     ast.Lt: ("<", ">="),
     ast.LtE: ("<=", ">"),
@@ -76,9 +87,19 @@ _SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and 
 }
 
 
+def steps_of(worth: Worth) -> list[str] | None:
+    """The attributes that lead to a module, where it is known which one it is."""
+    return [*worth.steps] or None if isinstance(worth, Unknown) else None
+
+
 def is_module(value: object) -> bool:
     """Whether a value is a module of the model."""
     return hasattr(type(value), "named_parameters")
+
+
+def rounds_of(module: Any) -> list[str]:
+    """The names of what a loop over a module runs over: the layers of a list or a sequence."""
+    return [*module._modules] if isinstance(module, nn.ModuleList | nn.Sequential) else []
 
 
 @dataclass
@@ -105,12 +126,36 @@ class Environment:
 
     def chain(self, node: ast.expr) -> list[str] | None:
         """The attributes that an expression reads one after the other, from the module on."""
-        steps: list[str] = []
-        while isinstance(node, ast.Attribute):
-            steps.append(node.attr)
-            node = node.value
-        is_me = isinstance(node, ast.Name) and node.id == self.me and self.me is not None
-        return steps[::-1] if is_me else None
+        match node:
+            case ast.Attribute(value=owner, attr=step):
+                before = self.chain(owner)
+                return None if before is None else [*before, step]
+            case ast.Subscript(value=owner, slice=index):
+                return self._layer(owner, index)
+            case ast.Name(id=name) if name == self.me:
+                return []
+            case ast.Name(id=name):
+                return steps_of(self.values.get(name, UNKNOWN))
+        return None
+
+    def _layer(self, owner: ast.expr, index: ast.expr) -> list[str] | None:
+        """What leads to the layer of a list that has a number, where that is known."""
+        listed = self.chain(owner)
+        key = self.value(index)
+        if not isinstance(key, Constant) or key.is_setting:
+            return None
+        if listed is None:
+            several = self.values.get(owner.id) if isinstance(owner, ast.Name) else None
+            parts = several.values if isinstance(several, KnownObject) else {}
+            return steps_of(parts.get(str(key.value), UNKNOWN))
+        try:
+            module = self.object_at(listed)
+        except AttributeError:
+            return None
+        names: dict[Any, str] = dict(enumerate(rounds_of(module)))
+        if isinstance(module, nn.ModuleDict):
+            names = {name: name for name in module}
+        return [*listed, names[key.value]] if key.value in names else None
 
     def object_at(self, steps: list[str]) -> Any:
         """What attributes of the module lead to.
@@ -186,6 +231,8 @@ class Environment:
                 return self.values.get(name, UNKNOWN)
             case ast.Attribute():
                 return self._attribute(node, read)
+            case ast.Subscript() if steps := self.chain(node):
+                return Unknown(True, is_module=True, steps=(*steps,))
             case ast.Call():
                 return self._call(node, read)
         found = computed(node, of, calls=False) or UNKNOWN
@@ -194,14 +241,15 @@ class Environment:
                 steps, value = self.chain(left), of(left)
                 known = isinstance(value, Constant) and value.value is not None
                 if steps and (known or is_given(value)) and of(right) == NONE:
-                    read[self._path(steps)] = NOT_NONE
+                    read[self.path_of(steps)] = NOT_NONE
         if isinstance(found, Constant) and not (found.is_setting or _is_written(found.value)):
             return Unknown(True)
         if isinstance(node, ast.BinOp) and found == UNKNOWN:
             return TENSOR if TENSOR in map(of, (node.left, node.right)) else UNKNOWN
         return found
 
-    def _path(self, steps: list[str]) -> str:
+    def path_of(self, steps: list[str]) -> str:
+        """The path in the model of what attributes of the module lead to."""
         return ".".join([self.path, *steps] if self.path else steps)
 
     def _attribute(self, node: ast.Attribute, read: dict[str, Any]) -> Worth:
@@ -213,10 +261,11 @@ class Environment:
         except AttributeError:
             return UNKNOWN
         if found is not None and not isinstance(found, bool | int | str):  # rates are tuned
-            return Unknown(True, is_module=is_module(found))
+            known = (*steps,) if is_module(found) and steps[-1] not in self.changing else ()
+            return Unknown(True, is_module=is_module(found), steps=known)
         if steps[-1] in self.changing:
             return UNKNOWN
-        read[self._path(steps)] = found
+        read[self.path_of(steps)] = found
         return Constant(found, is_setting=True)
 
     def _call(self, node: ast.Call, read: dict[str, Any]) -> Worth:
@@ -227,8 +276,12 @@ class Environment:
                 if self._has(steps, name):
                     return self._attribute(ast.Attribute(of, name, ast.Load()), read)
                 if isinstance(found := self.value(default, read), Constant):
-                    read[self._path([*steps, name])] = found.value
+                    read[self.path_of([*steps, name])] = found.value
                     return Constant(found.value, is_setting=True)
+            case ast.Call(func=ast.Name(id="len"), args=[of]):
+                count = self.settings.get(self.path_of(self.chain(of) or []))
+                if isinstance(count, Count):  # its layers are written out one by one
+                    return Constant(count.number)
             case ast.Call(func=ast.Name(id="isinstance"), args=[of, classes]):
                 return self._is_instance(self.value(of, read), self.global_at(classes))
             case ast.Call(func=ast.Name(id="hasattr"), args=[of, ast.Constant(value=str(name))]):

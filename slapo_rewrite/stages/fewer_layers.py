@@ -43,6 +43,9 @@ def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
             above, _, name = cut.path.rpartition(".")
             if above in paths:
                 ends.add(int(name) + 1)
+        below = (cut.path.partition(f"{path}.") for path in paths for cut in cuts)
+        if any("." in rest for above, _, rest in below if not above):
+            continue  # of a list whose layers are written out one by one, all of them are named
         kinds = list(zip(*map(kinds_of, lists), strict=True))
         kept: set[int] = set()
         for first, stop in pairwise(sorted(ends)):

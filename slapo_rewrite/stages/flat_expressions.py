@@ -19,6 +19,7 @@ from slapo_rewrite.code.evaluate import (
     field_at,
     truth_of,
 )
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment
 from slapo_rewrite.stages.flat import Line, Scope
@@ -96,12 +97,16 @@ class Expressions(ABC):
         return errors.CannotCut(message, at=scope.file.at(node), also=self.also, hint=hint)
 
     @abstractmethod
-    def method_of(self, module: Any, path: str, name: str) -> Method:
+    def method_of(self, module: Any, path: str, name: str, behind: type | None = None) -> Method:
         """The method of a module, as it stands in the file that defines it."""
 
     @abstractmethod
     def call(self, node: ast.Call, scope: Scope) -> str | None:
         """How a call reads; None where as it stands."""
+
+    @abstractmethod
+    def element(self, node: ast.Subscript, scope: Scope) -> str | None:
+        """An element of what a call gives; None where it is read as it stands."""
 
     def text(self, node: ast.expr | ast.stmt | ast.keyword, scope: Scope) -> str:
         """The text of an expression or simple statement in the result."""
@@ -133,6 +138,8 @@ class Expressions(ABC):
             case ast.Attribute() if (value := self.field(node, scope)) is not None:
                 new = value
             case ast.Subscript() if (value := self.field(node, scope)) is not None:
+                new = value
+            case ast.Subscript() if (value := self.element(node, scope)) is not None:
                 new = value
             case ast.Subscript(value=listed) if self.is_all_of_it(node, scope):
                 new = self.text(listed, scope)
@@ -175,6 +182,8 @@ class Expressions(ABC):
         value = scope.names.values.get(node.id)
         if isinstance(node.ctx, ast.Load) and isinstance(value, Constant):
             return repr(value.value)
+        if isinstance(value, Unknown) and value.steps and isinstance(node.ctx, ast.Load):
+            return accessor(scope.names.path_of([*value.steps]))
         if isinstance(value, KnownObject) and isinstance(node.ctx, ast.Load):
             if OUTDATED in value.texts.values():
                 raise self.refused("what this was made of has another value by now", scope, node)

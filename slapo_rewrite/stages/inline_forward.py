@@ -26,9 +26,10 @@ from slapo_rewrite.code.evaluate import (
     Unknown,
     Worth,
 )
-from slapo_rewrite.code.liveness import local_names
+from slapo_rewrite.code.liveness import breaks, local_names
+from slapo_rewrite.code.text import accessor, listed
 from slapo_rewrite.stages.defining_files import DefiningFiles
-from slapo_rewrite.stages.environment import is_module
+from slapo_rewrite.stages.environment import is_module, steps_of
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import OUTDATED
 from slapo_rewrite.stages.function_syntax import (
@@ -42,7 +43,9 @@ from slapo_rewrite.stages.function_syntax import (
     signature_of,
 )
 from slapo_rewrite.stages.inlined_calls import Calls
+from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.program import Cut, altered_in
+from slapo_rewrite.stages.rounds import Given, Item, Rounds
 from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, only_loss
 from slapo_rewrite.stages.written_text import alone, comment_beside, comments_above, written_out
 
@@ -163,7 +166,7 @@ class Flattening(Calls):
             case ast.Expr(value=value) if self.is_settled(value, scope):
                 pass
             case ast.For():
-                self.loop(node, scope)
+                return self.loop(node, scope)
             case ast.Raise() if not self.depth:
                 raise self.refused("a training step ends in this error", scope, node)
             case ast.Assert(test=test) if scope.names.decided(test):
@@ -176,8 +179,10 @@ class Flattening(Calls):
                 )
                 self.compound(node, f"with {items}:", node.body, scope)
             case _ if isinstance(node, _COMPOUND):
+                kind = type(node).__name__.lower()
+                word = {"functiondef": "def", "classdef": "class"}.get(kind, kind)
                 raise self.refused(
-                    f"a {type(node).__name__.lower()} statement cannot be written out",
+                    f"`{word}` cannot be written out",
                     scope,
                     node,
                     "put it into the `forward` of a module of its own",
@@ -311,8 +316,98 @@ class Flattening(Calls):
         self.compound(node, f"if {test}:", node.body, scope, node.orelse, given)
         return None
 
-    def loop(self, node: ast.For, scope: Scope) -> None:
-        """Writes a loop."""
+    def loop(self, node: ast.For, scope: Scope) -> Result | None:
+        """Writes a loop; the rounds in which a stage ends one by one."""
+        rounds = Rounds(scope.names, node)
+        head = f"for {self.text(node.target, scope)} in {self.text(node.iter, scope)}: pass"
+        loop = loop_over(ast.parse(head).body[0])
+        lists = {path_of(each) for each in loop.lists} if loop is not None else set()
+        if "range" in names_in(node.iter):  # its body says whether it can be divided
+            lists, loop = lists if loop_over(node) is not None else set(), None
+        apart = self.rounds_apart(rounds, lists, scope)
+        if not apart:
+            self.whole_loop(node, scope)
+            return None
+        if self.depth or node.orelse or breaks(node, ast.Break | ast.Continue):
+            where = "stands in a branch or loop" if self.depth else "may end or go on early"
+            raise self.refused(
+                f"a stage cannot end in {listed(apart.values())}: this loop {where}",
+                scope,
+                node,
+                "cut before or after it",
+            )
+        scope.names.rely_on(rounds.relied_on)
+        number = 0
+        while number < (rounds.number or 0):
+            stop = min((n for n in apart if n >= number), default=rounds.number or 0)
+            if loop is not None and stop - number > 1:
+                self.whole_loop(node, scope)
+                last = None if stop == rounds.number else loop.first + stop
+                self.out[-1].text = sliced(self.out[-1].text, loop.first + number, last)
+                number = stop
+                continue
+            for target, given in rounds.given(number):
+                self.bind_round(node, target, given, scope)
+            if (result := self.block(node.body, scope)) is not None:
+                return result
+            number += 1
+        return None
+
+    def rounds_apart(self, rounds: Rounds, lists: Set[str], scope: Scope) -> dict[int, str]:
+        """The rounds of a loop in which a stage ends, with the module that it ends in.
+
+        Args:
+            rounds: The loop's.
+            lists: The lists of layers between whose rounds the loop can be divided.
+            scope: Where the loop stands.
+        """
+        found: dict[int, str] = {}
+        before = dict(scope.names.values)
+        read = [n for s in rounds.loop.body for n in ast.walk(s)]
+        for number in range(rounds.number or 0):
+            given = {t.id: g for t, g in rounds.given(number) if isinstance(t, ast.Name)}
+            known = {n: g for n, g in given.items() if isinstance(g, Constant | Unknown)}
+            scope.names.values |= known
+            uses = (n for n in read if isinstance(n, ast.Name | ast.Subscript))
+            uses = (n for n in uses if known.keys() & names_in(n))
+            several = (each for g in given.values() if isinstance(g, tuple) for each in g)
+            for steps in (*map(scope.names.chain, uses), *map(steps_of, several)):
+                if not steps:
+                    continue
+                path = scope.names.path_of(steps)
+                ends_after = path in self.cuts and path.rpartition(".")[0] not in lists
+                if ends_after or any(cut.startswith(f"{path}.") for cut in self.cuts):
+                    found[number] = path
+        scope.names.values.clear()
+        scope.names.values |= before
+        return found
+
+    def bind_round(self, node: ast.For, target: ast.expr, given: Given, scope: Scope) -> None:
+        """Gives a loop's variable what it is in one round."""
+        text, worth = self.of_round(given, scope)
+        if isinstance(target, ast.Name) and not isinstance(given, Item):
+            scope.names.values[target.id] = worth
+            return
+        self.forget(bound_in(target), scope, node)
+        self.emit(f"{self.text(target, scope)} = {text}", node, scope)
+
+    def of_round(self, given: Given, scope: Scope) -> tuple[str, Worth]:
+        """The text of what a round is given, and what is known of it."""
+        match given:
+            case Item():
+                return f"{self.text(given.listed, scope)}[{given.number}]", UNKNOWN
+            case tuple():
+                each = {str(n): self.of_round(one, scope) for n, one in enumerate(given)}
+                texts = {n: text for n, (text, _) in each.items()}
+                made = KnownObject(tuple, texts, {n: worth for n, (_, worth) in each.items()})
+                return written_out(made), made
+            case Constant():
+                return repr(given.value), given
+        steps = steps_of(given)
+        return accessor(scope.names.path_of(steps or [])), given
+
+    def whole_loop(self, node: ast.For, scope: Scope) -> None:
+        """Writes a loop as it stands."""
         given = self.given(scope)
         self.forget(bound_in(node), scope, node)
         for name, elements in self.elements(node, scope):
@@ -404,6 +499,13 @@ class Flattening(Calls):
             if inner is not None:
                 result = self.inlined(value, *inner, scope)
                 self.unpacked(node, target, result, scope)
+                return
+        several = scope.names.values.get(value.id) if isinstance(value, ast.Name) else None
+        if isinstance(target, ast.Tuple) and isinstance(several, KnownObject):
+            plain = [each for each in target.elts if isinstance(each, ast.Name)]
+            if several.cls is tuple and len(plain) == len(target.elts) == len(several.texts):
+                for each, key in zip(plain, several.texts, strict=True):
+                    self.bind(node, each, Result(several.texts[key], several.values[key]), scope)
                 return
         if isinstance(target, ast.Name) and (handed := self.handed_on(target, value, scope)):
             scope.names.values[target.id] = handed

@@ -7,7 +7,8 @@ import contextlib
 import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -15,6 +16,7 @@ from slapo_rewrite.code.arguments import Signature, first_parameter, values_give
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.evaluate import NONE, Constant, KnownKwargs, KnownObject, Unknown, Worth
 from slapo_rewrite.code.liveness import live_after, local_names
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.stages.flat import Line, Result, Scope
 from slapo_rewrite.stages.flat_expressions import Expressions, Method
@@ -25,7 +27,7 @@ from slapo_rewrite.stages.function_syntax import (
     signature_of,
     statement_of,
 )
-from slapo_rewrite.stages.written_text import comment_after, respelled
+from slapo_rewrite.stages.written_text import comment_after, enclosed, respelled
 
 # Keyword arguments that decorators take for themselves: what a result is wrapped in.
 FOR_DECORATORS = {"return_dict"}
@@ -55,7 +57,7 @@ class Calls(Expressions):
                         return self.current(extra, scope, node)[key]
                     return self.text(node.args[1], scope) if len(node.args) > 1 else "None"
         if (inner := self.callee(node, scope)) is not None:
-            return self.inlined(node, *inner, scope).text
+            return enclosed(self.inlined(node, *inner, scope).text)
         taken = signature_of(self.called(node, scope))
         by_name: list[tuple[str, str]] = []
         changed = False
@@ -100,6 +102,18 @@ class Calls(Expressions):
         body = "\n".join(f"    {text},{comment}" for text, comment in kept)
         return f"{function}(\n{body}\n)"
 
+    def element(self, node: ast.Subscript, scope: Scope) -> str | None:
+        """The text of an element of what a module that is written out gives."""
+        match node:
+            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=int(number))) if (
+                inner := self.callee(call, scope)
+            ):
+                result = self.inlined(call, *inner, scope)
+                if 0 <= number < len(result.parts):
+                    return enclosed(result.parts[number])
+                return f"{enclosed(result.text)}[{number}]"
+        return None
+
     def known_of_result(self, node: ast.Call, scope: Scope) -> Unknown | None:
         """What is known of what a module gives, from the `forward` that makes it."""
         steps = scope.names.chain(node.func)
@@ -111,7 +125,7 @@ class Calls(Expressions):
         self.is_aside = True
         try:
             found = scope.names.object_at(steps)
-            path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+            path = scope.names.path_of(steps)
             method = self.method_of(found, path, "forward")
             self.depth = 0
             value = self.inlined(node, method, accessor(path), scope).value
@@ -139,10 +153,12 @@ class Calls(Expressions):
 
     def callee(self, node: ast.Call, scope: Scope) -> tuple[Method, str] | None:
         """What is called and is to be written out, and how the result spells its module."""
+        if (method := self.base_method(node, scope)) is not None:
+            return method, scope.prefix
         steps = scope.names.chain(node.func)
         if not steps:
             return None
-        path = ".".join([scope.names.path, *steps] if scope.names.path else steps)
+        path = scope.names.path_of(steps)
         try:
             found = scope.names.object_at(steps)
         except AttributeError:
@@ -159,6 +175,38 @@ class Calls(Expressions):
         if len(steps) == 1 and inspect.ismethod(found) and not self.depth:
             return self.own_method(node, steps[0], scope)
         return None
+
+    def base_method(self, node: ast.Call, scope: Scope) -> Method | None:
+        """What `super().forward(...)` calls, where that leads to a cut."""
+        if "super" not in names_in(node.func):
+            return None
+        names = scope.names
+        home = next(f for f in self.files.known() if f.file is scope.file)
+        here = Method(names.live, names.path, home, scope.function)
+        bases = (m for call, m in self.base_methods(here) if call is node)
+        return next((m for m in bases if self.leads_to_cut(m, set())), None)
+
+    def base_methods(self, method: Method) -> Iterator[tuple[ast.Call, Method]]:
+        """The calls of a method by `super()`, each with the method of a base class."""
+        live, function = method.live, method.function
+        calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+        named = {
+            call: call.func.attr
+            for call in calls
+            if isinstance(call.func, ast.Attribute)
+            and isinstance(of := call.func.value, ast.Call)
+            and is_name(of.func, "super")
+            and not of.args
+        }
+        for cls in type(live).__mro__ if named else ():
+            home = self.files.of(cls)
+            own = home.file.method(cls.__name__, function.name) if home is not None else None
+            if home is None or home.file is not method.home.file or own is None:
+                continue
+            if own.lineno == function.lineno:
+                for call, name in named.items():
+                    with contextlib.suppress(errors.CannotCut):
+                        yield call, self.method_of(live, method.path, name, cls)
 
     def own_method(self, node: ast.Call, name: str, scope: Scope) -> tuple[Method, str] | None:
         """A method of the same module that leads to a cut, or that is shorter when written out."""
@@ -204,6 +252,8 @@ class Calls(Expressions):
         if read & wanted:
             return True
         seen |= read
+        if any(self.leads_to_cut(base, seen) for _, base in self.base_methods(method)):
+            return True
         for name in sorted(read):
             if inspect.ismethod(getattr(method.live, name, None)):
                 with contextlib.suppress(errors.CannotCut):
@@ -211,9 +261,18 @@ class Calls(Expressions):
                         return True
         return False
 
-    def method_of(self, module: Any, path: str, name: str) -> Method:
-        """The method of a module, as it stands in the file that defines it."""
-        cls = next((c for c in type(module).__mro__ if name in vars(c)), type(module))
+    def method_of(self, module: Any, path: str, name: str, behind: type | None = None) -> Method:
+        """The method of a module, as it stands in the file that defines it.
+
+        Args:
+            module: The module.
+            path: Its path.
+            name: The method's name.
+            behind: A class of the module; the method is that of one of its bases then.
+        """
+        classes = type(module).__mro__
+        classes = classes[classes.index(behind) + 1 :] if behind is not None else classes
+        cls = next((c for c in classes if name in vars(c)), type(module))
         home = self.files.of(cls)
         function = home.file.method(cls.__name__, name) if home is not None else None
         if home is not None and function is not None:
@@ -231,7 +290,8 @@ class Calls(Expressions):
         """Writes a function's statements; gives what it returns."""
         self.comments.clear()
         path, function = method.path, method.function
-        word = path.rpartition(".")[2] or "model"
+        *_, word = re.findall(r"[^\W\d]\w*(?:\.\d+)*", path) or ["model"]
+        word = word.replace(".", "_")
         written = self.files.names_of(function, method.home, word)
         arguments = self.bound(node, method, written, scope)
         values: dict[str, Worth] = {}
@@ -245,7 +305,7 @@ class Calls(Expressions):
                 inner.written[name] = f"{word}_{name}"
         taken = {inner.spelled(n) for n in bound}
         for name, result in arguments.items():
-            values[name] = result.value
+            values[name] = elsewhere(result.value)
             if not isinstance(result.value, Unknown):
                 if name in needed and name in bound:
                     inner.written[name] = f"{word}_{name}"
@@ -267,9 +327,9 @@ class Calls(Expressions):
             if target != text:
                 self.out.append(Line(f"{target} = {text}", at))
         names.me = first_parameter(function)
-        returned = self.block(body_of(function), inner)
+        returned = self.block(body_of(function), inner) or Result("None", NONE)
         self.comments.clear()
-        return returned or Result("None", NONE)
+        return replace(returned, value=elsewhere(returned.value))
 
     def bound(
         self, node: ast.Call, method: Method, written: Mapping[str, str], scope: Scope
@@ -325,3 +385,8 @@ class Calls(Expressions):
             elif name in scope.names.values and not isinstance(value, Constant):
                 found.add(scope.spelled(name))
         return found
+
+
+def elsewhere(value: Worth) -> Worth:
+    """What is known of a value in the method of another module."""
+    return replace(value, steps=()) if isinstance(value, Unknown) else value

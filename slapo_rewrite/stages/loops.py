@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from slapo_rewrite.code.names import is_name, self_path
@@ -85,7 +86,7 @@ def loop_over(statement: ast.stmt) -> Loop | None:
             ast.Name(id=counter),
             ast.Call(
                 func=ast.Name(id="range"),
-                args=[ast.Call(func=ast.Name(id="len"), args=[ast.Attribute() as listed])],
+                args=[ast.Call(func=ast.Name(id="len"), args=[ast.expr() as listed])],
             ),
         ):
             return _by_number(statement, counter, listed)
@@ -108,11 +109,17 @@ def _lists(listed: ast.expr) -> tuple[tuple[str, ...], int, str] | None:
     return tuple(part[0] for part in found), *found[0][1:]
 
 
-def _by_number(loop: ast.For, counter: str, layers: ast.Attribute) -> Loop | None:
+def _by_number(loop: ast.For, counter: str, layers: ast.expr) -> Loop | None:
     """A loop over the numbers of layers, where each is read as `self.layers[number]` only."""
     nodes = [n for statement in loop.body for n in ast.walk(statement)]
-    path, name = self_path(layers), layers.attr
-    all_reads = [n for n in nodes if isinstance(n, ast.Attribute) and self_path(n) == path]
+    path = self_path(layers)
+    named = [n.attr for n in ast.walk(layers) if isinstance(n, ast.Attribute)]
+    if not path:
+        return None
+    name, *_ = named
+    all_reads = [
+        n for n in nodes if isinstance(n, ast.Attribute | ast.Subscript) and self_path(n) == path
+    ]
     read = [
         n
         for n in nodes
@@ -120,7 +127,7 @@ def _by_number(loop: ast.For, counter: str, layers: ast.Attribute) -> Loop | Non
     ]
     singular = name.removesuffix("s") if name.endswith("s") else f"{name}_layer"
     taken = {n.id for n in nodes if isinstance(n, ast.Name)}
-    if path is None or len(read) != len(all_reads) or singular in taken:
+    if len(read) != len(all_reads) or singular in taken:
         return None
     return Loop((ast.unparse(layers),), 0, "", singular, counter, read=tuple(read))
 
@@ -135,21 +142,32 @@ def _slice(listed: ast.expr) -> tuple[str, int, str] | None:
             first = ast.literal_eval(lower) if lower is not None else 0
             stop = ast.unparse(upper) if upper is not None else ""
             listed = inner
-    text = ast.unparse(listed)
-    is_list = isinstance(listed, ast.Attribute) and text.startswith("self.")
-    return (text, first, stop) if is_list else None
+    return (ast.unparse(listed), first, stop) if self_path(listed) else None
+
+
+def path_of(listed: str) -> str:
+    """The path of a list, as in the module tree."""
+    return self_path(ast.parse(listed, mode="eval").body) or ""
 
 
 def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
-def sliced(text: str, first: int, stop: int | None) -> str:
-    """A loop over some of its layers."""
+def sliced(text: str, first: int, stop: int | None, bound: Collection[str] = ()) -> str:
+    """A loop over some of its layers.
+
+    Args:
+        text: The loop.
+        first: The first layer.
+        stop: The layer after the last one; None for all that follow.
+        bound: The names that are read behind the loop.
+    """
     statement = ast.parse(text).body[0]
     loop = loop_over(statement)
     assert isinstance(statement, ast.For) and loop is not None
-    target, over = loop.head(first, stop, is_counted(statement, loop))
+    is_read = loop.counter in bound or is_counted(statement, loop)
+    target, over = loop.head(first, stop, is_read)
     edits: dict[ast.expr, str] = {statement.target: target, statement.iter: over}
     return rewritten(text, edits | dict.fromkeys(loop.read, loop.target))
 

@@ -15,7 +15,7 @@ import black
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.stages.defining_files import DefiningFiles
-from slapo_rewrite.stages.environment import NOT_NONE, Compared, Unlike
+from slapo_rewrite.stages.environment import NOT_NONE, Compared, Count, Unlike
 from slapo_rewrite.stages.program import ARGUMENT, Depth
 from slapo_rewrite.stages.stage_layout import Stage, Stages
 from slapo_rewrite.stages.stage_modules import Held, Tie
@@ -241,8 +241,8 @@ class PipelineText:
         kind = self._kind
         of_schedule = {"modules": {FUNCTION}} if self.has_function else {}
         engine = {self.engine.module: {f"{kind}Pipeline"}}
-        values = self.settings.values()
-        some = {type(value).__name__ for value in values if isinstance(value, Unlike | Compared)}
+        inexact = (v for v in self.settings.values() if isinstance(v, Unlike | Compared | Count))
+        some = {type(value).__name__ for value in inexact}
         return {"stages": {f"{kind}Stage", *some}, **engine, **of_schedule}
 
     @property
@@ -312,6 +312,8 @@ def shown(value: object) -> str:
         return f"Unlike({value.other!r})"
     if isinstance(value, Compared):
         return f"Compared({value.sign!r}, {value.other!r})"
+    if isinstance(value, Count):
+        return f"Count({value.number})"
     return "..." if value is NOT_NONE else repr(value)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import breaks, local_names, parts_of
 from slapo_rewrite.code.names import self_path
@@ -18,9 +16,9 @@ from slapo_rewrite.code.subgraphs import MUTATING
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.stages.environment import Environment
+from slapo_rewrite.stages.environment import Environment, rounds_of
 from slapo_rewrite.stages.flat import Flat
-from slapo_rewrite.stages.loops import loop_over, sliced
+from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.set_apart import is_path, list_of
 
 # A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
@@ -41,12 +39,14 @@ class Cut:
         cause: Who asks.
         target: What runs the stages, one of `TARGETS`.
         may_move: Whether the stage may end elsewhere, where it cannot end there.
+        instead: The modules that all stages end after instead, where they cannot.
     """
 
     path: str
     cause: Directive
     target: str
     may_move: bool = False
+    instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Piece:
         if depth is not None:
             first = depth(self.layers.listed, first)
             stop = None if stop is None else depth(self.layers.listed, stop)
-        return sliced(self.text, first, stop)
+        return sliced(self.text, first, stop, self.binds)
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,10 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any
     return linked(flat, pieces, stage + 1, cuts[0].cause.at, world)
 
 
-def rounds_of(module: Any) -> list[str]:
-    """The names of what a loop over a module runs over: the layers of a list or a sequence."""
-    return [*module._modules] if isinstance(module, nn.ModuleList | nn.Sequential) else []
-
-
 def _length(model: Any, listed: str) -> int | None:
     """How many modules a list holds; None where it holds others, or is not named plainly."""
     try:
-        return len(model.get_submodule(listed.removeprefix("self.")))
+        return len(model.get_submodule(path_of(listed)))
     except AttributeError:
         return None
 
@@ -191,6 +186,11 @@ def place_of(
         places = [*([flat.lines[number].at] if number is not None else []), *also]
         first = places[0] if places else None
         return errors.CannotCut(message, at=first, also=places[1:], hint=hint)
+
+    def inside(statement: ast.stmt, number: int) -> Exception:
+        kinds = {ast.For: "loop that is not over layers", ast.With: "`with` block"}
+        message = f"`{cut.path}` is called inside a {kinds.get(type(statement), 'branch')}"
+        return refused(message, number, "cut before or after all of it")
 
     parent, _, name = cut.path.rpartition(".")
     rounds = rounds_of(model.get_submodule(parent))
@@ -244,6 +244,8 @@ def place_of(
         for number, statement in enumerate(statements):
             for node in ast.walk(statement):
                 if name in rounds and isinstance(node, ast.expr) and self_path(node) == parent:
+                    if isinstance(statement, ast.With | ast.If):
+                        raise inside(statement, number)
                     raise refused(
                         f"`{cut.path}` is not called in a loop over `{parent}`",
                         number,
@@ -263,10 +265,7 @@ def place_of(
         )
     statement = statements[number]
     if hasattr(statement, "body"):
-        kind = "loop that is not over layers" if isinstance(statement, ast.For) else "branch"
-        raise refused(
-            f"`{cut.path}` is called inside a {kind}", number, "cut before or after all of it"
-        )
+        raise inside(statement, number)
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and node is not call and call in ast.walk(node):
             called = ast.unparse(node.func)
@@ -284,14 +283,15 @@ def last_inside(path: str, statements: Sequence[ast.stmt]) -> int | None:
 
     Not where something else takes what is called there right away.
     """
-    inside = f"{accessor(path)}."
+    inside = f"{path}."
     for number, statement in reversed(list(enumerate(statements))):
         loop = loop_over(statement)
-        if loop is not None and any(each.startswith(inside) for each in loop.lists):
+        if loop is not None and any(f"{path_of(each)}.".startswith(inside) for each in loop.lists):
             return number
         calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and is_path(n.func)]
-        if any(ast.unparse(n.func).startswith(inside) for n in calls):
-            return number if ast.unparse(calls[0].func).startswith(inside) else None
+        called = [f"{self_path(n.func)}." for n in calls]
+        if any(each.startswith(inside) for each in called):
+            return number if called[0].startswith(inside) else None
     return None
 
 

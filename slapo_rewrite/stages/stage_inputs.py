@@ -131,9 +131,15 @@ class Planner:
         names = [name for name, _ in labels or [*found[0].given, *found[0].named][:1]]
         stages = Stages(program, found, tail, names, self.seen, self.by_name)
         while (clash := self.clash(stages)) is not None:
-            if clash in stages.spelling:
+            if clash[1] == ARGUMENT and clash not in stages.spelling:
+                stages.spelling[clash] = f"given_{clash[0]}"
+                continue
+            again = {n for stage in [*found, tail] for n in stage.again} - self.once
+            of_name = {n for n in again if clash[0] in dict(program.pieces[n].reads)}
+            if not of_name:
                 raise self.cannot_be_told_apart(clash)
-            stages.spelling[clash] = f"given_{clash[0]}"
+            self.once |= of_name  # what is made of a value of that name is sent itself
+            return self.planned(divided)
         return stages
 
     def trains(self, piece: Piece) -> bool:
@@ -200,7 +206,7 @@ class Planner:
             to.again.add(number)
             try:
                 for needed in self.program.pieces[number].reads:
-                    if not self.stays_behind(needed, stage):
+                    if not self.stays_behind(needed, stage, is_tail):
                         self.bring(needed, stage, to, is_tail)
                 return
             except errors.CannotCut as error:
@@ -281,9 +287,9 @@ class Planner:
             hint="cut where it is not needed any more, or work it out inside the layers",
         )
 
-    def stays_behind(self, version: Version, stage: int) -> bool:
+    def stays_behind(self, version: Version, stage: int, is_tail: bool = False) -> bool:
         """Whether a value gets to a stage at most by its shape, where it is worked on again."""
-        is_float = self.seen[version].kind == "float" and version[1] == ARGUMENT
+        is_float = self.seen[version].kind == "float" and version[1] == ARGUMENT and not is_tail
         return self.seen[version].kind == "grad" or (is_float and stage > 0 and not self.by_name)
 
     def before_layers(self, version: Version) -> Version | None:
@@ -368,10 +374,9 @@ class Planner:
         return sorted(given, key=key)
 
     def clash(self, stages: Stages) -> Version | None:
-        """An argument that needs another name, since its own is given to something else.
+        """A value that needs another name, since its own is given to something else.
 
-        Raises:
-            CannotCut: It is no argument, so that no name can be made up for it.
+        It is an argument, or no name can be made up for it.
         """
         for stage in [*stages.stages, stages.tail]:
             has: dict[str, Version] = {}
@@ -401,12 +406,10 @@ class Planner:
                     return self.renamed(version, has.get(name))
         return None
 
-    def renamed(self, version: Version, other: Version | None) -> Version:
-        """Of two values with one name, the argument."""
-        for each in (version, other):
-            if each is not None and each[1] == ARGUMENT:
-                return each
-        raise self.cannot_be_told_apart(version)
+    @staticmethod
+    def renamed(version: Version, other: Version | None) -> Version:
+        """Of two values with one name, the argument if there is one."""
+        return next((v for v in (version, other) if v is not None and v[1] == ARGUMENT), version)
 
     def cannot_be_told_apart(self, version: Version) -> errors.CannotCut:
         """The error for two values of one name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.liveness import parts_of
@@ -75,6 +76,7 @@ class Stages:
         by_name: Whether every stage is given the step's arguments by name. Only what takes part in
             the backward pass goes from stage to stage then.
         spelling: Values that are called otherwise than in the program.
+        found: The statements of stages that were asked for.
     """
 
     program: Program
@@ -84,6 +86,7 @@ class Stages:
     seen: Mapping[Version, ValueKind]
     by_name: bool = False
     spelling: dict[Version, str] = field(default_factory=dict)
+    found: dict[Any, list[str]] = field(default_factory=dict)
 
     def spelled(self, version: Version) -> str:
         """What a value is called."""
@@ -131,6 +134,12 @@ class Stages:
 
     def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
         """The statements of a stage, without those whose results nothing reads."""
+        key = id(stage), depth, returned
+        if key not in self.found:
+            self.found[key] = self._lines(stage, depth, returned)
+        return [*self.found[key]]
+
+    def _lines(self, stage: Stage, depth: Depth | None, returned: str) -> list[str]:
         came = {
             version: self.seen[version]
             for version in [*stage.given, *stage.joined]

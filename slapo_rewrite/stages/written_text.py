@@ -13,7 +13,9 @@ from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
 
 
 def written_out(made: KnownObject) -> str:
-    """The call that makes an object."""
+    """The call that makes an object, or a tuple."""
+    if made.cls is tuple:
+        return f"({', '.join(made.texts.values())},)"
     return f"{made.cls.__name__}({', '.join(f'{k}={v}' for k, v in made.texts.items())})"
 
 
@@ -58,6 +60,11 @@ def closed(text: str, node: ast.expr) -> str:
     if isinstance(node, tight) or text.isidentifier():
         return text
     return f"({text})"
+
+
+def enclosed(text: str) -> str:
+    """An expression as it can stand within another one."""
+    return closed(text, ast.parse(alone(text), mode="eval").body)
 
 
 def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
@@ -137,20 +144,26 @@ def module_reads(text: str) -> Iterator[list[str]]:
     inner: set[ast.AST] = set()
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Call(func=ast.Name(id=name), args=[ast.Attribute() as of]) if name in (
+            case ast.Call(func=ast.Name(id=name), args=[ast.expr() as of]) if name in (
                 "len",
                 *ASKS_WHAT_WRAPS,
             ):
                 inner.add(of)
-        if not isinstance(node, ast.Attribute):
-            continue
-        if node in inner:
+        if isinstance(node, ast.Attribute | ast.Subscript) and (steps := _steps(node)):
+            if node not in inner:
+                yield steps
             inner.add(node.value)
-            continue
-        steps, base = [node.attr], node.value
-        while isinstance(base, ast.Attribute):
-            inner.add(base)
-            steps.append(base.attr)
-            base = base.value
-        if isinstance(base, ast.Name) and base.id == "self":
-            yield steps[::-1]
+
+
+def _steps(node: ast.expr) -> list[str] | None:
+    """The attributes that `self.mlp[0].up` reads one after the other, numbers among them."""
+    match node:
+        case ast.Name(id="self"):
+            return []
+        case (
+            ast.Attribute(value=owner, attr=step)
+            | ast.Subscript(value=owner, slice=ast.Constant(int() | str() as step))
+        ) if isinstance(step, int) or step.isidentifier():
+            above = _steps(owner)
+            return None if above is None else [*above, str(step)]
+    return None

@@ -59,12 +59,14 @@ class Built:
         kwargs: That by name.
         random_state: What random numbers were drawn from.
         weights: The state dict that it had then.
+        unsaved: Its other tensors.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random_state: Tensor
     weights: Named
+    unsaved: Named
 
 
 class Staged(Original):
@@ -95,6 +97,9 @@ class Staged(Original):
         kind = next(base for base in pipeline.STAGES[0].__mro__ if base.__module__ == own)
         built = self.built_from(kind)
         self.drawn = built.weights
+        for model in (self.original, self.exact):
+            if model is not None:  # it was built from another seed, and no state dict tells
+                fill_unsaved(model, built.unsaved)
         self.join_group()
         self.stage("building the stages")
         torch.set_rng_state(built.random_state)
@@ -305,6 +310,26 @@ def _add_gradients(source: nn.Module, target: nn.Module) -> None:
             own.grad = None
 
 
+def unsaved_tensors(model: nn.Module) -> Named:
+    """The tensors that a model holds and no state dict does, by name."""
+    found: Named = {}
+    saved = model.state_dict().keys()
+    for path, module in model.named_modules():
+        for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
+            full = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor) and full not in saved:
+                found[full] = value.detach()
+    return found
+
+
+def fill_unsaved(model: nn.Module, values: Named) -> None:
+    """Gives what no state dict holds other values, those drawn elsewhere."""
+    with torch.no_grad():
+        for name, tensor in unsaved_tensors(model).items():
+            if name in values and values[name].shape == tensor.shape:
+                tensor.copy_(values[name])
+
+
 @contextlib.contextmanager
 def _watched(kind: type) -> Iterator[dict[int, Built]]:
     """Notes how each instance of a class is built, by the instance's id."""
@@ -318,7 +343,8 @@ def _watched(kind: type) -> Iterator[dict[int, Built]]:
         original(self, *args, **kwargs)
         if type(self) is kind:
             weights = {n: t.clone() for n, t in self.state_dict().items()}
-            built[id(self)] = Built(*given, random_state, weights)
+            unsaved = {n: t.clone() for n, t in unsaved_tensors(self).items()}
+            built[id(self)] = Built(*given, random_state, weights, unsaved)
 
     kind.__init__ = build  # type: ignore[misc]
     try:

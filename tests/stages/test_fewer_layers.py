@@ -80,3 +80,22 @@ def test_work_does_not_grow_with_depth(family, tmp_path, monkeypatch):
         rewrite(case.source, str(schedule))
     assert calls[8] == calls[20]
     assert calls[20][0] == 4
+
+
+def test_each_stage_is_tried_with_its_own_layers_alone(tmp_path, monkeypatch):
+    """As in a process of its own, where the others have no memory."""
+    tried: list[list[str]] = []
+    apart = Trial.apart_in_stages
+
+    def noting(self, *given):
+        models = apart(self, *given)
+        tried.append([name for model in models for name, _ in model.named_parameters()])
+        assert sorted(tried[0]) == sorted(name for name, _ in self.pristine.named_parameters())
+        return models
+
+    monkeypatch.setattr(Trial, "apart_in_stages", noting)
+    config = f"LlamaConfig({LLAMA}, num_hidden_layers=8)"
+    case = of_transformers("llama", "LlamaForCausalLM", config, "s.cut_evenly(2)")
+    (tmp_path / "s.py").write_text(case.schedule)
+    rewrite(case.source, str(tmp_path / "s.py"))
+    assert tried

@@ -54,6 +54,11 @@ def test_rounds_that_are_counted(head, second):
     assert sliced(f"{head}\n    z = x(z, i)", 2, None) == f"{second}\n    z = x(z, i)"
 
 
+def test_rounds_that_are_counted_for_what_follows():
+    text = "for i, x in enumerate(self.a):\n    z = x(z)"
+    assert sliced(text, 0, 2, {"i"}) == "for i, x in enumerate(self.a[:2]):\n    z = x(z)"
+
+
 def test_layers_by_their_number():
     text = "for i in range(len(self.blocks)):\n    z = self.blocks[i](z)"
     assert sliced(text, 2, None) == "for block in self.blocks[2:]:\n    z = block(z)"

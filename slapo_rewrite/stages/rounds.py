@@ -1,0 +1,156 @@
+"""What the rounds of a loop are given, for one whose rounds are written out one by one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_rewrite.code.evaluate import Constant, Unknown, Worth
+from slapo_rewrite.stages.environment import Count, Environment, rounds_of
+
+
+@dataclass(frozen=True)
+class Item:
+    """An element of something that is no list of modules.
+
+    Attributes:
+        listed: What it is an element of.
+        number: Its place there, from the end where it is negative.
+    """
+
+    listed: ast.expr
+    number: int
+
+
+# What a round is given: one of these, or several.
+Given = Worth | Item | tuple[Any, ...]
+
+
+class Rounds:
+    """The rounds of a loop.
+
+    Args:
+        names: What names stand for before the loop.
+        loop: The loop.
+
+    Attributes:
+        number: How many there are; None where that is not known.
+        relied_on: What says so: the lengths of lists of modules, numbers that are settings.
+    """
+
+    def __init__(self, names: Environment, loop: ast.For) -> None:
+        self.names, self.loop = names, loop
+        self.relied_on: dict[str, Any] = {}
+        self.number = self._length(loop.iter)
+
+    def given(self, number: int) -> list[tuple[ast.expr, Given]]:
+        """What a round gives the loop's variables."""
+        return list(self._bound(self.loop.target, self._element(self.loop.iter, number)))
+
+    def _bound(self, target: ast.expr, given: Given) -> Iterator[tuple[ast.expr, Given]]:
+        if isinstance(target, ast.Tuple) and isinstance(given, Unknown):
+            names = rounds_of(self._object([*given.steps] or None))
+            given = tuple(self._layer([*given.steps], name) for name in names)
+        if isinstance(target, ast.Tuple) and isinstance(given, tuple):
+            for inner, each in zip(target.elts, given, strict=False):
+                yield from self._bound(inner, each)
+        else:
+            yield target, given
+
+    def _length(self, listed: ast.expr) -> int | None:
+        """How many elements something has."""
+        match self._called(listed):
+            case "range", numbers, []:
+                return None if (found := self._range(numbers)) is None else len(found)
+            case "zip", several, []:
+                lengths = [self._length(each) for each in several]
+                beside = [each for each, n in zip(several, lengths, strict=True) if n is None]
+                if not all(map(self._is_list, beside)):
+                    return None
+                return min((each for each in lengths if each is not None), default=None)
+            case "enumerate" | "reversed", [inner, *_], _:
+                return self._length(inner)
+        if (chosen := self._chosen(listed)) is not None:
+            return len(chosen)
+        steps = self.names.chain(listed)
+        names = rounds_of(self._object(steps))
+        if names and steps is not None:
+            self.relied_on[self.names.path_of(steps)] = Count(len(names))
+        return len(names) or None
+
+    def _element(self, listed: ast.expr, number: int) -> Given:
+        """An element of something."""
+        match self._called(listed):
+            case "range", numbers, []:
+                found = self._range(numbers)
+                return Unknown(True) if found is None else Constant(found[number])
+            case "zip", several, []:
+                return tuple(self._element(each, number) for each in several)
+            case "enumerate", [inner, *more], named:
+                start = [ast.literal_eval(each) for each in (*more, *named)]
+                return Constant(sum(start, number)), self._element(inner, number)
+            case "reversed", [inner], []:
+                total = self._length(inner)
+                return self._element(inner, -1 - number if total is None else total - 1 - number)
+        if isinstance(listed, ast.Subscript) and (chosen := self._chosen(listed)) is not None:
+            return self._element(listed.value, chosen[number])
+        steps = self.names.chain(listed)
+        if names := rounds_of(self._object(steps)):
+            return self._layer(steps or [], names[number])
+        return Item(listed, number)
+
+    @staticmethod
+    def _layer(steps: list[str], name: str) -> Unknown:
+        return Unknown(True, is_module=True, steps=(*steps, name))
+
+    def _called(self, listed: ast.expr) -> tuple[str, Sequence[ast.expr], Sequence[ast.expr]]:
+        """One of Python's functions that go through lists, and what is given it."""
+        match listed:
+            case ast.Call(func=ast.Name(id=name) as function, args=args, keywords=keywords):
+                named = [k.value for k in keywords if k.arg == "start"]
+                if getattr(self.names.global_at(function), "__module__", "") == "builtins":
+                    return name, args, named if len(named) == len(keywords) else [listed]
+        return "", (), ()
+
+    def _is_list(self, listed: ast.expr) -> bool:
+        """Whether each round may look an element up, which calls nothing."""
+        match self._called(listed):
+            case "reversed", [inner], []:
+                return self._is_list(inner)
+        return not any(isinstance(node, ast.Call) for node in ast.walk(listed))
+
+    def _chosen(self, listed: ast.expr) -> range | None:
+        """The numbers of the layers that a slice of a list of them has."""
+        if not isinstance(listed, ast.Subscript) or not isinstance(listed.slice, ast.Slice):
+            return None
+        total = self._length(listed.value)
+        ends = (listed.slice.lower, listed.slice.upper, listed.slice.step)
+        bounds = [None if end is None else self._number(end) for end in ends]
+        if total is None or any(e and n is None for e, n in zip(ends, bounds, strict=True)):
+            return None
+        return range(total)[slice(*bounds)]
+
+    def _range(self, bounds: Sequence[ast.expr]) -> range | None:
+        """What a call of `range` gives."""
+        numbers = [number for each in bounds if (number := self._number(each)) is not None]
+        return range(*numbers) if numbers and len(numbers) == len(bounds) else None
+
+    def _number(self, node: ast.expr) -> int | None:
+        """A number that is known before the model runs."""
+        match node:
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                number = self._number(operand)
+                return None if number is None else -number
+            case ast.Call() if (called := self._called(node))[0] == "len" and len(called[1]) == 1:
+                return self._length(called[1][0])
+        found = self.names.value(node, self.relied_on)
+        is_number = isinstance(found, Constant) and type(found.value) is int
+        return found.value if is_number else None  # type: ignore[union-attr]
+
+    def _object(self, steps: list[str] | None) -> Any:
+        try:
+            return None if steps is None else self.names.object_at(steps)
+        except AttributeError:
+            return None
