@@ -17,7 +17,7 @@ from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import RECORDED, Site
-from slapo_rewrite.model.join import Sources, find_site, holder_of, resolve, size_at
+from slapo_rewrite.model.join import Sources, find_site, holder_of, known_site, resolve, size_at
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -85,10 +85,9 @@ class ChangeSet:
         index = _index(site.path, relative) if site.is_repeated else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
-        holder = node.parent if index.isdecimal() else None
-        while holder is not None and not _is_list(holder, site):
-            holder = holder.parent
-        if holder is not None:
+        _, *around = node.outwards()
+        lists = (n for n in around if index.isdecimal() and _is_list(n, site))
+        if (holder := next(lists, None)) is not None:
             length = len(list(holder.live.children()))
             counted = functools.partial(_counted, self.sources, site, node)
             self.indices.add_list(start, ElementList(holder.path, length, counted))
@@ -115,11 +114,8 @@ class ChangeSet:
 
     def place_of(self, node: Node) -> AtSite | None:
         """The place that makes a module, where it is known and in this file."""
-        try:
-            site = find_site(self.sources, node)
-        except errors.UnfollowableConstruction:
-            return None
-        return self.note(site, node) if site.file is self.file else None
+        site = known_site(self.sources, node)
+        return self.note(site, node) if site is not None and site.file is self.file else None
 
     def is_remade(self, node: Node) -> bool:
         """Whether the place that makes a module was given a class that a file of the output has."""
@@ -215,13 +211,8 @@ def held(sources: Sources, tree: Tree) -> Held:
     """The modules of which it is known what makes them, each with that, by whose class holds it."""
     found: Held = {}
     for node in tree.nodes.values():
-        if node.owner is None:
-            continue
-        try:
-            site = find_site(sources, node)
-        except errors.UnfollowableConstruction:
-            continue
-        found.setdefault(holder_of(site, node)[0].path, []).append((node, site))
+        if (site := known_site(sources, node)) is not None:
+            found.setdefault(holder_of(site, node)[0].path, []).append((node, site))
     return found
 
 

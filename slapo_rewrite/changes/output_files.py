@@ -25,7 +25,7 @@ from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
-from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
 
@@ -104,17 +104,9 @@ class OutputFiles:
 
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
         """By the path of each module, that of the one whose changes are its own."""
-        elements = self._elements()
+        elements = elements_of(self._siblings)
         first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
-        return {p: _stand_in(first[id(n.live)], elements) for p, n in tree.nodes.items()}
-
-    def _elements(self) -> dict[str, str]:
-        """By the path of an element of a list, that of the one that stands for it."""
-        return {
-            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
-            for path, names in self._siblings.items()
-            for name in names
-        }
+        return {p: stand_in(first[id(n.live)], elements) for p, n in tree.nodes.items()}
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
         """The files in which a module is made up and computes."""
@@ -219,10 +211,7 @@ class OutputFiles:
 
     def making(self, node: Node) -> OutputFile:
         """The file that makes a module; the model file's where that is not known."""
-        try:
-            site = find_site(self.sources, node) if node.owner is not None else None
-        except errors.UnfollowableConstruction:
-            site = None
+        site = known_site(self.sources, node)
         return self.of_file(site.file) if site else self.main
 
     def of_file(self, file: SourceFile) -> OutputFile:
@@ -259,10 +248,10 @@ class OutputFiles:
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
-        elements = self._elements()
+        elements = elements_of(self._siblings)
         pairs = {}  # states are shared, so that these are few
         for path, state in states.items():
-            of_its_kind = states.get(_stand_in(path, elements), state)
+            of_its_kind = states.get(stand_in(path, elements), state)
             pairs[id(of_its_kind), id(state)] = of_its_kind, state
         for of_its_kind, state in pairs.values():
             for mine, other in zip(of_its_kind.every_cause(), state.every_cause(), strict=True):
@@ -270,7 +259,16 @@ class OutputFiles:
                     self._same.setdefault(mine.number, {})[other.number] = other
 
 
-def _stand_in(path: str, elements: Mapping[str, str]) -> str:
+def elements_of(siblings: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """By the path of an element of a list, that of the one that stands for it."""
+    return {
+        f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+        for path, names in siblings.items()
+        for name in names
+    }
+
+
+def stand_in(path: str, elements: Mapping[str, str]) -> str:
     """The path of the module that stands for one in an element of a list, or its own."""
     stands = ""
     for name in path.split("."):

@@ -58,8 +58,7 @@ def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directi
 
 
 def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
-    above: Node | None = node
-    while above is not None:
+    for above in node.outwards():
         home = files.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and files.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
@@ -71,7 +70,6 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, 
             why = f"`{base.__name__}` starts, reads and writes checkpoints as the original does"
             change = known if kind == ORIGINAL and known else MixIn("pretrained", kind, why)
             home.changes.add(above.path, place, change, causes)
-        above = above.parent
 
 
 def specially_treated(tree: Tree) -> list[Node]:

@@ -382,10 +382,9 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
         return
     files = [output for output in to.files if f".{share}" in output.file.text]
     causes = tuple(s.cause for s in to.states[node.path].shards)
-    above = node.parent
-    while above is not None and files:
-        home = to.home(above)
-        relative = node.path[len(above.path) + 1 if above.path else 0 :]
+    _, *around = node.outwards() if files else [node]
+    for above in around:
+        home, relative = to.home(above), above.below(node.path)
         for reading in readings(home.classes, above.cls.__name__, relative, share):
             if whole is None and in_forward(home.classes, above.cls.__name__, reading):
                 continue  # the share was followed there, to wherever it is used
@@ -400,4 +399,3 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
             end = (reading.end_lineno or 0, reading.end_col_offset or 0)
             at = AtNode("read", end[0], 0, *end)
             home.changes.add(above.path, at, ReadFullSize(whole), causes)
-        above = above.parent

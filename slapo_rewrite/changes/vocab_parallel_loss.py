@@ -323,7 +323,7 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
         )
         change = VocabParallelLoss(
             loss.function,
-            loss.head[len(loss.owner) + 1 if loss.owner else 0 :],
+            to.tree.nodes[loss.owner].below(loss.head),
             tuple(sorted({name for other in alike for name in other.names})),
             tuple(at_node("loss", other.place) for other in alike),
         )

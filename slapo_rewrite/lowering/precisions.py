@@ -15,7 +15,7 @@ from slapo_rewrite.changes.mixed_precision import (
     place_casts,
     place_half_layer,
 )
-from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.output_files import OutputFiles, elements_of, stand_in
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
@@ -139,12 +139,8 @@ class Mixing:
                 cause=causes[:-1],
                 hint="give every `autocast` the same `dtype`",
             )
-        first = {
-            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
-            for path, names in siblings.items()
-            for name in names
-        }
-        paths = {live: _representative(path, first) for live, path in self.paths.items()}
+        first = elements_of(siblings)
+        paths = {live: stand_in(path, first) for live, path in self.paths.items()}
         wanted = Wanted(dtypes[0], self.is_half, self.keeps)
         try:
             found = self._run(paths, wanted, shortened, step_inputs, small)
@@ -202,12 +198,3 @@ class Mixing:
                 return None
             path = path.rpartition(".")[0]
         return None
-
-
-def _representative(path: str, first: Mapping[str, str]) -> str:
-    """The module that stands for one of several that are alike."""
-    stands = ""
-    for name in path.split(".") if path else ():
-        stands = f"{stands}.{name}".lstrip(".")
-        stands = first.get(stands, stands)
-    return stands

@@ -231,7 +231,8 @@ class _Specializing:
             if site.loops and not site.is_repeated:
                 call = f"{child.cls.__name__}(...)"
                 hint = f"make each by a call of its own, in a loop there: [{call} for _ in ...]"
-            if (stack := _stack_around(child)) is not None:
+            _, *around = child.outwards()
+            if (stack := next((n for n in around if n.is_stack), None)) is not None:
                 hint = (
                     f"schedule all layers of {stack.shown} alike, or let {self.file.path.name} "
                     f"make it: an nn.ModuleList and a loop in the place of {stack.cls.__name__}"
@@ -278,11 +279,3 @@ def _each_once(edits: list[Edit]) -> list[Edit]:
             replace(edit, causes=merged_causes(known.causes, edit.causes)) if known else edit
         )
     return list(found.values())
-
-
-def _stack_around(node: Node) -> Node | None:
-    """The stack of torch's whose copies a module lies in, if it does."""
-    above = node.parent
-    while above is not None and not above.is_stack:
-        above = above.parent
-    return above

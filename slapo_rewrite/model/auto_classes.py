@@ -7,10 +7,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_rewrite import errors
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import called_root, find_site, looked_up, resolve
+from slapo_rewrite.model.join import called_root, known_site, looked_up, resolve
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 
@@ -82,9 +81,7 @@ def is_looked_up(sources: Sources, node: Node) -> bool:
     holder: Node | None = node
     while holder is not None and holder.owner is not None:
         if holder.cls.__module__ == sources.main.name:
-            try:
-                site = find_site(sources, holder)
-            except errors.UnfollowableConstruction:
+            if (site := known_site(sources, holder)) is None:
                 return False
             root = site.file.imports.get(called_root(site) or "")
             elsewhere = site.file is sources.main and looked_up(sources, holder, root)

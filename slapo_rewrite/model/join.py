@@ -26,7 +26,6 @@ from slapo_rewrite.model.site_candidates import (
     REFERENCES,
     Candidate,
     at_assignment,
-    below,
     can_be_numbered,
     element_of,
     holder_at,
@@ -46,6 +45,7 @@ __all__ = [
     "find_parameter_site",
     "find_site",
     "holder_of",
+    "known_site",
     "looked_up",
     "resolve",
     "size_at",
@@ -59,6 +59,14 @@ def find_site(sources: Sources, node: Node) -> Site:
         UnfollowableConstruction: No site, or no single one, can be named.
     """
     return _Search(sources).module(node)
+
+
+def known_site(sources: Sources, node: Node) -> Site | None:
+    """The same; None where no site, or no single one, can be named, as of the root."""
+    try:
+        return find_site(sources, node) if node.parent is not None else None
+    except errors.UnfollowableConstruction:
+        return None
 
 
 def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
@@ -79,7 +87,7 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     holder = holder_at(node, site) if site.is_given else None
     if holder is None:
         return node.owner, node.relative
-    return holder, below(holder, node.path)
+    return holder, holder.below(node.path)
 
 
 def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
@@ -116,12 +124,10 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
         node: The module.
         root: The module that defines what the expression begins with, if that is imported.
     """
-    try:
-        site = find_site(sources, node)
-    except errors.UnfollowableConstruction:
-        return False
+    site = known_site(sources, node)
     return (
-        root is not None
+        site is not None
+        and root is not None
         and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
         and names_in(site.call).isdisjoint(c.__name__ for c in node.cls.__mro__)
         and bool(construction_calls.stack_of(node.live))
@@ -202,7 +208,7 @@ class _Search:
         for holder in holders:
             maker = self.sources.maker(holder.cls)
             if holder is owner or later or maker.has_deep:
-                matched = (maker.later if later else maker).match(below(holder, path))
+                matched = (maker.later if later else maker).match(holder.below(path))
                 yield holder, [Candidate(site, holder, numbers) for site, numbers in matched]
 
     def _possible(self, candidates: Iterable[Candidate]) -> list[Candidate]:

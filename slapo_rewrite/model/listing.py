@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_rewrite import errors
-from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 
 _Shape = tuple[str, str, str, tuple[tuple[str, "_Shape"], ...]]
@@ -100,11 +99,8 @@ def _parameters(node: Node) -> str:
 def _place(node: Node, sources: Sources) -> str:
     if node.parent is None:
         return ""
-    try:
-        site = find_site(sources, node)
-    except errors.UnfollowableConstruction:
-        return "?"
-    return f"{site.file.path.name}:{site.value.lineno}"
+    site = known_site(sources, node)
+    return f"{site.file.path.name}:{site.value.lineno}" if site is not None else "?"
 
 
 def _coloured(lines: list[str], rows: int, widths: list[int]) -> list[str]:

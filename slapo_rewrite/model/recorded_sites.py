@@ -132,11 +132,8 @@ class _Made:
     @classmethod
     def of(cls, sources: Sources, node: Node, file: SourceFile, call: _Call) -> _Made:
         """What the call made that made a module."""
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        modules = sources.made_at(root, construction_calls.stack_of(node.live)[0])
-        return cls(root.live, modules, file, call, node.path)
+        modules = sources.made_at(node.root, construction_calls.stack_of(node.live)[0])
+        return cls(node.root.live, modules, file, call, node.path)
 
     def _held(self, path: str) -> tuple[int, str]:
         """How long the path of the holder of a module is, and the class that holds the call."""

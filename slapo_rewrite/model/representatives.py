@@ -36,12 +36,10 @@ class Representatives:
             number = seen.get(id(state))
             if number is None:
                 number = seen[id(state)] = numbers.setdefault(state, len(numbers))
-            node = tree.nodes[path]
-            while node.parent is not None:
-                if isinstance(node.parent.live, nn.ModuleList):
+            for node in tree.nodes[path].outwards():
+                if node.parent is not None and isinstance(node.parent.live, nn.ModuleList):
                     below = self._asked.setdefault(node.path, [])
                     below.append((path[len(node.path) :], number))
-                node = node.parent
         # What another module holds too is no element like others.
         holders: dict[int, set[int]] = {}
         holding: set[int] = set()

@@ -146,9 +146,7 @@ class Sources:
 
     def same_live(self, node: Node) -> list[Node]:
         """The other nodes that hold the same module."""
-        root = node
-        while root.parent is not None:
-            root = root.parent
+        root = node.root
         if id(root) not in self._nodes:
             nodes: dict[int, list[Node]] = {}
             for each in root.walk():

@@ -148,6 +148,29 @@ class Node:
         """The module's own buffers, not those of its submodules."""
         return {n: b for n, b in self.live._buffers.items() if b is not None}
 
+    def outwards(self) -> Iterator[Node]:
+        """The node and those that hold it, the innermost first."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def root(self) -> Node:
+        """The model that it is part of."""
+        return next(node for node in self.outwards() if node.parent is None)
+
+    def at(self, path: str) -> Node | None:
+        """The node at a path below, itself at ''; None where there is none."""
+        found: Node | None = self
+        for name in path.split(".") if path else ():
+            found = found.children.get(name) if found is not None else None
+        return found
+
+    def below(self, path: str) -> str:
+        """A path as it is called from this node on."""
+        return path[len(self.path) + 1 :] if self.path else path
+
     def walk(self) -> Iterator[Node]:
         """The node and everything below it, a module before what it holds."""
         left = [self]
