@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
+from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.liveness import local_names, statements
+from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.subgraphs import changing, root_of
 from slapo_rewrite.code.text import with_wildcards

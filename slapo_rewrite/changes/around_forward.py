@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
 
 from slapo_rewrite.changes.around_checkpoint import check_transformed
 from slapo_rewrite.changes.buffer_updates import updates_buffers
-from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
@@ -39,7 +37,7 @@ class ForkRandom(WrapForward):
         """Around `forward`."""
         to.around_forward(node).changes.add(node.path, FORK, self, (cause,))
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Decorates `forward`."""
         method = text.method("forward")
         assert method is not None
@@ -50,7 +48,7 @@ class ForkRandom(WrapForward):
             return made.with_changes(decorators=[*made.decorators, decorator])
 
         why = "random numbers that differ between ranks"
-        text.replace(method, method, make, why)
+        text.replace(method, make, why)
 
 
 @dataclass(frozen=True)
@@ -77,5 +75,5 @@ class Recompute(WrapForward):
         change = replace(self, updates_buffers=updates, caches=caches)
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Nothing: a subclass has it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
 from slapo_rewrite.changes.hook import place_hook
@@ -48,7 +48,7 @@ class SyncInput(Change):
         """What goes through them, in words."""
         return "input" if self.of is None else f"argument `{self.of}`"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtForward) -> None:
         """Binds the argument anew before the first statement."""
         forward = text.forward()
         positional = Signature.of(forward, bound=True).positional
@@ -90,14 +90,13 @@ class SyncOutput(Change):
     first: tuple[tuple[str, str], ...] = ()
     side = "output"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtForward) -> None:
         """Puts them around what is returned."""
         why = f"{', '.join(c.function for c in self.collectives)} of the output"
         for statement in returns(text.forward()):
             if statement.value is not None:
                 value = self._returned(statement.value, text)
-                make = _around(self.collectives, text)
-                text.replace(value, statement, make, why, outer=True)
+                text.replace(value, _around(self.collectives, text), why, outer=True)
 
     def _returned(self, value: ast.expr, text: ClassText) -> ast.expr:
         """The first tensor in a returned expression."""
@@ -136,19 +135,16 @@ class SyncCall(Change):
     around: str
     name: str | None = None
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtCalls) -> None:
         """Puts them around it in every call."""
-        (asked,) = here
-        assert isinstance(asked.place, AtCalls)
-        path = asked.place.path
         is_result = self.around == "result"
         functions = ", ".join(c.function for c in self.collectives)
-        for call in calls(text, asked, "the collective", "put the sync on a module around it"):
+        why = f"{functions} of the {self.around} of `{place.path or 's'}`"
+        for call in calls(
+            text, place, self, "the collective", "put the sync on a module around it"
+        ):
             value = call if is_result else self._first_argument(call, text)
-            statement = text.file.statement_of(call)
-            make = _around(self.collectives, text)
-            why = f"{functions} of the {self.around} of `{path or 's'}`"
-            text.replace(value, statement, make, why, outer=not is_result)
+            text.replace(value, _around(self.collectives, text), why, outer=not is_result)
 
     def _first_argument(self, call: ast.Call, text: ClassText) -> ast.expr:
         name = self.name or ""
@@ -169,7 +165,7 @@ def _around(
     return lambda node: through(collectives, node, text.helper)
 
 
-def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]:
+def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str) -> list[ast.Call]:
     """The calls of a submodule in which a change is to be written.
 
     A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
@@ -177,15 +173,14 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
 
     Args:
         text: The class.
-        asked: The change.
+        place: Where the change is.
+        change: The change.
         what: What has no place where none is found.
         hint: What to do then.
 
     Raises:
         Unsupported: No method calls it, or a call means others too that are not changed alike.
     """
-    place = asked.place
-    assert isinstance(place, AtCalls)
     found = [
         (call, paths)
         for method in text.methods()
@@ -200,9 +195,7 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
             hint=hint,
         )
     for call, paths in found:
-        other = next(
-            (p for p in paths if text.wanted.get(replace(place, path=p)) != asked.change), None
-        )
+        other = next((p for p in paths if text.wanted.get(replace(place, path=p)) != change), None)
         if other is not None:
             raise errors.Unsupported(
                 f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "

@@ -97,18 +97,18 @@ class ClassText:
     def replace(
         self,
         node: ast.expr | ast.stmt,
-        statement: ast.stmt,
         make: Callable[[Any], cst.CSTNode],
         why: str,
         *,
         outer: bool = False,
     ) -> None:
-        """Puts something in the place of a node of a statement; see `code.edit.Edit`."""
+        """Puts something in the place of a node of a method; see `code.edit.Edit`."""
+        statement = self.file.statement_of(node)
         self.at(statement).inside.append((Edit(node, make, outer), self.causes, why))
 
-    def put(self, node: ast.expr, statement: ast.stmt, text: str, why: str) -> None:
+    def put(self, node: ast.expr, text: str, why: str) -> None:
         """Puts an expression, given by its text, in the place of another."""
-        self.replace(node, statement, lambda _: parsed(text), why)
+        self.replace(node, lambda _: parsed(text), why)
 
     def insert_before(self, statement: ast.stmt, text: str, why: str) -> None:
         """Puts a statement before another."""

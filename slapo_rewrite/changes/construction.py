@@ -28,7 +28,6 @@ from slapo_rewrite.code.build import (
 )
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
@@ -84,7 +83,7 @@ class Construction(Change):
             def make(node: cst.BaseExpression) -> cst.BaseExpression:
                 return self.made(node, site, text)
 
-            text.replace(site.value, site.statement, make, self.becomes(site))
+            text.replace(site.value, make, self.becomes(site))
             return
 
         by_change: dict[Construction | None, set[int]] = {}
@@ -105,7 +104,7 @@ class Construction(Change):
             return _choice(node, by_change, site, test, text, first_apart)
 
         why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
-        text.replace(site.value, site.statement, choose, why)
+        text.replace(site.value, choose, why)
         variable = _counter(site, text, level)
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
@@ -307,7 +306,7 @@ class UseSubclass(Construction):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id == self.original:
                     name = self.reference(text.imports, text.causes)
-                    text.put(node, statement, name, self.becomes(site))
+                    text.put(node, name, self.becomes(site))
                     text.at(site.statement).again = True
                     return True
         return False
@@ -328,7 +327,7 @@ def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str,
 def _made_just_above(site: Site, making: Collection[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements right above a site that make other modules, and set nothing that it reads."""
     read = {node.attr for node in ast.walk(site.value) if isinstance(node, ast.Attribute)}
-    body = next((b for b in every_block(site.function) if site.statement in b), [site.statement])
+    body = site.file.block_of(site.statement)
     for statement in reversed(body[: body.index(site.statement)]):
         match statement:
             case ast.Assign(targets=[ast.Attribute(ast.Name("self"), name)]) if (
@@ -444,10 +443,9 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
         raise refusal
     used = names_in(site.function)
     name = next(n for n in ("i", "index", "layer_index", "element_index") if n not in used)
-    holder = node if isinstance(node, ast.For) else site.statement
     why = "count the elements"
     if loop.index == "_" and isinstance(node.target, ast.Name):
-        text.replace(node.target, holder, lambda _: cst.Name(name), why)
+        text.replace(node.target, lambda _: cst.Name(name), why)
         return name
     if loop.first != 0 or loop.every != 1 or isinstance(node, ast.For):
         raise refusal
@@ -458,8 +456,8 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     def enumerated(iterable: cst.BaseExpression) -> cst.BaseExpression:
         return expression("enumerate({iterable})", iterable=iterable)
 
-    text.replace(node.target, holder, counted, why)
-    text.replace(node.iter, holder, enumerated, why)
+    text.replace(node.target, counted, why)
+    text.replace(node.iter, enumerated, why)
     return name
 
 

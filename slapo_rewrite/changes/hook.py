@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.placement import Placement
@@ -29,12 +28,10 @@ class RegisterHook(Change):
     mode: str
     function: Function
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtSite) -> None:
         """Registers it there."""
-        (asked,) = here
-        assert isinstance(asked.place, AtSite)
-        site = text.classes.sites[asked.place.start]
-        if asked.place.index:
+        site = text.classes.sites[place.start]
+        if place.index:
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
                 at=text.file.at(site.value),

@@ -172,7 +172,7 @@ class _Regions:
             return made.with_changes(func=parsed(function), args=args)
 
         why = f"`{self.file.segment(call.func)}`, checkpointed"
-        self.text.asked_by(wanted.causes).replace(call, statement, make, why)
+        self.text.asked_by(wanted.causes).replace(call, make, why)
         self._empty_caches(wanted, change, statement, set(names_in(call)))
 
     def _options(self, change: RecomputeRegion, causes: Causes) -> Iterator[tuple[str, str]]:

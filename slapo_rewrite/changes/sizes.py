@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
@@ -38,13 +38,12 @@ class ShardAttribute(Change):
 
     layer: str | None = None
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
         """Sets it there."""
-        (asked,) = here
-        name = _attribute(asked)
+        name = place.attribute
         function = text.helper("tensor_parallel", "part_size")
         times = f" * {accessor(self.layer)}.replicas" if self.layer else ""
-        _at_end(text, asked, f"self.{name} = {function}(self.{name}{times})")
+        _at_end(text, place, f"self.{name} = {function}(self.{name}{times})")
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,9 @@ class DivideByReplicas(Change):
 
     layer: str
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
         """Divides it there."""
-        (asked,) = here
-        _at_end(text, asked, f"self.{_attribute(asked)} //= {accessor(self.layer)}.replicas")
+        _at_end(text, place, f"self.{place.attribute} //= {accessor(self.layer)}.replicas")
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,9 @@ class ReadFullSize(Change):
     attribute: str
     is_parallel = False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Reads that attribute."""
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        end = (asked.place.end_line, asked.place.end_column)
+        end = (place.end_line, place.end_column)
 
         def make(node: cst.Attribute) -> cst.Attribute:
             return node.with_changes(attr=cst.Name(self.attribute))
@@ -87,8 +83,7 @@ class ReadFullSize(Change):
                     and (node.end_lineno, node.end_col_offset) == end
                 ):
                     why = f"the size of the whole `{ast.unparse(node.value)}`"
-                    statement = text.file.statement_of(node)
-                    text.replace(node, statement, make, why)
+                    text.replace(node, make, why)
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,10 @@ class ChangeArgument(Change):
     template: str
     index: tuple[int | str, ...]
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Writes it, by the place of its call and its index in it."""
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
         why = "what depends on the sharded size follows"
-        for method, node in text.nodes_at(asked.place):
+        for method, node in text.nodes_at(place):
             if self.index == (CALL,) and isinstance(node, ast.Call):
                 self._call_layer(method, node, text)
                 return
@@ -121,12 +114,12 @@ class ChangeArgument(Change):
             statement = text.file.statement_of(node)
             if all(edit.node is not argument for edit, _, _ in text.at(statement).inside):
                 written = self._written(node, argument, is_list, text)
-                text.put(argument, statement, written, why)
+                text.put(argument, written, why)
             return
         raise errors.UnfollowableSize(
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
-            at=text.span_of(asked.place),
+            at=text.span_of(place),
             cause=text.causes,
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
@@ -138,7 +131,7 @@ class ChangeArgument(Change):
             return call(self.template, made.args[0].value)
 
         why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, text.file.statement_of(node), make, why)
+        text.replace(node, make, why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
@@ -217,11 +210,9 @@ class ParallelNormStatistic(Change):
 
     says = "whose parameters are split over the tensor-parallel group"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Takes it over all ranks: a method of a tensor, or a function of torch."""
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        for method, node in text.nodes_at(asked.place):
+        for method, node in text.nodes_at(place):
             if not isinstance(node, ast.Call):
                 continue
             is_function = (text.file.qualified(node.func) or "").startswith("torch.")
@@ -245,12 +236,11 @@ class ParallelNormStatistic(Change):
                 return made.with_changes(func=parsed(name), args=[value, cst.Arg(full), *args])
 
             why = f"over all ranks' parts of `{self.parameter}`"
-            statement = text.file.statement_of(node)
-            text.replace(node, statement, make, why)
+            text.replace(node, make, why)
             return
         raise errors.UnfollowableSize(
             "this is to be taken over all ranks, and cannot be told apart from what is beside it",
-            at=text.span_of(asked.place),
+            at=text.span_of(place),
             cause=text.causes,
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
@@ -270,15 +260,10 @@ def _is_name(node: ast.expr) -> bool:
     return all(isinstance(inner, plain) for inner in ast.walk(node))
 
 
-def _attribute(asked: Asked) -> str:
-    assert isinstance(asked.place, EndOfConstructor)
-    return asked.place.attribute
-
-
-def _at_end(text: ClassText, asked: Asked, line: str) -> None:
+def _at_end(text: ClassText, place: EndOfConstructor, line: str) -> None:
     constructor = text.method("__init__")
     assert constructor is not None
-    why = f"this rank's share of `{_attribute(asked)}`"
+    why = f"this rank's share of `{place.attribute}`"
     text.insert_after(constructor.body[-1], line, why, once=True)
 
 

@@ -130,8 +130,17 @@ class SubclassWriter:
 
     def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
         """The conditions under which the constructor comes to a statement, outermost first."""
-        tests = [(self.file.segment(t), taken) for t, taken in _conditions(constructor, statement)]
+        tests = [
+            (self.file.segment(t), taken) for t, taken in self._conditions(constructor, statement)
+        ]
         return [f"if {test}:" if taken else f"if not ({test}):" for test, taken in tests]
+
+    def _conditions(
+        self, constructor: ast.FunctionDef, statement: ast.stmt
+    ) -> list[tuple[ast.expr, bool]]:
+        """The tests around a statement, outermost first, and how they have to come out."""
+        around = reversed([*self.file.around(statement, constructor)])
+        return [(o.test, inner in o.body) for inner, o in around if isinstance(o, ast.If)]
 
     def _reassigned(self, statement: ast.stmt, text: str, relatives: Mapping[int, str]) -> str:
         """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
@@ -150,12 +159,8 @@ class SubclassWriter:
         self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt
     ) -> None:
         """A statement can stand in a subclass's constructor unless a loop is around it."""
-        for node in ast.walk(constructor):
-            if (
-                isinstance(node, (ast.For, ast.While, ast.With, ast.Try))
-                and node is not statement
-                and within(node, statement)
-            ):
+        for _, node in self.file.around(statement, constructor):
+            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)):
                 raise errors.UnfollowableConstruction(
                     f"some instances of `{class_name}` differ in what is made here, inside a "
                     f"`{type(node).__name__.lower()}`",
@@ -177,7 +182,7 @@ class SubclassWriter:
         left = list(statements)
         while left:
             statement = left.pop()
-            tests = [test for test, _ in _conditions(constructor, statement)]
+            tests = [test for test, _ in self._conditions(constructor, statement)]
             for name in sorted(read_in(statement, *tests)):
                 bound = [s for s in constructor.body if name in _bound_beside(s, statement)]
                 late = [s for s in bound if s.lineno > statement.lineno]
@@ -312,15 +317,6 @@ class SubclassWriter:
             "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
         ]
         return "\n".join(text) + "\n"
-
-
-def _conditions(function: ast.FunctionDef, statement: ast.stmt) -> list[tuple[ast.expr, bool]]:
-    """The tests of the `if`s around a statement, outermost first, and how they have to come out."""
-    return [
-        (node.test, any(within(inner, statement) for inner in node.body))
-        for node in ast.walk(function)
-        if isinstance(node, ast.If) and within(node, statement) and node is not statement
-    ]
 
 
 def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:

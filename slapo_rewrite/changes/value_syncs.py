@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.placement import Placement, at_node
+from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in
@@ -36,12 +36,12 @@ class SyncValue(Change):
     value: LocalValue
     collective: Collective
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Writes the statement."""
-        name, place = self.value.name, self.value.statement
+        name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
-        statement = _statement_at(text.file, place)
+        statement = _statement_at(text.file, self.value.statement)
         put(statement, line, f"{self.collective.function} of `{name}`")
 
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
+from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.sharding import ParallelLoss
@@ -61,31 +62,29 @@ class VocabParallelLoss(Change):
     names: tuple[tuple[str, int], ...]
     losses: tuple[AtNode, ...]
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Puts a loss of parts where the loss is, and a gather wherever it is not computed.
 
         Raises:
             Unsupported: The call, or a branch without it, is written in a way that cannot be
                 changed.
         """
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        found = [(m, n) for m, n in text.nodes_at(asked.place) if isinstance(n, ast.Call)]
+        found = [(m, n) for m, n in text.nodes_at(place) if isinstance(n, ast.Call)]
         if not found:
             raise _refused(
                 "the loss of this rank's part of the logits cannot be told apart here",
-                text.span_of(asked.place),
+                text.span_of(place),
                 text.causes,
             )
         method, call = found[0]
-        self._change_call(text, text.file.statement_of(call), call)
+        self._change_call(text, call)
         calls = [n for p in self.losses for m, n in text.nodes_at(p) if m is method and n]
         if call is calls[-1]:
             gathers = _Gathers(text, method, calls)
             for name, axis in self.names:
                 gathers.write(name, axis, accessor(self.head))
 
-    def _change_call(self, text: ClassText, statement: ast.stmt, call: ast.Call) -> None:
+    def _change_call(self, text: ClassText, call: ast.Call) -> None:
         """Calls the vocabulary-parallel loss with the arguments that stand there."""
         is_plain = text.file.qualified(call.func) == CROSS_ENTROPY
         strange = {k.arg for k in call.keywords} - KEYWORDS
@@ -112,7 +111,7 @@ class VocabParallelLoss(Change):
             return with_keywords(made, [("head", accessor(self.head))]) if takes_head else made
 
         why = "a loss of this rank's part of the logits"
-        text.replace(call, statement, make, why)
+        text.replace(call, make, why)
 
 
 class _Gathers:
@@ -136,7 +135,7 @@ class _Gathers:
     def __init__(self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST]) -> None:
         self.text, self.method, self.calls = text, method, calls
         self.statement = _last_of_all(method, calls)
-        self.branches = list(_branches(method, self.statement, calls[-1]))
+        self.branches = _branches(text.file, method, self.statement, calls[-1])
         around = [branch.node for branch in self.branches]
         for node in ast.walk(method) if len(calls) > 1 else ():
             if isinstance(node, (ast.If, ast.IfExp)) and node not in around:
@@ -262,13 +261,21 @@ def _last_of_all(method: ast.FunctionDef, calls: Sequence[ast.AST]) -> ast.stmt:
     return last
 
 
-def _branches(method: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> Iterator[_Branch]:
+def _branches(
+    file: SourceFile, method: ast.FunctionDef, statement: ast.stmt, call: ast.AST
+) -> list[_Branch]:
     """The conditions around a statement, and in it around a call, outermost first."""
-    for node in ast.walk(method):
-        if isinstance(node, ast.If) and node is not statement and within(node, statement):
-            yield _Branch(node, any(within(inner, statement) for inner in node.body))
-        elif isinstance(node, ast.IfExp) and within(node, call) and not within(node.test, call):
-            yield _Branch(node, within(node.body, call))
+    found = [
+        _Branch(outer, inner is outer.body)
+        for inner, outer in file.around(call, method)
+        if isinstance(outer, ast.IfExp) and inner is not outer.test
+    ]
+    found += [
+        _Branch(outer, inner in outer.body)
+        for inner, outer in file.around(statement, method)
+        if isinstance(outer, ast.If)
+    ]
+    return found[::-1]
 
 
 def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterator[ast.Name]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
@@ -23,19 +22,17 @@ class GatherTiedHead(Change):
 
     says = "whose head is the table of a split embedding"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Has the layer's own function compute the product.
 
         Raises:
             Unsupported: The product is not to be found there.
         """
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        found = [node for _, node in text.nodes_at(asked.place) if head_of(node)]
+        found = [node for _, node in text.nodes_at(place) if head_of(node)]
         if not found:
             raise errors.Unsupported(
                 "the product with the table of a split embedding cannot be told apart here",
-                at=text.span_of(asked.place),
+                at=text.span_of(place),
                 cause=text.causes,
             )
         for node in found:
@@ -50,8 +47,7 @@ class GatherTiedHead(Change):
                 x = made.left if isinstance(made, cst.BinaryOperation) else made.args[0].value
                 return call(name, x, layer)
 
-            statement = text.file.statement_of(node)
-            text.replace(node, statement, make, "whole logits of a split table")
+            text.replace(node, make, "whole logits of a split table")
 
 
 def place_tied_head(to: Placement, head: TiedHead) -> None:

@@ -15,9 +15,11 @@ from slapo_rewrite.code.arguments import (
     parameters,
 )
 from slapo_rewrite.code.build import parenthesised, reindented
+from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.runs import comments_above
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
@@ -87,8 +89,7 @@ class _Body:
 
     def __post_init__(self) -> None:
         self._check()
-        body = self.forward.body
-        self.statements = body[1:] if ast.get_docstring(self.forward) is not None else body
+        self.statements = body_of(self.forward)
         self.me = first_parameter(self.forward)
         for statement in self.statements:
             for node in ast.walk(statement):
@@ -363,10 +364,7 @@ class _Site:
         first = self.body.statements[0]
         if first is not body[0]:
             return (body[0].end_lineno or 0) + 1
-        line = first.lineno
-        while self.file.line(line - 1).lstrip().startswith("#"):
-            line -= 1
-        return line
+        return comments_above(self.file, first.lineno)
 
     def _within(self, replaced: dict[ast.Name, str], begin: int, end: int) -> str:
         edits = []

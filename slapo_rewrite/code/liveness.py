@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.blocks import Function, blocks, statements
 from slapo_rewrite.code.dataflow import bound_in
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -101,32 +101,6 @@ def local_names(function: Function) -> frozenset[str]:
         bound.update(e.name for e in _own_events(statement) if e.kind != "read")
     given = parameters(function) if isinstance(function, ast.FunctionDef) else []
     return frozenset(bound.union(given) - elsewhere)
-
-
-def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements with those inside them, in the order of the text; functions are not entered."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            for block in blocks(statement):
-                yield from statements(block)
-
-
-def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The blocks of a compound statement."""
-    for name in ("body", "handlers", "cases", "orelse", "finalbody"):
-        inner = getattr(statement, name, [])
-        if name in ("handlers", "cases"):
-            yield from (each.body for each in inner)
-        elif inner:
-            yield inner
-
-
-def every_block(function: Function) -> Iterator[list[ast.stmt]]:
-    """The blocks of a function, functions inside it included, each before those inside it."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.stmt):
-            yield from blocks(node)
 
 
 def reads(node: ast.AST) -> set[str]:

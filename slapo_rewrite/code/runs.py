@@ -192,6 +192,13 @@ def without_decorator(file: SourceFile, decorator: ast.expr) -> Splice:
     return Splice(start, file.offset((decorator.end_lineno or decorator.lineno) + 1, 0), "")
 
 
+def comments_above(file: SourceFile, line: int) -> int:
+    """The first of the lines of comments right above a line; the line itself without any."""
+    while file.line(line - 1).lstrip().startswith("#"):
+        line -= 1
+    return line
+
+
 def past_comment(file: SourceFile, position: int) -> int:
     """Past a comment that stands behind a position on its line."""
     line_end = file.text.find("\n", position)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite.code.build import reindented
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.code.runs import Splice, comments_above
 
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
@@ -54,10 +54,8 @@ class Sunk:
 
     def _lines(self, statements: Sequence[ast.stmt]) -> tuple[int, int]:
         """The first line, with the comments above it, and the last."""
-        first, last = statements[0].lineno, statements[-1]
-        while self.file.line(first - 1).lstrip().startswith("#"):
-            first -= 1
-        return first, last.end_lineno or last.lineno
+        last = statements[-1].end_lineno or statements[-1].lineno
+        return comments_above(self.file, statements[0].lineno), last
 
     def _text(self, statements: Sequence[ast.stmt]) -> str:
         """Statements with their comments, as they stand in an arm."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from slapo_rewrite.code.blocks import blocks, with_statements
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import blocks, local_names
+from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.sinking import is_alone
 
@@ -72,21 +72,7 @@ def reordered(
 ) -> ast.FunctionDef:
     """A function with the statements of a run in another order; they stay the same objects."""
     places = dict(zip(run, order, strict=True))
-
-    def body_of(body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        made = []
-        for statement in body:
-            if any(True for _ in blocks(statement)) and not isinstance(statement, ast.Match):
-                statement = copy.copy(statement)
-                for name in ("body", "orelse", "finalbody"):
-                    if inner := getattr(statement, name, None):
-                        setattr(statement, name, body_of(inner))
-            made.append(places.get(statement, statement))
-        return made
-
-    made = copy.copy(function)
-    made.body = body_of(function.body)
-    return made
+    return with_statements(function, lambda each, made: [places.get(each, made)])
 
 
 def _runs(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import blocks, statements
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class RecordForward(Requested):
         def make(made: cst.FunctionDef) -> cst.FunctionDef:
             return made.with_changes(decorators=[*made.decorators, decorator])
 
-        text.replace(forward, forward, make, "recorded")
+        text.replace(forward, make, "recorded")
 
 
 class Record(Primitive):
