@@ -276,17 +276,9 @@ def _decorators(statement: ast.stmt) -> list[ast.expr]:
 
 
 _LAYOUT = (
-    cst.BaseParenthesizableWhitespace,
-    cst.TrailingWhitespace,
-    cst.EmptyLine,
-    cst.Comment,
-    cst.Newline,
-    cst.Comma,
-    cst.Semicolon,
-    cst.LeftParen,
-    cst.RightParen,
-    cst.MaybeSentinel,
-)
+    cst.BaseParenthesizableWhitespace, cst.TrailingWhitespace, cst.EmptyLine, cst.Comment,
+    cst.Newline, cst.Comma, cst.Semicolon, cst.LeftParen, cst.RightParen, cst.MaybeSentinel,
+)  # fmt: skip
 
 
 def _is_same(one: cst.CSTNode, other: cst.CSTNode) -> bool:

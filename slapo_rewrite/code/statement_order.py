@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,8 @@ def orders(
         are_apart: Whether what is at two paths below `self` has no parameters in common.
     """
     names = local_names(function)
-    for run in _runs(file, function.body, names, is_pure, is_known):
+    is_value = functools.partial(_is_value, file, names, is_pure, is_known)
+    for run in _runs(file, function.body, is_value):
         ordered = {
             (one, other)
             for n, one in enumerate(run)
@@ -76,15 +78,16 @@ def reordered(
 
 
 def _runs(
-    file: SourceFile,
-    body: Sequence[ast.stmt],
-    names: frozenset[str],
-    is_pure: Callable[[str], bool],
-    is_known: Callable[[Callee], bool],
+    file: SourceFile, body: Sequence[ast.stmt], is_value: Callable[[ast.AST], bool]
 ) -> Iterator[tuple[ast.stmt, ...]]:
+    """Statements that follow one another and bind names to what plain operations give of others."""
     run: list[ast.stmt] = []
     for statement in [*body, None]:
-        follows = statement is not None and _is_plain(file, statement, names, is_pure, is_known)
+        match statement:
+            case ast.Assign(targets=[ast.Name()], value=value) if is_alone(file, statement):
+                follows = is_value(value)
+            case _:
+                follows = False
         if follows and statement is not None and (not run or _is_next(file, run[-1], statement)):
             run.append(statement)
             continue
@@ -92,7 +95,7 @@ def _runs(
             yield tuple(run)
         run = [statement] if follows and statement is not None else []
         for block in blocks(statement) if isinstance(statement, _ENTERED) else ():
-            yield from _runs(file, block, names, is_pure, is_known)
+            yield from _runs(file, block, is_value)
 
 
 def _is_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
@@ -103,30 +106,14 @@ def _is_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
     )
 
 
-def _is_plain(
-    file: SourceFile,
-    statement: ast.stmt,
-    names: frozenset[str],
-    is_pure: Callable[[str], bool],
-    is_known: Callable[[Callee], bool],
-) -> bool:
-    """Whether a statement binds names to what plain operations give of others."""
-    match statement:
-        case ast.Assign(targets=[ast.Name()], value=value) if is_alone(file, statement):
-            return _is_value(file, value, names, is_pure, is_known)
-    return False
-
-
 def _is_value(
     file: SourceFile,
-    node: ast.AST,
     names: frozenset[str],
     is_pure: Callable[[str], bool],
     is_known: Callable[[Callee], bool],
+    node: ast.AST,
 ) -> bool:
-    def is_value(inner: ast.AST) -> bool:
-        return _is_value(file, inner, names, is_pure, is_known)
-
+    is_value = functools.partial(_is_value, file, names, is_pure, is_known)
     match node:
         case ast.Call(func=func, args=args, keywords=keywords):
             if not all(map(is_value, [*args, *keywords])):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -39,13 +40,8 @@ from slapo_rewrite.model.tree import Node
 _TOLD = (RecomputeRegion, ForkRegion, Annotate, AddBias)
 
 
-@dataclass(frozen=True)
-class _Wrapper:
-    """A subclass that wraps `forward`: its name, and its text and reason where it is new."""
-
-    name: str
-    text: str = ""
-    why: str = ""
+# What goes around `forward`, each with who asked for it, the inner one first.
+_Wrappers = Sequence[tuple[Change, tuple[Directive, ...]]]
 
 
 class SubclassChoice:
@@ -103,11 +99,8 @@ class SubclassChoice:
                 edits += self._class_after(
                     cls.__name__, text, causes, f"`{name}`, for some instances"
                 )
-        for what, causes in wrappers:
-            wrapper = self._wrapper(cls, cls.__name__, name, what, causes)
-            name = wrapper.name
-            if wrapper.text:
-                edits += self._class_after(cls.__name__, wrapper.text, causes, wrapper.why)
+        put = functools.partial(self._class_after, cls.__name__)
+        name = self._wrapped(cls, cls.__name__, name, wrappers, put, edits)
         self._rename(
             definition.nodes,
             name,
@@ -158,45 +151,50 @@ class SubclassChoice:
             mixed = ""
             if known is cls and is_pretrained(cls) and is_of_library(cls):
                 mixed = f"{self.imports.helper('pretrained', LIBRARY, every)}, "
-            for what, causes in wrappers:
-                wrapper = self._wrapper(known, cls.__name__, name, what, causes, mixed)
-                known, name, mixed = wrapper.name, wrapper.name, ""
-                if wrapper.text:
-                    edits.append(self._class_before(site, wrapper.text, causes, wrapper.why))
+            put = functools.partial(self._class_before, site)
+            name = self._wrapped(known, cls.__name__, name, wrappers, put, edits, mixed)
             self._rename([node], name, cls.__name__, every)
         return edits
 
-    def _wrapper(
+    def _wrapped(
         self,
         base: object,
         class_name: str,
         shown: str,
-        what: Change,
-        causes: tuple[Directive, ...],
+        wrappers: _Wrappers,
+        put: Callable[[str, tuple[Directive, ...], str], list[Edit]],
+        edits: list[Edit],
         mixed: str = "",
-    ) -> _Wrapper:
-        """The subclass that wraps the `forward` of a class; without a text where it has one.
+    ) -> str:
+        """The subclass that wraps the `forward` of a class, written where there is none yet.
 
         Args:
             base: The class that is wrapped, however it is called.
             class_name: The class whose `forward` it has.
             shown: How the base is called here.
-            what: Change the wrapper does.
-            causes: The directives behind it.
+            wrappers: What goes around.
+            put: Puts the text of a class where it belongs, for who asked and why.
+            edits: Take that.
             mixed: What its bases begin with.
         """
-        key = (base, shown.rpartition(".")[2], what)
-        if key in self.known:
-            return _Wrapper(self.known[key])
-        fork = isinstance(what, ForkRandom)
-        name = self._new_name(f"{'Forked' if fork else 'Checkpointed'}{shown.rpartition('.')[2]}")
-        self.known[key] = name
-        if fork:
-            text = self.writer.subclasses.forking(name, shown, mixed, causes)
-            return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
-        assert isinstance(what, Recompute)
-        text = self.writer.subclasses.recomputing(class_name, name, shown, mixed, what, causes)
-        return _Wrapper(name, text, f"`{shown}`, checkpointed")
+        for what, causes in wrappers:
+            own = shown.rpartition(".")[2]
+            key = (base, own, what)
+            if key not in self.known:
+                fork = isinstance(what, ForkRandom)
+                name = self.known[key] = self._new_name(
+                    f"{'Forked' if fork else 'Checkpointed'}{own}"
+                )
+                if isinstance(what, Recompute):
+                    text = self.writer.subclasses.recomputing(
+                        class_name, name, shown, mixed, what, causes
+                    )
+                else:
+                    text = self.writer.subclasses.forking(name, shown, mixed, causes)
+                why = " with random numbers of this rank" if fork else ", checkpointed"
+                edits += put(text, causes, f"`{shown}`{why}")
+            shown, mixed = self.known[key], ""
+        return shown
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
         """Where places outside of loops put what they make, and which not all instances have."""
@@ -313,9 +311,11 @@ class SubclassChoice:
                         hint="write super() without arguments",
                     )
 
-    def _class_before(self, site: Site, text: str, causes: tuple[Directive, ...], why: str) -> Edit:
+    def _class_before(
+        self, site: Site, text: str, causes: tuple[Directive, ...], why: str
+    ) -> list[Edit]:
         around = next(s for s in self.file.tree.body if within(s, site.value))
-        return above(self.file, around, text).caused_by(causes, why)
+        return [above(self.file, around, text).caused_by(causes, why)]
 
     def _rename(
         self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
@@ -338,12 +338,7 @@ class SubclassChoice:
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
 
-    def _wrapped_other(
-        self,
-        node: Node,
-        wrappers: Sequence[tuple[Change, tuple[Directive, ...]]],
-        edits: list[Edit],
-    ) -> bool:
+    def _wrapped_other(self, node: Node, wrappers: _Wrappers, edits: list[Edit]) -> bool:
         """Wraps the class that stands in the place of the original's, if one does."""
         if node.owner is None:
             return False
@@ -358,11 +353,9 @@ class SubclassChoice:
             assert made.layer is not None
             name = self.imports.helper(made.layer.module, made.layer.name, every)
         site = self.changes.sites[at.start]
-        for what, causes in wrappers:
-            wrapper = self._wrapper("", "", name, what, causes)
-            name = wrapper.name
-            if wrapper.text:
-                edits.append(self._class_before(site, wrapper.text, causes, wrapper.why))
+        name = self._wrapped(
+            "", "", name, wrappers, functools.partial(self._class_before, site), edits
+        )
         self.changes.at_site(node, replace(made, subclass=name), every)
         return True
 

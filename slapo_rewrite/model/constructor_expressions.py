@@ -29,12 +29,9 @@ from slapo_rewrite.model.constructor_values import (
 )
 
 CONTAINERS = {
-    "ModuleList": "list",
-    "ParameterList": "list",
-    "Sequential": "sequential",
-    "ModuleDict": "dict",
+    "ModuleList": "list", "ParameterList": "list", "Sequential": "sequential", "ModuleDict": "dict",
     "ParameterDict": "dict",
-}
+}  # fmt: skip
 # Methods that return the module they are called on; functions that return the module they get.
 _CHAINED = {"to", "eval", "train", "requires_grad_", "half", "float", "double", "bfloat16", "cuda"}
 _CHAINED |= {"cpu", "apply", "type", "share_memory", "to_empty"}

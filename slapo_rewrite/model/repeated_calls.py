@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_rewrite.model.calls import forwards_instead
 from slapo_rewrite.model.layer_kinds import LEFT
 from slapo_rewrite.model.meta_device import unwatched
 from slapo_rewrite.model.results import tensors
@@ -34,14 +35,12 @@ def repeated(model: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[None
             called.begin()
 
     handle = model.register_forward_pre_hook(begin)
-    for layer, called in calls:
-        vars(layer)["forward"] = functools.update_wrapper(called, called.forward)
+    wrapped = {layer: functools.update_wrapper(c, c.forward) for layer, c in calls}
     try:
-        yield
+        with forwards_instead(wrapped):
+            yield
     finally:
         handle.remove()
-        for layer, _ in calls:
-            del vars(layer)["forward"]
 
 
 class _Calls:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -67,16 +68,12 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Functions that are defined meanwhile are not compiled: they run on the meta device."""
-    compiles = torch.compile
 
     def as_it_is(model: Any = None, **options: Any) -> Any:
         return (lambda function: function) if model is None else model
 
-    torch.compile = as_it_is
-    try:
+    with mock.patch.object(torch, "compile", as_it_is):
         yield
-    finally:
-        torch.compile = compiles
 
 
 class Node:
