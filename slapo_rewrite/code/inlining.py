@@ -154,30 +154,23 @@ class _Site:
         self.file, self.body, self.method, self.call, self.cause = file, body, method, call, cause
         self.statement = self._statement()
 
-    def refused(self, message: str, node: ast.AST, hint: str | None = None) -> errors.Unsupported:
-        """The error for something at the call."""
-        return self.body.refused(message, node, hint)
-
     def _statement(self) -> ast.stmt:
         """The statement that calls; it must hold no others, and call nothing else before."""
-        holders = [
-            s for s in ast.walk(self.method) if isinstance(s, ast.stmt) and within(s, self.call)
-        ]
-        innermost = holders[-1]
+        innermost = self.file.statement_of(self.call)
         hint = "give the call a line of its own: result = ..."
         if not isinstance(innermost, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
-            raise self.refused("it is called inside of another statement", innermost, hint)
-        for node in ast.walk(innermost):
-            if node is self.call or not within(node, self.call):
-                continue
+            raise self.body.refused("it is called inside of another statement", innermost, hint)
+        for _, node in reversed([*self.file.around(self.call, innermost)]):
             if isinstance(node, _TAKING_TURNS):
-                raise self.refused("whether it is called depends on what is around", node, hint)
+                raise self.body.refused(
+                    "whether it is called depends on what is around", node, hint
+                )
         value = innermost.value
         for node in ast.walk(value) if value is not None else ():
             if not isinstance(node, ast.Call) or within(node, self.call) or within(self.call, node):
                 continue
             if (node.lineno, node.col_offset) < (self.call.lineno, self.call.col_offset):
-                raise self.refused("something else is called before it here", node, hint)
+                raise self.body.refused("something else is called before it here", node, hint)
         return innermost
 
     def written(self) -> tuple[str, int, int]:
@@ -201,16 +194,16 @@ class _Site:
         bound = Signature.of(self.body.forward, bound=True).bind(given_by(self.call))
         given, missing = bound.given, bound.missing
         if bound.stars:
-            raise self.refused("it is called with `*`", self.call)
+            raise self.body.refused("it is called with `*`", self.call)
         if bound.spread and missing:
-            raise self.refused(
+            raise self.body.refused(
                 f"`**` may give `{missing[0]}` or not", bound.spread[0], "write the argument out"
             )
         self._take_rest(bound)
         for name in missing:
             given[name] = bound.signature.defaults.get(name, self.call)
             if not isinstance(given[name], (ast.Constant, ast.UnaryOp)):
-                raise self.refused(f"this call does not give `{name}`", self.call)
+                raise self.body.refused(f"this call does not give `{name}`", self.call)
         return given
 
     def _take_rest(self, bound: BoundArguments[ast.expr]) -> None:
@@ -219,10 +212,10 @@ class _Site:
         if rest is None or rest not in {**self.body.loads, **self.body.stores}:
             unused = [*bound.spread, *(value for _, value in bound.extra)]
             if rest is None and unused:
-                raise self.refused("it is called with what it does not take", unused[0])
+                raise self.body.refused("it is called with what it does not take", unused[0])
             for each in unused:
                 if not isinstance(each, (ast.Name, ast.Constant, ast.Attribute)):
-                    raise self.refused("an argument that it does not use is computed", each)
+                    raise self.body.refused("an argument that it does not use is computed", each)
             return
         value = bound.spread[0] if len(bound.spread) == 1 and not bound.extra else None
         spread = {
@@ -233,7 +226,7 @@ class _Site:
         }
         only_spread = all(id(n) in spread for n in self.body.loads.get(rest, ()))
         if not isinstance(value, ast.Name) or not only_spread or rest in self.body.stores:
-            raise self.refused(f"what is in `{rest}` cannot be told", self.call)
+            raise self.body.refused(f"what is in `{rest}` cannot be told", self.call)
         bound.given[rest] = value
 
     def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:
@@ -248,7 +241,9 @@ class _Site:
         own = {*self.body.stores, *given}
         for name, nodes in self.body.loads.items():
             if name not in own and name != self.body.me and name in bound:
-                raise self.refused(f"`{name}` means something else where it is called", nodes[0])
+                raise self.body.refused(
+                    f"`{name}` means something else where it is called", nodes[0]
+                )
         leaf = self.body.path.rpartition(".")[2]
         leaf = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", leaf).lower()
         taken = here | own | self.file.names
@@ -264,10 +259,8 @@ class _Site:
 
     def _is_needed(self, name: str, given: dict[str, ast.expr]) -> bool:
         """Whether the method still reads its own `name` once the body has begun."""
-        if any(
-            isinstance(n, (ast.For, ast.While)) and within(n, self.statement)
-            for n in ast.walk(self.method)
-        ):
+        around = self.file.around(self.statement, self.method)
+        if any(isinstance(outer, (ast.For, ast.While)) for _, outer in around):
             return True
         end = (self.statement.end_lineno or 0, self.statement.end_col_offset or 0)
         for node in ast.walk(self.method):
@@ -331,12 +324,9 @@ class _Site:
         """An argument's text as it can stand where a name stood."""
         if isinstance(value, ast.Name):
             return text
-        for statement in self.body.statements:
-            for outer in ast.walk(statement):
-                alone = isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.Return))
-                if alone and node in ast.iter_child_nodes(outer) and "\n" not in text:
-                    return text
-        return parenthesised(text)
+        _, outer = next(self.file.around(node))
+        alone = isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.Return))
+        return text if alone and "\n" not in text else parenthesised(text)
 
     def _text(self, replaced: dict[ast.Name, str], lead: list[str]) -> tuple[str, int, int]:
         file, last = self.file, self.body.statements[-1]
@@ -407,8 +397,5 @@ class _Site:
     def _stands_alone(self) -> bool:
         """Whether the call stands where any expression can."""
         whole = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
-        return any(
-            self.call in ast.iter_child_nodes(node)
-            and (isinstance(node, whole) or (isinstance(node, ast.Call) and self.call in node.args))
-            for node in ast.walk(self.statement)
-        )
+        _, outer = next(self.file.around(self.call))
+        return isinstance(outer, whole) or (isinstance(outer, ast.Call) and self.call in outer.args)

@@ -125,7 +125,8 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Spli
     """
     if is_alone(file, statement):
         return statement.col_offset, []
-    (_, above), block = next(file.around(statement)), file.block_of(statement)
+    above = next((o for _, o in file.around(statement) if isinstance(o, ast.stmt)), None)
+    block = file.block_of(statement)
     first = last = block.index(statement)
     while first and block[first - 1].end_lineno == block[first].lineno:
         first -= 1
@@ -135,7 +136,7 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Spli
     line = file.offset(block[first].lineno, 0)
     lead = file.text[line : group[0][0]]
     column, breaks = len(lead), []
-    if isinstance(above, ast.stmt) and (header := lead.strip()):
+    if above is not None and (header := lead.strip()):
         # A header of several lines ends on one that is indented otherwise.
         column = 4 + (lead.index(header) if header.startswith("case") else above.col_offset)
         breaks.append((line + len(lead.rstrip()), group[0][0]))
