@@ -14,12 +14,11 @@ from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.subgraphs import changing, root_of
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.hugging_face import names_of_caches
 from slapo_rewrite.model.tree import Node
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,4 @@ class Asked:
 
     place: Place
     change: Change
-    causes: tuple[Directive, ...]
+    causes: Causes

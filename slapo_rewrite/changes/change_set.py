@@ -13,7 +13,7 @@ from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import RECORDED, Site
@@ -48,17 +48,17 @@ class ChangeSet:
     sites: dict[int, Site] = field(default_factory=dict)
     indices: IndexSets = field(default_factory=IndexSets)
     by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
-    causes: dict[str, dict[Place, tuple[Directive, ...]]] = field(default_factory=dict)
+    causes: dict[str, dict[Place, Causes]] = field(default_factory=dict)
     made: dict[tuple[str, AtSite], dict[str, Change]] = field(default_factory=dict)
 
-    def add(self, path: str, place: Place, change: Change, causes: tuple[Directive, ...]) -> None:
+    def add(self, path: str, place: Place, change: Change, causes: Causes) -> None:
         """Adds a change, and the causes to those that the place has."""
         self.by_path.setdefault(path, {})[place] = change
         known = self.causes.setdefault(path, {})
         same = (self.same[c.number].values() for c in causes if c.number in self.same)
         known[place] = merged_causes(known.get(place, ()), causes, *same)
 
-    def site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[AtSite, Node]:
+    def site(self, node: Node, causes: Causes) -> tuple[AtSite, Node]:
         """The place that makes a module, and the module whose class holds it."""
         try:
             site = find_site(self.sources, node)
@@ -127,7 +127,7 @@ class ChangeSet:
         holder = holder_of(self.sites[at.start], node)[0]
         return self.by_path.get(holder.path, {}).get(at)
 
-    def at_site(self, node: Node, what: Change, causes: tuple[Directive, ...]) -> None:
+    def at_site(self, node: Node, what: Change, causes: Causes) -> None:
         """Changes what the place makes that makes a module."""
         if node.owner is None:
             raise errors.Unsupported(
@@ -146,7 +146,7 @@ class ChangeSet:
         for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)
 
-    def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+    def _check_callee(self, site: Site, node: Node, causes: Causes) -> None:
         """A layer takes the place of a call of its own class, whose arguments it knows."""
         called = self.class_called(site, node)
         if called is not None and called is not getattr(site.callee, "value", None):
@@ -177,7 +177,7 @@ class ChangeSet:
                 return named
         return None
 
-    def _check_class(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+    def _check_class(self, site: Site, node: Node, causes: Causes) -> None:
         """A subclass takes the place of the class itself."""
         if site.callee is None or site.variable or self.class_called(site, node) is not None:
             return  # what a variable holds is looked at where it gets it
@@ -189,7 +189,7 @@ class ChangeSet:
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
-    def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
+    def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:
         """Refuses constructor arguments that the sharded layer has no equal for."""
         if not layer.arguments or not isinstance(site.call, ast.Call):
             return

@@ -16,8 +16,9 @@ from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.places import AtNode, Place
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
-from slapo_rewrite.code.lines import Causes, Line, Lines
+from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.directive import Causes
 
 
 class ClassText:

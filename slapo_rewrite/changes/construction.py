@@ -27,7 +27,7 @@ from slapo_rewrite.code.build import (
     with_keywords,
 )
 from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.code.lines import Causes
+from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
@@ -469,10 +469,7 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
 
 
 def _deciding(
-    site: Site,
-    present: Collection[str],
-    changes: Mapping[str, Construction],
-    text: ClassText,
+    site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> int:
     """Which of the loops around a site tells what its elements become, counted from the inside.
 

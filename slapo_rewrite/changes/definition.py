@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.tree import Node
 
 
@@ -24,7 +24,7 @@ class Definition:
     """
 
     changes: dict[Place, Change] = field(default_factory=dict)
-    causes: dict[Place, tuple[Directive, ...]] = field(default_factory=dict)
+    causes: dict[Place, Causes] = field(default_factory=dict)
     present: set[Place] = field(default_factory=set)
     nodes: list[Node] = field(default_factory=list)
 

@@ -17,8 +17,7 @@ from slapo_rewrite.changes.placement import Placement, Requested, at_node
 from slapo_rewrite.changes.places import AtBase, AtNode
 from slapo_rewrite.code.arguments import given_by
 from slapo_rewrite.code.build import call, expression
-from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.layers import Layer, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.precision.casts import HALF, Operand, Precisions

@@ -24,7 +24,7 @@ from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
@@ -89,9 +89,9 @@ class OutputFiles:
                 found.setdefault(path, set()).update(names)
         return {path: found.get(stands, set()) for path, stands in self._stand_ins(tree).items()}
 
-    def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, tuple[Directive, ...]]]:
+    def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, Causes]]:
         """The modules that are to be of another class, each with what makes it and who asked."""
-        meant: dict[str, tuple[Construction, tuple[Directive, ...]]] = {}
+        meant: dict[str, tuple[Construction, Causes]] = {}
         for file in self._files.values():
             for (owner, place), changes in file.changes.made.items():
                 causes = file.changes.causes[owner][place]

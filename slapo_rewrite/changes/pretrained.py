@@ -12,7 +12,7 @@ from typing import Any
 from slapo_rewrite.changes.bases import MixIn
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import BeforeBases
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
@@ -23,9 +23,7 @@ ORIGINAL, MAPPED = "OriginalCheckpoints", "MappedCheckpoints"
 LIBRARY = "LibraryModel"
 
 
-def keep_checkpoints(
-    files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]
-) -> None:
+def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
     """Gives the models of transformers that hold a module a base class for their checkpoints.
 
     Args:
@@ -38,7 +36,7 @@ def keep_checkpoints(
     keep_treatment(files, node, causes)
 
 
-def keep_treatment(files: OutputFiles, node: Node, causes: tuple[Directive, ...]) -> None:
+def keep_treatment(files: OutputFiles, node: Node, causes: Causes) -> None:
     """Has transformers treat the models that hold a module as those of its own, if they were."""
     _mix_in(files, node, LIBRARY, causes)
 
@@ -57,7 +55,7 @@ def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directi
         keep_treatment(files, node, causes[:1])
 
 
-def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
+def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
     for above in node.outwards():
         home = files.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and files.of(c) is home]

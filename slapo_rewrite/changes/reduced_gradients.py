@@ -17,12 +17,10 @@ from slapo_rewrite.changes.parameters import ReduceParameterGradient
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import Reading
-
-Causes = tuple[Directive, ...]
 
 
 def place_gradients(

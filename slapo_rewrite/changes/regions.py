@@ -25,12 +25,12 @@ from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.layout import fitting_at
-from slapo_rewrite.code.lines import Causes, written
+from slapo_rewrite.code.lines import written
 from slapo_rewrite.code.liveness import local_names, part_of
 from slapo_rewrite.code.runs import Run, behind, compound
 from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle, varying
 from slapo_rewrite.code.text import within
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.tree import Node
 
 MAX_NAME = 40

@@ -9,8 +9,9 @@ from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.places import Place
 from slapo_rewrite.code.edit import Edit
-from slapo_rewrite.code.lines import Causes, Line, Lines
+from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, p
 from slapo_rewrite.code.build import code, reindented
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.layout import fitted
-from slapo_rewrite.code.lines import Causes, Lines, changed, written
+from slapo_rewrite.code.lines import Lines, changed, written
 from slapo_rewrite.code.runs import definition_text, header_text
 from slapo_rewrite.code.text import accessor, docstring, with_article, within
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)

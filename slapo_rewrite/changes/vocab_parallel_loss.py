@@ -17,9 +17,9 @@ from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.text import accessor, returns, within
+from slapo_rewrite.directive import Causes
 from slapo_rewrite.sharding import ParallelLoss
 
 MODULE = "vocab_parallel_loss"

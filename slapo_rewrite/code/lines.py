@@ -17,9 +17,8 @@ from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.runs import Splice, comments_above, past_comment
 from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.splice import Edit as TextEdit
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 
-Causes = tuple[Directive, ...]
 PARTED = "a line of its own for each statement"
 
 

@@ -15,7 +15,7 @@ from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import at_column, formatted
 from slapo_rewrite.code.splice import Edit, apply_edits, moved
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Splice:
         """Text in the place of a node."""
         return cls(*file.span(node), text)
 
-    def caused_by(self, causes: tuple[Directive, ...], why: str) -> Edit:
+    def caused_by(self, causes: Causes, why: str) -> Edit:
         """The same as an edit."""
         return Edit(self.start, self.end, self.text, causes, why)
 

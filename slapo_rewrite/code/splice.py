@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Edit:
     start: int
     end: int
     text: str
-    causes: tuple[Directive, ...]
+    causes: Causes
     why: str
 
 
@@ -42,7 +42,7 @@ class Change:
 
     first: int
     last: int
-    causes: tuple[Directive, ...]
+    causes: Causes
     why: str
 
 

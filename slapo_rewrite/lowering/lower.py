@@ -32,7 +32,7 @@ from slapo_rewrite.changes.vocab_parallel_loss import place_losses
 from slapo_rewrite.changes.whole_logits import place_tied_head
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.lowering.forked_random import Forks
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
@@ -83,7 +83,7 @@ def lower(
     tree: Tree,
     states: Mapping[str, ModuleRequests],
     number: int,
-    before: tuple[Directive, ...],
+    before: Causes,
     sources: Sources,
     step_inputs: Callable[[], dict[str, Any]],
     small: Callable[[], tuple[Any, dict[str, Any]]],
@@ -117,7 +117,7 @@ class _Lowering:
         tree: Tree,
         states: dict[str, ModuleRequests],
         number: int,
-        before: tuple[Directive, ...],
+        before: Causes,
         sources: Sources,
         thorough: bool,
     ) -> None:

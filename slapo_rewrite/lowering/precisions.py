@@ -19,7 +19,7 @@ from slapo_rewrite.changes.output_files import OutputFiles, elements_of, stand_i
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Tree
@@ -52,7 +52,7 @@ class Mixed:
 
     found: Precisions
     dtype: str
-    causes: tuple[Directive, ...]
+    causes: Causes
     is_half: Callable[[str], bool]
 
     def parallel(self, path: str) -> Callable[[Layer], Layer] | None:

@@ -22,7 +22,7 @@ from slapo_rewrite.changes.definition import Definition, merged, shared_changes
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.lowering.subclass_choice import SubclassChoice
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
@@ -60,15 +60,15 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
     That is what holds anything that changes, and whatever is derived from a class that gets another
     base; where a wrapper is all that a module itself is given, the place that makes it picks that.
     """
-    holding: dict[str, tuple[Directive, ...]] = {}
+    holding: dict[str, Causes] = {}
 
-    def hold(node: Node | None, why: Iterable[tuple[Directive, ...]]) -> None:
+    def hold(node: Node | None, why: Iterable[Causes]) -> None:
         while node is not None:
             holding[node.path] = merged_causes(holding.get(node.path, ()), *why)
             node = node.owner
 
     for output in files:
-        based: dict[str, tuple[Directive, ...]] = {}
+        based: dict[str, Causes] = {}
         for path, causes in output.changes.causes.items():
             node = tree.nodes.get(path)
             if node is not None and causes.keys() <= set(WRAPPERS):

@@ -30,7 +30,7 @@ from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed, with_article, within
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
@@ -41,7 +41,7 @@ _TOLD = (RecomputeRegion, ForkRegion, Annotate, AddBias)
 
 
 # What goes around `forward`, each with who asked for it, the inner one first.
-_Wrappers = Sequence[tuple[Change, tuple[Directive, ...]]]
+_Wrappers = Sequence[tuple[Change, Causes]]
 
 
 class SubclassChoice:
@@ -162,7 +162,7 @@ class SubclassChoice:
         class_name: str,
         shown: str,
         wrappers: _Wrappers,
-        put: Callable[[str, tuple[Directive, ...], str], list[Edit]],
+        put: Callable[[str, Causes, str], list[Edit]],
         edits: list[Edit],
         mixed: str = "",
     ) -> str:
@@ -285,14 +285,12 @@ class SubclassChoice:
         self.class_names.add(unique)
         return unique
 
-    def _class_after(
-        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
-    ) -> list[Edit]:
+    def _class_after(self, class_name: str, text: str, causes: Causes, why: str) -> list[Edit]:
         base = self.file.classes[class_name]
         placed = [behind(self.file, base, text, 2), *apart(self.file, base, 2)]
         return [each.caused_by(causes, why) for each in placed]
 
-    def _check_super(self, cls: type, causes: tuple[Directive, ...]) -> None:
+    def _check_super(self, cls: type, causes: Causes) -> None:
         """Refuses to derive from a class that looks for its base from the class of its object.
 
         Raises:
@@ -311,15 +309,11 @@ class SubclassChoice:
                         hint="write super() without arguments",
                     )
 
-    def _class_before(
-        self, site: Site, text: str, causes: tuple[Directive, ...], why: str
-    ) -> list[Edit]:
+    def _class_before(self, site: Site, text: str, causes: Causes, why: str) -> list[Edit]:
         around = next(s for s in self.file.tree.body if within(s, site.value))
         return [above(self.file, around, text).caused_by(causes, why)]
 
-    def _rename(
-        self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
-    ) -> None:
+    def _rename(self, nodes: list[Node], name: str, original: str, causes: Causes) -> None:
         for node in nodes:
             if node.owner is None:
                 raise errors.Unsupported(
