@@ -121,9 +121,8 @@ class Imports:
 
     def outside(self, module: str, name: str, causes: Causes) -> str:
         """The reference to a name of an installed package, by another name where it is taken."""
-        for known, meaning in self.file.imports.items():
-            if meaning == f"{module}.{name}":
-                return known
+        if (known := self._known(f"{module}.{name}")) is not None:
+            return known
         used = f"{module.partition('.')[0]}_{name}" if self._taken(name) else name
         if self._taken(used):
             raise errors.NameTaken(
@@ -143,9 +142,8 @@ class Imports:
             ("torch.nn", "functional."),
             ("torch", "nn.functional."),
         ):
-            for alias, meaning in self.file.imports.items():
-                if meaning == known:
-                    return f"{alias}.{attribute}{name}"
+            if (alias := self._known(known)) is not None:
+                return f"{alias}.{attribute}{name}"
         return self.outside("torch.nn.functional", name, causes)
 
     def function(self, function: Function, causes: Causes) -> str:
@@ -156,10 +154,13 @@ class Imports:
             return function.name
         # torch's own modules are known by the package that shows them.
         module = "torch.nn" if function.module.startswith("torch.nn.modules.") else function.module
-        for name, meaning in self.file.imports.items():
-            if meaning == module:
-                return f"{name}.{function.name}"
+        if (known := self._known(module)) is not None:
+            return f"{known}.{function.name}"
         return self.outside(module, function.name, causes)
+
+    def _known(self, meaning: str) -> str | None:
+        """What the file calls something that it imports; None where it does not import it."""
+        return next((name for name, m in self.file.imports.items() if m == meaning), None)
 
     def refer(self, reference: Reference, causes: Causes) -> None:
         """Imports what the file's text uses already."""
@@ -175,10 +176,8 @@ class Imports:
 
     def operators(self, causes: Causes) -> str:
         """The reference to `torch.ops`."""
-        for name, meaning in self.file.imports.items():
-            if meaning == "torch":
-                return f"{name}.ops"
-        return self.outside("torch", "ops", causes)
+        known = self._known("torch")
+        return self.outside("torch", "ops", causes) if known is None else f"{known}.ops"
 
     def define(self, name: str, body: str, causes: Causes) -> str:
         """A function of the model file without arguments, behind its imports.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.text import within
 
 # What is read of a parameter, and what is asked about it, without its numbers.
 _FACTS = {"dtype", "device", "shape", "ndim", "is_meta", "requires_grad"}
@@ -31,7 +32,7 @@ def readings(
 def in_forward(classes: ClassHierarchy, class_name: str, node: ast.AST) -> bool:
     """Whether an expression stands in the `forward` that instances of a class run."""
     forward = classes.method(class_name, "forward")
-    return forward is not None and any(inner is node for inner in ast.walk(forward))
+    return forward is not None and within(forward, node)
 
 
 def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:

@@ -130,12 +130,7 @@ class _Specializing:
         edits: list[Edit] = []
         everything = Definition()
         for definition in definitions:
-            everything.absorb(
-                Definition(
-                    {k: v for k, v in definition.changes.items() if k in shared},
-                    {k: v for k, v in definition.causes.items() if k in shared},
-                )
-            )
+            everything.absorb(definition.only(shared))
         if everything.changes:
             edits += self.writer.in_place(cls.__name__, everything, self.changes.indices)
         for definition in definitions:
@@ -166,13 +161,10 @@ class _Specializing:
                 run = self.classes.methods(node.cls.__name__) if methods else []
                 within = home in self.classes.lineage(node.cls.__name__)
                 reached[node.cls] = any(m in methods for m in run) if methods else within
-            if reached[node.cls] and (methods or self._reaches(place, node)):
+            is_there = methods or place.made_at is None
+            if reached[node.cls] and (is_there or place.made_at in self._present(node)):
                 return True
         return False
-
-    def _reaches(self, place: Place, node: Node) -> bool:
-        """Whether an instance of a derived class goes through a place that is no method's."""
-        return place.made_at is None or place.made_at in self._present(node)
 
     def _has_forward_alone(self, cls: type) -> bool:
         """Whether a class has a `forward` of its own that no other class of the model inherits."""

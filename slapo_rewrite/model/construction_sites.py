@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from slapo_rewrite.model.constructor_values import (
     Sequence,
     Step,
     common,
+    joined,
     merged,
 )
 from slapo_rewrite.model.constructor_walk import Walker
@@ -74,6 +76,11 @@ class Site:
     inner: tuple[Site, ...] = ()
     alias: str | None = None
     written_out: ast.Call | None = None
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """What the path says, with a group for each `*`."""
+        return re.compile(re.escape(self.path).replace(r"\*", r"([^.]+)"))
 
     @property
     def is_given(self) -> bool:
@@ -307,7 +314,7 @@ class _Emitter:
             steps = (*outer, *steps)
             for value in item.values:
                 below = tuple(s for s in value.steps if s not in item.steps and s not in outer)
-                target = f"{path}.{key}" if path else key
+                target = joined(path, key) or key
                 self._emit(target, replace(value, steps=(*steps, *below)), item.kind, ())
 
 

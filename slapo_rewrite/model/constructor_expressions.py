@@ -377,10 +377,8 @@ class Expressions:
             return
         path = self._path(iterable)
         if path is not None:
-            alias = f"{path}.*" if path else "*"
-            self._scope[target.id] = [
-                Made(iterable, here.statement, "alias", here.steps, here.frame, alias=alias)
-            ]
+            self._scope[target.id] = [made := self._made(iterable, here, "alias")]
+            made.alias = joined(path, "*")
 
     def _unbind(self, target: ast.expr) -> None:
         for name in names_in(target):

@@ -62,8 +62,7 @@ def numbers_at(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
 
 
 def _matched(site: Site, holder: Node, node: Node) -> re.Match[str] | None:
-    pattern = re.escape(site.path).replace(r"\*", r"([^.]+)")
-    return re.fullmatch(pattern, holder.below(node.path))
+    return site.pattern.fullmatch(holder.below(node.path))
 
 
 def at_assignment(site: Site) -> Site:

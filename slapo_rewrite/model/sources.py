@@ -263,10 +263,7 @@ class _Patterns:
             if "*" not in site.path:
                 self._exact.setdefault(site.path, []).append(site)
             else:
-                if site.path not in self._globs:
-                    regex = re.escape(site.path).replace(r"\*", r"([^.]+)")
-                    self._globs[site.path] = re.compile(regex), []
-                self._globs[site.path][1].append(site)
+                self._globs.setdefault(site.path, (site.pattern, []))[1].append(site)
 
     def match(self, relative: str) -> list[tuple[Site, tuple[str, ...]]]:
         """The sites that may make this path, with what each `*` stands for."""
