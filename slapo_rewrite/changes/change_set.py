@@ -173,7 +173,7 @@ class ChangeSet:
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)
-            if live is node.cls or (same and _ends_with(name, node.cls.__name__)):
+            if live is node.cls or (same and name.rpartition(".")[2] == node.cls.__name__):
                 return named
         return None
 
@@ -201,10 +201,6 @@ class ChangeSet:
                     cause=causes,
                     hint=f"{layer.name} takes {', '.join(layer.arguments)}",
                 )
-
-
-def _ends_with(dotted: str, name: str) -> bool:
-    return dotted.rpartition(".")[2] == name
 
 
 def held(sources: Sources, tree: Tree) -> Held:

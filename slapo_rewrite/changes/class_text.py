@@ -17,7 +17,7 @@ from slapo_rewrite.changes.places import AtNode, Place
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
 from slapo_rewrite.code.lines import Line, Lines
-from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Causes
 
 
@@ -119,7 +119,7 @@ class ClassText:
         """Puts a statement behind another."""
         self.at(statement).after.append(Line(text, self.causes, why, once))
 
-    def place(self, statement: ast.stmt, placed: Splice, why: str) -> None:
+    def place(self, statement: ast.stmt, placed: TextEdit, why: str) -> None:
         """Puts text in the place of statements from this one on, or beside it."""
         self.at(statement).around.append(placed.caused_by(self.causes, why))
 

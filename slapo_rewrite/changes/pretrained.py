@@ -105,6 +105,10 @@ def converted_models(tree: Tree) -> list[Node]:
     ]
 
 
+def _config(node: Node) -> Any:
+    return node.live.config
+
+
 def is_pretrained(cls: type) -> bool:
     """Whether a class is a model of transformers."""
     return any(qualified(c) == "transformers.modeling_utils.PreTrainedModel" for c in cls.__mro__)
@@ -113,10 +117,6 @@ def is_pretrained(cls: type) -> bool:
 def is_of_library(cls: type) -> bool:
     """Whether transformers counts a class as one of its own, by its package."""
     return cls.__module__.startswith("transformers.")
-
-
-def _config(node: Node) -> Any:
-    return node.live.config
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.places import Place
 from slapo_rewrite.code.edit import Edit
 from slapo_rewrite.code.lines import Line, Lines
-from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Causes
 
 
@@ -36,7 +36,7 @@ class ReplaceStatement(Change):
     after: tuple[str, ...] = ()
     gone: bool = False
     moved: bool = False
-    splices: tuple[Splice, ...] = ()
+    splices: tuple[TextEdit, ...] = ()
 
     prefix = "Fused"
     is_parallel = False

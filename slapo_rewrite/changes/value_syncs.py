@@ -15,7 +15,6 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import local_assignments, position
 from slapo_rewrite.code.text import within
 from slapo_rewrite.model.tree import Node
@@ -41,7 +40,8 @@ class SyncValue(Change):
         name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
-        statement = _statement_at(text.file, self.value.statement)
+        start = (self.value.statement.line, self.value.statement.column)
+        statement = next(s for s in text.file.statements if position(s) == start)
         put(statement, line, f"{self.collective.function} of `{name}`")
 
 
@@ -120,7 +120,3 @@ def _is_alone(home: OutputFile, statement: ast.stmt) -> bool:
 def _place(home: OutputFile, statement: ast.stmt) -> Place:
     end_line, end = statement.end_lineno or 0, statement.end_col_offset or 0
     return Place(str(home.file.path), statement.lineno, end_line, statement.col_offset, end)
-
-
-def _statement_at(file: SourceFile, place: Place) -> ast.stmt:
-    return next(s for s in file.statements if position(s) == (place.line, place.column))

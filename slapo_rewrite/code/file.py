@@ -80,7 +80,9 @@ class SourceFile:
                 f"cannot read `{path}`: {error.strerror or error}",
                 hint=near_files(path),
             ) from error
-        bom, text = _without_bom(_decode(data, path))
+        text = _decode(data, path)
+        bom = "\ufeff" if text.startswith("\ufeff") else ""
+        text = text.removeprefix(bom)
         ends = set(_LINE_END.findall(text))
         line_end = ends.pop() if len(ends) == 1 else "\n"
         text = text.replace(line_end, "\n")
@@ -275,10 +277,6 @@ def read_once(path: Path, name: str) -> SourceFile:
 @functools.lru_cache(maxsize=64)
 def _read_once(path: Path, name: str, _changed: int, _size: int) -> SourceFile:
     return SourceFile.read(path, name)
-
-
-def _without_bom(text: str) -> tuple[str, str]:
-    return ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
 
 
 def line_length(text: str) -> int:

@@ -361,7 +361,7 @@ class _Site:
         for node, text in replaced.items():
             start, stop = self.file.span(node)
             if begin <= start and stop <= end:
-                edits.append(Edit(start - begin, stop - begin, text, (), ""))
+                edits.append(Edit(start - begin, stop - begin, text))
         return apply_edits(self.file.text[begin:end], edits)[0]
 
     def _renamed_result(

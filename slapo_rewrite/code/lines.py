@@ -14,7 +14,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.edit import Edit, Written, edited
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import fitted
-from slapo_rewrite.code.runs import Splice, comments_above, past_comment
+from slapo_rewrite.code.runs import comments_above, past_comment
 from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Causes, merged_causes
@@ -117,7 +117,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
     return [*edits, *parted.values()]
 
 
-def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Splice]]:
+def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[TextEdit]]:
     """The column of a statement once it stands on lines of its own, and the breaks that this takes.
 
     Other statements may stand on its lines, and the header of the block that they make.
@@ -140,7 +140,7 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Spli
         column = 4 + (lead.index(header) if header.startswith("case") else above.col_offset)
         breaks.append((line + len(lead.rstrip()), group[0][0]))
     breaks += [(end, start) for (_, end), (start, _) in itertools.pairwise(group)]
-    return column, [Splice(*place, "\n" + " " * column) for place in breaks]
+    return column, [TextEdit(*place, "\n" + " " * column) for place in breaks]
 
 
 def _removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:

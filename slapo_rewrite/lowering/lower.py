@@ -30,7 +30,6 @@ from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
 from slapo_rewrite.changes.vocab_parallel_loss import place_losses
 from slapo_rewrite.changes.whole_logits import place_tied_head
-from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.lowering.forked_random import Forks
@@ -121,10 +120,8 @@ class _Lowering:
         sources: Sources,
         thorough: bool,
     ) -> None:
-        self.tree, self.states, self.sources = tree, states, sources
-        self.thorough = thorough
+        self.tree, self.states, self.thorough = tree, states, thorough
         self.number, self.before = number, before
-        self.file: SourceFile = sources.main
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 

@@ -14,7 +14,7 @@ import copy
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
-from slapo_rewrite.model.results import result_pairs
+from slapo_rewrite.model.results import in_dtype, result_pairs
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
 
@@ -143,7 +143,7 @@ def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
         with torch.random.fork_rng(devices=[]):
             model = small_model.build_small(schedule, output.module, reference.depth).float()
         model.load_state_dict(reference.weights)
-        step = _step(schedule, model, _in_dtype(reference.inputs, torch.float32), None)
+        step = _step(schedule, model, in_dtype(reference.inputs, torch.float32), None)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
@@ -309,7 +309,7 @@ def _reference(
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
             inputs = small_model.training_inputs(schedule, model, whole)
-            inputs = _in_dtype(inputs, dtype)
+            inputs = in_dtype(inputs, dtype)
             elements = sum(v.numel() for v in inputs.values() if isinstance(v, torch.Tensor))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
                 raise TooLargeError
@@ -364,17 +364,8 @@ def _check_start(
                 raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
 
 
-def _in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Inputs of a step, those that are floats in another dtype."""
-    return {k: v.to(dtype) if _is_floating(v) else v for k, v in inputs.items()}
-
-
 def _size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:

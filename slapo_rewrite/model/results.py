@@ -26,6 +26,12 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
+def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a step, those that are tensors of floats in another dtype."""
+    floats = {n for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return {name: v.to(dtype) if name in floats else v for name, v in inputs.items()}
+
+
 # What most arguments are, and no tensor is in.
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
