@@ -326,7 +326,7 @@ def _place_argument(
     if not paths:
         source = to.states.get(change.source or "")
         text = home.file.line(place.line)
-        also = [s.cause.at for s in source.shards if s.cause.at] if source else []
+        also = [s.cause.at for s in source.shards] if source else []
         raise errors.UnfollowableSize(
             "this number would be a rank's share, and stands in a function of no class",
             at=errors.Span(home.file.display, place.line, place.column + 1, 1, text),

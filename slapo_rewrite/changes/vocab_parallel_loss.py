@@ -16,6 +16,7 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
+from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.text import accessor, returns, within
@@ -177,8 +178,8 @@ class _Gathers:
                 gather_behind(self.statement, *evaluation)
                 evaluation = []
             other = branch.node.orelse if branch.taken else branch.node.body
-            stored = [s for s in other if _stores(s, name)]
-            loaded = any(_loads(s, name) for s in other)
+            stored = [s for s in other if name in bound_in(s)]
+            loaded = name in read_in(*other)
             read = loaded or any(_reads_after(method, name, branch.node))
             if not read or not (stored or _bound_before(method, name, branch.node)):
                 continue
@@ -205,7 +206,7 @@ class _Gathers:
             early = leaving.lineno < self.statement.lineno and not any(
                 within(node, leaving) for node in around
             )
-            if early and _loads(leaving, name) and _bound_before(method, name, leaving):
+            if early and name in read_in(leaving) and _bound_before(method, name, leaving):
                 self.text.insert_before(leaving, line(), why)
 
     def _can_wait(self, node: ast.If, name: str) -> bool:
@@ -282,14 +283,6 @@ def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterato
     for found in ast.walk(node):
         if isinstance(found, ast.Name) and found.id == name and isinstance(found.ctx, context):
             yield found
-
-
-def _loads(node: ast.AST, name: str) -> bool:
-    return any(True for _ in _names(node, name, ast.Load))
-
-
-def _stores(node: ast.AST, name: str) -> bool:
-    return any(True for _ in _names(node, name, ast.Store))
 
 
 def _keeps(node: ast.AST, name: str) -> bool:

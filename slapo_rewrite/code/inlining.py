@@ -99,11 +99,10 @@ class _Body:
 
     def refused(self, message: str, node: ast.AST, hint: str | None = None) -> errors.Unsupported:
         """The error for something in the body."""
-        also = [self.cause.at] if self.cause.at else []
         return errors.Unsupported(
             f"`{self.path}` cannot be inlined: {message}",
             at=self.file.at(node),
-            also=also,
+            cause=self.cause,
             hint=hint,
         )
 

@@ -123,8 +123,8 @@ class SubclassChoice:
             if not wrappers or self._wrapped_other(node, wrappers, edits):
                 continue
             every = merged_causes(*(causes for _, causes in wrappers))
-            at, owner = self.changes.site(node, every)
-            made = self.changes.by_path.get(owner.path, {}).get(at)
+            at, _ = self.changes.site(node, every)
+            made = self.changes.made_at(node, at)
             wanted.append((node, wrappers, every, at, made))
         # What one place makes has several nodes: each is given what stood there before any was.
         for node, wrappers, every, at, made in wanted:
@@ -326,8 +326,7 @@ class SubclassChoice:
             places = self.files.making(node).changes
             beside = None if places.file is self.file else self.files.stem(self.file)
             what: Change = UseSubclass(name, original, beside)
-            at, owner = places.site(node, causes)
-            made = places.by_path.get(owner.path, {}).get(at)
+            made = places.made_at(node, places.site(node, causes)[0])
             if beside and isinstance(made, ReplaceModule):  # a class that stands in another's place
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
@@ -337,8 +336,8 @@ class SubclassChoice:
         if node.owner is None:
             return False
         every = merged_causes(*(causes for _, causes in wrappers))
-        at, owner = self.changes.site(node, every)
-        made = self.changes.by_path.get(owner.path, {}).get(at)
+        at, _ = self.changes.site(node, every)
+        made = self.changes.made_at(node, at)
         if not isinstance(made, (UseParallelLayer, ReplaceModule)):
             return False
         if isinstance(made, ReplaceModule) and made.layer is None:

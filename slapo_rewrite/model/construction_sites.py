@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Iterator
@@ -392,20 +393,14 @@ def _runs(
     items: list[tuple[Item, tuple[Step, ...]]],
 ) -> Iterator[tuple[Step | None, list[tuple[Item, tuple[Step, ...]]]]]:
     """Consecutive items that stand under the same first step, be it the other side of a test."""
-    position = 0
-    while position < len(items):
-        step = items[position][1][0] if items[position][1] else None
-        end = position + 1
-        while end < len(items) and _same(step, items[end][1][0] if items[end][1] else None):
-            end += 1
-        yield step, items[position:end]
-        position = end
 
+    def first(item: tuple[Item, tuple[Step, ...]]) -> Step | ast.expr | None:
+        step = item[1][0] if item[1] else None
+        return step.test if isinstance(step, Guard) else step
 
-def _same(one: Step | None, other: Step | None) -> bool:
-    if isinstance(one, Guard) and isinstance(other, Guard):
-        return one.test is other.test
-    return one is other
+    for _, group in itertools.groupby(items, first):
+        run = list(group)
+        yield run[0][1][0] if run[0][1] else None, run
 
 
 def _count(loop: Loop) -> int | None:

@@ -36,20 +36,9 @@ from slapo_rewrite.model.site_candidates import (
     numbers_at,
     passed_through,
 )
-from slapo_rewrite.model.sources import Level, Sources
+from slapo_rewrite.model.sources import Level
+from slapo_rewrite.model.sources import Sources as Sources
 from slapo_rewrite.model.tree import Node
-
-__all__ = [
-    "Sources",
-    "called_root",
-    "find_parameter_site",
-    "find_site",
-    "holder_of",
-    "known_site",
-    "looked_up",
-    "resolve",
-    "size_at",
-]
 
 
 def find_site(sources: Sources, node: Node) -> Site:

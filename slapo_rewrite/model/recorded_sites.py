@@ -13,8 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
@@ -67,7 +65,7 @@ def recorded_site(sources: Sources, node: Node) -> Site | None:
     call = _call_of(file, construction_calls.stack_of(node.live)) if file is not None else None
     if scope is None or file is None or call is None:
         return None
-    made = _Made.of(sources, node, file, call)
+    made = _Made(sources, node, file, call)
     if node.parent is None or node.path not in made.modules:
         return None
     counted, frame = made.counted(), Frame(call.function)
@@ -109,30 +107,19 @@ class _Made:
     """What a call made, in one model.
 
     Args:
-        root: The model.
-        modules: The modules that the call made, by path.
+        sources: The source files.
+        node: One of the modules that the call made.
         file: The file of the call.
         call: The call.
-        path: The path of the one that is looked at.
+
+    Attributes:
+        modules: The modules that the call made, by path.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        modules: Mapping[str, nn.Module],
-        file: SourceFile,
-        call: _Call,
-        path: str,
-    ) -> None:
-        self.root, self.modules, self.file, self.call = root, modules, file, call
-        self.path = path
-        self.start, self.class_name = self._held(path)
-
-    @classmethod
-    def of(cls, sources: Sources, node: Node, file: SourceFile, call: _Call) -> _Made:
-        """What the call made that made a module."""
-        modules = sources.made_at(node.root, construction_calls.stack_of(node.live)[0])
-        return cls(node.root.live, modules, file, call, node.path)
+    def __init__(self, sources: Sources, node: Node, file: SourceFile, call: _Call) -> None:
+        self.root, self.path, self.file, self.call = node.root.live, node.path, file, call
+        self.modules = sources.made_at(node.root, construction_calls.stack_of(node.live)[0])
+        self.start, self.class_name = self._held(node.path)
 
     def _held(self, path: str) -> tuple[int, str]:
         """How long the path of the holder of a module is, and the class that holds the call."""
