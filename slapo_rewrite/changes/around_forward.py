@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import libcst as cst
 
-from slapo_rewrite.changes.around_checkpoint import check_transformed
-from slapo_rewrite.changes.buffer_updates import updates_buffers
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
-from slapo_rewrite.changes.recomputation import caches_taken, check_recomputed, check_repeats
-from slapo_rewrite.changes.save_policy import SavePolicy
+from slapo_rewrite.changes.recomputation import Recomputed, check_recomputed
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
@@ -52,27 +49,13 @@ class ForkRandom(WrapForward):
 
 
 @dataclass(frozen=True)
-class Recompute(WrapForward):
-    """The module's activations are computed again in the backward pass.
-
-    Attributes:
-        kept: What is kept all the same.
-        updates_buffers: Whether it updates buffers as it runs.
-        caches: Those that it and modules inside of it take.
-    """
-
-    kept: SavePolicy = None
-    updates_buffers: bool = False
-    caches: tuple[str, ...] = ()
+class Recompute(Recomputed, WrapForward):
+    """The module's activations are computed again in the backward pass."""
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Around `forward`, if that can run twice."""
         check_recomputed(to.files, node, cause)
-        check_repeats(to.files, [node], cause)
-        check_transformed(to.files, node, cause)
-        updates = updates_buffers(to.files, node, self.kept, cause)
-        caches = caches_taken(to.tree, node.cls)
-        change = replace(self, updates_buffers=updates, caches=caches)
+        change = self.checked(to, node, [node], cause)
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write_at(self, text: ClassText, place: Place) -> None:

@@ -25,8 +25,3 @@ def context(imports: Imports, kept: tuple[str, ...] | Function, causes: Causes) 
     shown = ", ".join(f"{operators}.{operation}" for operation in operations(kept))
     doc = f"Tells checkpoints to keep results of {listed(kept)}."
     return imports.define(name, f'"""{doc}"""\nreturn {keep_results}({shown})', causes)
-
-
-def buffers_context(imports: Imports, causes: Causes) -> str:
-    """What keeps a method from updating buffers a second time."""
-    return f"{imports.helper('recomputation', 'update_buffers_once', causes)}(self)"

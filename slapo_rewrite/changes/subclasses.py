@@ -16,7 +16,6 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.collective import through
 from slapo_rewrite.changes.imports import CHECKPOINT, Imports
 from slapo_rewrite.changes.recomputation import without_caches
-from slapo_rewrite.changes.save_policy import buffers_context, context
 from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
 from slapo_rewrite.code.build import code, reindented
 from slapo_rewrite.code.dataflow import bound_in, read_in
@@ -290,11 +289,8 @@ class SubclassWriter:
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
         of_it = with_article(shown)
         doc = f"{of_it} that recomputes its activations in the backward pass."
-        options = ["use_reentrant=False"]
-        if what.updates_buffers:
-            options.append(f"context_fn={buffers_context(self.imports, causes)}")
+        options = [f"{k}={v}" for k, v in what.options(self.imports, causes)]
         if what.kept is not None:
-            options.append(f"context_fn={context(self.imports, what.kept, causes)}")
             doc = f"{of_it} that recomputes most of its activations in the backward pass."
         text = [f"class {new_name}({mixed}{shown}):", *docstring(doc, 4, self.line_length), ""]
         lines = without_caches(forward, parameters(forward), what.caches) if forward else []
