@@ -33,16 +33,13 @@ def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) 
         causes: The directives behind it.
     """
     _mix_in(files, node, kind, causes)
-    keep_treatment(files, node, causes)
-
-
-def keep_treatment(files: OutputFiles, node: Node, causes: Causes) -> None:
-    """Has transformers treat the models that hold a module as those of its own, if they were."""
     _mix_in(files, node, LIBRARY, causes)
 
 
 def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directive]) -> None:
-    """Likewise for every model that is treated specially, once anything of its file changes.
+    """Has transformers treat every model specially that it did, once anything of its file changes.
+
+    It converts their checkpoints, or initialises what others have to initialise themselves.
 
     Args:
         tree: The module tree.
@@ -51,8 +48,9 @@ def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directi
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))
-    for node in specially_treated(tree) if causes else ():
-        keep_treatment(files, node, causes[:1])
+    treated = [*converted_models(tree), *_specially_initialised(tree)] if causes else []
+    for node in treated:
+        _mix_in(files, node, LIBRARY, causes[:1])
 
 
 def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
@@ -68,14 +66,6 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
             why = f"`{base.__name__}` starts, reads and writes checkpoints as the original does"
             change = known if kind == ORIGINAL and known else MixIn("pretrained", kind, why)
             home.changes.add(above.path, place, change, causes)
-
-
-def specially_treated(tree: Tree) -> list[Node]:
-    """The models for which transformers does more than for those of other packages.
-
-    It converts their checkpoints, or initialises what others have to initialise themselves.
-    """
-    return [*converted_models(tree), *_specially_initialised(tree)]
 
 
 def _specially_initialised(tree: Tree) -> list[Node]:

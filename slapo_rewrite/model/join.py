@@ -16,6 +16,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.written_out import returned_by
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
@@ -429,18 +430,17 @@ class _Search:
         site, holder = candidate.site, candidate.holder
         maker = self.sources.maker(holder.cls)
         level = maker.levels[maker.level_of[site]] if site in maker.level_of else None
-        scene = Scene(
-            live=holder.live,
-            file=site.file,
-            frame=frame or site.frame,
-            argument=partial(self._argument_value, holder, level),
-            stored=maker.stored(level) if level else {},
-            elements=constructed_values.iterations(
-                site.loops, [int(n) for n in candidate.numbers if n.isdecimal()]
-            ),
-            hidden=frozenset({site.path.partition(".")[0]}),
-        )
-        return Evaluator(scene)
+        numbers = [int(n) for n in candidate.numbers if n.isdecimal()]
+        scene = self._scene(holder, site.file, frame or site.frame, level)
+        elements = constructed_values.iterations(site.loops, numbers)
+        hidden = frozenset({site.path.partition(".")[0]})
+        return Evaluator(replace(scene, elements=elements, hidden=hidden))
+
+    def _scene(self, holder: Node, file: SourceFile, frame: Frame, level: Level | None) -> Scene:
+        """A function as it ran for a module, in the constructor of one of its classes if any."""
+        argument = partial(self._argument_value, holder, level)
+        stored = self.sources.maker(holder.cls).stored(level) if level else {}
+        return Scene(holder.live, file, frame, argument, stored)
 
     def _argument_value(self, holder: Node, level: Level | None, name: str) -> Any:
         """What a parameter of a constructor was given."""
@@ -451,14 +451,7 @@ class _Search:
             given = argument_of(level.function, level.call, name)
             if given is None:
                 raise Unknown
-            scene = Scene(
-                live=holder.live,
-                file=outer.file,
-                frame=level.frame,
-                argument=partial(self._argument_value, holder, outer),
-                stored=maker.stored(outer),
-            )
-            return Evaluator(scene).evaluate(given)
+            return Evaluator(self._scene(holder, outer.file, level.frame, outer)).evaluate(given)
         if holder.parent is None:
             raise Unknown
         try:
