@@ -61,7 +61,7 @@ class Construction(Change):
 
     def becomes(self, site: Site) -> str:
         """What happens there, in a few words."""
-        raise NotImplementedError
+        return f"`{site.path}` becomes a {self.class_name}"
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """Whether a variable holds the class that is called, and was given another one."""
@@ -259,10 +259,6 @@ class UseSubclass(Construction):
     def class_name(self) -> str:
         """The subclass's."""
         return self.name
-
-    def becomes(self, site: Site) -> str:
-        """The subclass."""
-        return f"`{site.path}` becomes a {self.name}"
 
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """A call of the subclass, or of a method of it."""

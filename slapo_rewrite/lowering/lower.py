@@ -36,7 +36,7 @@ from slapo_rewrite.lowering.forked_random import Forks
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
-from slapo_rewrite.lowering.precisions import Mixed, Mixing, mark_kept
+from slapo_rewrite.lowering.precisions import MakeInputs, MakeSmall, Mixed, Mixing, mark_kept
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources
@@ -84,8 +84,8 @@ def lower(
     number: int,
     before: Causes,
     sources: Sources,
-    step_inputs: Callable[[], dict[str, Any]],
-    small: Callable[[], tuple[Any, dict[str, Any]]],
+    step_inputs: MakeInputs,
+    small: MakeSmall,
     thorough: bool = True,
     records: Records | None = None,
 ) -> Lowered:
@@ -125,12 +125,7 @@ class _Lowering:
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 
-    def run(
-        self,
-        step_inputs: Callable[[], dict[str, Any]],
-        small: Callable[[], tuple[Any, dict[str, Any]]],
-        records: Records,
-    ) -> Lowered:
+    def run(self, step_inputs: MakeInputs, small: MakeSmall, records: Records) -> Lowered:
         """Everything, in order."""
         join_inner_layers(self.tree, self.states)
         follow_ties(self.tree, self.states)
@@ -359,9 +354,7 @@ class _Lowering:
             hint=error.hint,
         )
 
-    def _follow_small(
-        self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
-    ) -> ShardingResult:
+    def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""
         before, lead, records = self.states, "the model does not run on the meta device", Records()
         try:

@@ -27,6 +27,11 @@ from slapo_rewrite.precision.casts import CannotCast, Precisions, Wanted
 from slapo_rewrite.precision.follow_precision import follow_precision
 from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
 
+# Makes the keyword arguments of one training step; a small model with weights, and those of a step
+# of it.
+MakeInputs = Callable[[], dict[str, Any]]
+MakeSmall = Callable[[], tuple[Any, dict[str, Any]]]
+
 
 def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
     """Notes what stays in float32 at the modules themselves, by the first name of each."""
@@ -114,8 +119,8 @@ class Mixing:
         self,
         siblings: Mapping[str, tuple[str, ...]],
         shortened: Callable[[], AbstractContextManager[None]],
-        step_inputs: Callable[[], dict[str, Any]],
-        small: Callable[[], tuple[Any, dict[str, Any]]],
+        step_inputs: MakeInputs,
+        small: MakeSmall,
     ) -> Mixed | None:
         """What follows; None where nothing is asked.
 
@@ -159,8 +164,8 @@ class Mixing:
         paths: Mapping[int, str],
         wanted: Wanted,
         shortened: Callable[[], AbstractContextManager[None]],
-        step_inputs: Callable[[], dict[str, Any]],
-        small: Callable[[], tuple[Any, dict[str, Any]]],
+        step_inputs: MakeInputs,
+        small: MakeSmall,
     ) -> Precisions:
         """Follows the model, or a small one in its place where it does not run without values."""
         model, texts = self.tree.root.live, self.files.text_of

@@ -80,26 +80,32 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     return holder, holder.below(node.path)
 
 
-def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
-    """The object that an expression at a site came to; None where that cannot be told."""
-    holder = holder_at(node, site)
+def resolve(
+    sources: Sources, expr: ast.expr, site: Site, node: Node, remembers: bool = False
+) -> object | None:
+    """What an expression came to at the site of a module, or of a parameter of it.
+
+    Args:
+        sources: The source files.
+        expr: The expression.
+        site: The site.
+        node: The module.
+        remembers: Whether names mean what they meant while the model was built, where the source
+            does not tell.
+
+    Returns:
+        None where that cannot be told.
+    """
+    holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
     try:
-        return _Search(sources).value(expr, site, holder, node) if holder else None
+        return _Search(sources, remembers).value(expr, site, holder, node) if holder else None
     except Unknown:
         return None
 
 
 def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | None:
-    """The number that an expression came to at the site of a module, or of a parameter of it.
-
-    Returns:
-        None where that cannot be told, or where it is no whole number.
-    """
-    holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
-    try:
-        value = _Search(sources, True).value(expr, site, holder, node) if holder else None
-    except Unknown:
-        return None
+    """The whole number that an expression came to there; None where it is not known to be one."""
+    value = resolve(sources, expr, site, node, remembers=True)
     return value if type(value) is int else None
 
 
@@ -137,8 +143,7 @@ class _Search:
 
     Args:
         sources: The source files.
-        remembers: Whether names mean what they meant while the model was built, where the source
-            does not tell.
+        remembers: As for `resolve`.
     """
 
     def __init__(self, sources: Sources, remembers: bool = False) -> None:
