@@ -25,6 +25,9 @@ from slapo_rewrite.code.runs import definition_text, header_text
 from slapo_rewrite.code.text import accessor, docstring, with_article, within
 from slapo_rewrite.directive import Causes
 
+_NO_CACHE = "Computing the layer a second time would fill the cache a second time."
+_ANY_FORWARD = "    def forward(self, *args, **kwargs):"
+
 
 @dataclass(frozen=True)
 class Subclass:
@@ -218,14 +221,16 @@ class SubclassWriter:
         fork_rng = self.imports.helper("rng", "fork_rng", causes)
         doc = f"`{shown}` with random numbers that differ between tensor-parallel ranks."
         text = [
-            f"class {new_name}({mixed}{shown}):",
-            *docstring(doc, 4, self.line_length),
-            "",
             f"    @{fork_rng}()",
-            "    def forward(self, *args, **kwargs):",
+            _ANY_FORWARD,
             "        return super().forward(*args, **kwargs)",
         ]
-        return "\n".join(text) + "\n"
+        return self._wrapper(new_name, f"{mixed}{shown}", doc, text)
+
+    def _wrapper(self, name: str, bases: str, doc: str, lines: Iterable[str]) -> str:
+        """A class of these lines and a docstring."""
+        head = [f"class {name}({bases}):", *docstring(doc, 4, self.line_length), ""]
+        return "\n".join([*head, *lines]) + "\n"
 
     def around_forward(
         self, forward: ast.FunctionDef, wraps: Sequence[Change], causes: Causes
@@ -292,28 +297,22 @@ class SubclassWriter:
         options = [f"{k}={v}" for k, v in what.options(self.imports, causes)]
         if what.kept is not None:
             doc = f"{of_it} that recomputes most of its activations in the backward pass."
-        text = [f"class {new_name}({mixed}{shown}):", *docstring(doc, 4, self.line_length), ""]
+        text, passed = [_ANY_FORWARD], ["*args", "**kwargs"]
         lines = without_caches(forward, parameters(forward), what.caches) if forward else []
-        if forward is None or not lines:
-            arguments = ", ".join(["super().forward", "*args", *options, "**kwargs"])
-            text += [
-                "    def forward(self, *args, **kwargs):",
-                "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
+        if forward is not None and lines:
+            # A decorator may look for arguments by their names, and add those that it misses.
+            passed = list(passed_on(forward, by_name=bool(forward.decorator_list)))
+            text = [
+                header_text(self.file, forward),
+                "        if self.training:",
+                f"            # {_NO_CACHE}",
+                *(f"            {line}" for line in lines),
             ]
-            return "\n".join(text) + "\n"
-        # A decorator may look for arguments by their names, and add those that it does not find.
-        passed = list(passed_on(forward, by_name=bool(forward.decorator_list)))
         stars = [p for p in passed if p.startswith("**")]
         plain = [p for p in passed if not p.startswith("**")]
         arguments = ", ".join(["super().forward", *plain, *options, *stars])
-        text += [
-            header_text(self.file, forward),
-            "        if self.training:",
-            "            # Computing the layer a second time would fill the cache a second time.",
-            *(f"            {line}" for line in lines),
-            "        " + fitted(f"return {call}({arguments})", 8, self.line_length),
-        ]
-        return "\n".join(text) + "\n"
+        text.append("        " + fitted(f"return {call}({arguments})", 8, self.line_length))
+        return self._wrapper(new_name, f"{mixed}{shown}", doc, text)
 
 
 def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:

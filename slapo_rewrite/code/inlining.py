@@ -15,10 +15,10 @@ from slapo_rewrite.code.arguments import (
     parameters,
 )
 from slapo_rewrite.code.build import parenthesised, reindented
-from slapo_rewrite.code.dataflow import body_of
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import at_column
-from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.runs import comments_above
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor, returns, within
@@ -230,13 +230,8 @@ class _Site:
 
     def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:
         """Other names for those of the body that mean something else in the method."""
-        here = {n.id for n in ast.walk(self.method) if isinstance(n, ast.Name)}
-        here.update(parameters(self.method))
-        bound = {
-            n.id
-            for n in ast.walk(self.method)
-            if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
-        }.union(parameters(self.method))
+        here = {*names_in(self.method), *parameters(self.method)}
+        bound = {*bound_in(self.method), *parameters(self.method)}
         own = {*self.body.stores, *given}
         for name, nodes in self.body.loads.items():
             if name not in own and name != self.body.me and name in bound:
@@ -270,13 +265,7 @@ class _Site:
             inside = within(self.statement, node)
             if inside and isinstance(node.ctx, ast.Load) and not within(self.call, node):
                 return True
-        return any(
-            n.id == name
-            for other, value in given.items()
-            if other != name
-            for n in ast.walk(value)
-            if isinstance(n, ast.Name)
-        )
+        return any(name in names_in(value) for other, value in given.items() if other != name)
 
     def _pass(
         self,
@@ -371,20 +360,15 @@ class _Site:
         around: tuple[str, str],
     ) -> str | None:
         """The lines, where the last of them can bind the result to the statement's own name."""
-        statement, before = self.statement, self.body.statements[-2:-1]
-        if not (
-            isinstance(value, ast.Name)
-            and isinstance(statement, (ast.Assign, ast.Return))
-            and statement.value is self.call
-            and before
-            and isinstance(before[0], ast.Assign)
-            and len(before[0].targets) == 1
-            and isinstance(before[0].targets[0], ast.Name)
-            and before[0].targets[0].id == value.id
-        ):
-            return None
-        name = replaced.get(before[0].targets[0], value.id)
-        count = (before[0].end_lineno or 0) - before[0].lineno + 1
+        match self.statement, self.body.statements[-2:-1]:
+            case (
+                ast.Assign(value=whole) | ast.Return(value=whole),
+                [ast.Assign(targets=[ast.Name() as target]) as before],
+            ) if whole is self.call and is_name(value, target.id):
+                name = replaced.get(target, target.id)
+            case _:
+                return None
+        count = (before.end_lineno or 0) - before.lineno + 1
         for number in range(len(lines) - 1, -1, -1):
             if lines[number].startswith(f"{name} = ") and len(lines) - number <= count + 1:
                 if self.file.line(self.body.statements[-1].lineno - 1).lstrip().startswith("#"):
