@@ -14,7 +14,7 @@ from slapo_rewrite.changes.around_forward import WRAPPERS, ForkRandom, Recompute
 from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.change_set import ChangeSet, Held
-from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.class_writer import ClassWriter, Subclass
 from slapo_rewrite.changes.collective import described
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.definition import Definition
@@ -25,7 +25,6 @@ from slapo_rewrite.changes.places import AtBase, AtSite, Place
 from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrained
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.changes.subclasses import Subclass
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
@@ -186,11 +185,9 @@ class SubclassChoice:
                     f"{'Forked' if fork else 'Checkpointed'}{own}"
                 )
                 if isinstance(what, Recompute):
-                    text = self.writer.subclasses.recomputing(
-                        class_name, name, shown, mixed, what, causes
-                    )
+                    text = self.writer.recomputing(class_name, name, shown, mixed, what, causes)
                 else:
-                    text = self.writer.subclasses.forking(name, shown, mixed, causes)
+                    text = self.writer.forking(name, shown, mixed, causes)
                 why = " with random numbers of this rank" if fork else ", checkpointed"
                 edits += put(text, causes, f"`{shown}`{why}")
             shown, mixed = self.known[key], ""
