@@ -1,4 +1,4 @@
-"""Collectives at the border of a module: in its `forward`, or where it is called."""
+"""What goes in and out of a module at its border: collectives, or a function of the user's own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
-from slapo_rewrite.changes.hook import place_hook
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.output_files import OutputFile
 from slapo_rewrite.changes.placement import Placement
-from slapo_rewrite.changes.places import AtCalls, AtForward
+from slapo_rewrite.changes.places import AtCalls, AtForward, AtSite, BehindSite
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.changes.value_syncs import place_value_sync
 from slapo_rewrite.code.arguments import Signature, arguments_by
@@ -29,6 +28,12 @@ from slapo_rewrite.code.text import accessor, returns
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import ModuleBoundary
+
+HOOKS = {
+    "fwd_pre": "register_forward_pre_hook",
+    "fwd_post": "register_forward_hook",
+    "bwd_post": "register_full_backward_hook",
+}
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,28 @@ class SyncCall(Change):
         return found
 
 
+@dataclass(frozen=True)
+class RegisterHook(Change):
+    """After a construction site: a hook on the module that was made."""
+
+    mode: str
+    function: Function
+
+    def write_at(self, text: ClassText, place: AtSite) -> None:
+        """Registers it there."""
+        site = text.classes.sites[place.start]
+        if place.index:
+            raise errors.UnfollowableConstruction(
+                f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
+                at=text.file.at(site.value),
+                cause=text.causes,
+                hint="put the sync on a module inside the element",
+            )
+        function = text.imports.function(self.function, text.causes)
+        line = f"{accessor(site.path)}.{HOOKS[self.mode]}({function})"
+        text.insert_after(site.statement, line, f"hook on `{site.path}`")
+
+
 def _around(
     collectives: Sequence[Collective], text: ClassText
 ) -> Callable[[cst.BaseExpression], cst.BaseExpression]:
@@ -237,6 +264,15 @@ def place_syncs(
             sides.setdefault((side, sync.of), []).append(sync)
     for (side, of), asked in sorted(sides.items(), key=lambda each: (each[0][0], each[0][1] or "")):
         _place_side(to, node, side, of, asked, is_layer)
+
+
+def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> None:
+    """Registers a function of the user's own behind what makes a module."""
+    causes = (sync.cause,)
+    places = to.files.making(node).changes
+    at, owner = places.site(node, causes)
+    place = BehindSite(at.start, at.index, (sync.mode, function.name))
+    places.add(owner.path, place, RegisterHook(sync.mode, function), causes)
 
 
 def _place_side(

@@ -28,8 +28,7 @@ from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
-from slapo_rewrite.changes.vocab_parallel_loss import place_losses
-from slapo_rewrite.changes.whole_logits import place_tied_head
+from slapo_rewrite.changes.vocab_parallel_loss import place_losses, place_tied_head
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.lowering.forked_random import Forks
