@@ -96,18 +96,9 @@ class Node:
     """
 
     __slots__ = (
-        "children",
-        "cls",
-        "is_container",
-        "is_stack",
-        "kind",
-        "live",
-        "name",
-        "owner",
-        "parent",
-        "path",
-        "relative",
-    )
+        "children", "cls", "is_container", "is_stack", "kind", "live", "name", "owner", "parent",
+        "path", "relative",
+    )  # fmt: skip
 
     def __init__(self, name: str, live: nn.Module, parent: Node | None) -> None:
         self.name = name
