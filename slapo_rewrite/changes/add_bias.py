@@ -56,11 +56,7 @@ class AddBias(Change):
                     at=text.file.at(node),
                     cause=text.causes,
                 )
-
-            def make(made: cst.Call) -> cst.BaseExpression:
-                return self._sum(made, text)
-
-            text.replace(node, make, why)
+            text.replace(node, lambda made: self._sum(made, text), why)
 
     def _sum(self, made: cst.Call, text: ClassText) -> cst.BaseExpression:
         layer, value = made.func, made.args[0].value

@@ -40,12 +40,11 @@ class ForkRandom(WrapForward):
         assert method is not None
         name = text.helper("rng", "fork_rng")
         decorator = cst.Decorator(parsed(f"{name}()"))
-
-        def make(made: cst.FunctionDef) -> cst.FunctionDef:
-            return made.with_changes(decorators=[*made.decorators, decorator])
-
-        why = "random numbers that differ between ranks"
-        text.replace(method, make, why)
+        text.replace(
+            method,
+            lambda made: made.with_changes(decorators=[*made.decorators, decorator]),
+            "random numbers that differ between ranks",
+        )
 
 
 @dataclass(frozen=True)

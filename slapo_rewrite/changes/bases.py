@@ -47,11 +47,7 @@ class DeriveFrom(Change):
         text.put(base, name, why)
         if layer.keywords and constructor is not None and made is not None:
             keywords = text.imports.keywords(layer, text.causes)
-
-            def make(call: cst.Call) -> cst.Call:
-                return with_keywords(call, keywords)
-
-            text.replace(made, make, why)
+            text.replace(made, lambda call: with_keywords(call, keywords), why)
 
 
 @dataclass(frozen=True)

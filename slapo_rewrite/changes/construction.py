@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,11 +80,7 @@ class Construction(Change):
         if len(set(changes.values())) == 1 and present <= changes.keys():
             if self.held_by_variable(site, text):
                 return
-
-            def make(node: cst.BaseExpression) -> cst.BaseExpression:
-                return self.made(node, site, text)
-
-            text.replace(site.value, make, self.becomes(site))
+            text.replace(site.value, lambda n: self.made(n, site, text), self.becomes(site))
             return
 
         by_change: dict[Construction | None, set[int]] = {}
@@ -100,11 +97,11 @@ class Construction(Change):
         def test(numbers: set[int]) -> str:
             return membership(variable, numbers, total, regions, site.count)
 
-        def choose(node: cst.BaseExpression) -> cst.BaseExpression:
-            return _choice(node, by_change, site, test, text, first_apart)
-
-        why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
-        text.replace(site.value, choose, why)
+        text.replace(
+            site.value,
+            lambda node: _choice(node, by_change, site, test, text, first_apart),
+            f"choose by {'share' if regions else 'index'} for `{site.path}`",
+        )
         variable = _counter(site, text, level)
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
@@ -201,10 +198,7 @@ class ReplaceModule(Construction):
         call = self._call(original, site, text)
         if not self.weights:
             return call
-
-        def reference(name: str) -> str:
-            return text.helper("weights", name)
-
+        reference = functools.partial(text.helper, "weights")
         weights = ", ".join(f'"{n}": {written(w, reference)}' for n, w in self.weights)
         return expression(
             f"{reference('map_weights')}(lambda: {{made}}, original=lambda: {{original}}, "
@@ -449,11 +443,8 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     def counted(target: cst.BaseExpression) -> cst.BaseExpression:
         return expression(f"{name}, {{target}}", target=target).with_changes(lpar=[], rpar=[])
 
-    def enumerated(iterable: cst.BaseExpression) -> cst.BaseExpression:
-        return expression("enumerate({iterable})", iterable=iterable)
-
     text.replace(node.target, counted, why)
-    text.replace(node.iter, enumerated, why)
+    text.replace(node.iter, lambda made: expression("enumerate({made})", made=made), why)
     return name
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-import libcst as cst
-
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
@@ -163,10 +161,7 @@ class ReduceParameterGradient(Change):
         """Adds them up in every method that computes with it."""
         found = False
         why = f"`{self.name}` is used on this rank's part: its gradients are added up"
-
-        def make(node: cst.BaseExpression) -> cst.BaseExpression:
-            return Collective("all_reduce_gradient").of(node, text.helper)
-
+        reduced = Collective("all_reduce_gradient")
         for method in text.methods():
             if method.name.startswith("_init") or method.name == "__init__":
                 continue
@@ -176,7 +171,7 @@ class ReduceParameterGradient(Change):
                 else:
                     is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
                 if is_meant:
-                    text.replace(node, make, why)
+                    text.replace(node, lambda made: reduced.of(made, text.helper), why)
                     found = True
         if not found:
             raise errors.Unsupported(

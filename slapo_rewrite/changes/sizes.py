@@ -71,10 +71,6 @@ class ReadFullSize(Change):
     def write_at(self, text: ClassText, place: AtNode) -> None:
         """Reads that attribute."""
         end = (place.end_line, place.end_column)
-
-        def make(node: cst.Attribute) -> cst.Attribute:
-            return node.with_changes(attr=cst.Name(self.attribute))
-
         for method in text.methods():
             for node in ast.walk(method):
                 if (
@@ -83,7 +79,7 @@ class ReadFullSize(Change):
                     and (node.end_lineno, node.end_col_offset) == end
                 ):
                     why = f"the size of the whole `{ast.unparse(node.value)}`"
-                    text.replace(node, make, why)
+                    text.replace(node, lambda n: n.with_changes(attr=cst.Name(self.attribute)), why)
 
 
 @dataclass(frozen=True)
@@ -126,12 +122,8 @@ class ChangeArgument(Change):
 
     def _call_layer(self, method: ast.FunctionDef, node: ast.Call, text: ClassText) -> None:
         """Calls a layer, in the place of a function that is given its parameters."""
-
-        def make(made: cst.Call) -> cst.Call:
-            return call(self.template, made.args[0].value)
-
         why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, make, why)
+        text.replace(node, lambda made: call(self.template, made.args[0].value), why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
