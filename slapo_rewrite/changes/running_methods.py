@@ -24,9 +24,9 @@ _NAMED: WeakKeyDictionary[OutputFiles, frozenset[str]] = WeakKeyDictionary()
 
 def running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.FunctionDef]]:
     """The methods of a module that run with it, each with the functions that it calls."""
-    home = files.of(node.cls)
-    for method in home.classes.methods(node.cls.__name__) if home is not None else ():
-        assert home is not None
+    if (home := files.of(node.cls)) is None:
+        return
+    for method in home.classes.methods(node.cls.__name__):
         if method.name in named_while_running(files, node):
             functions = home.file.functions
             yield home.file, method

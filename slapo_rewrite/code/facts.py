@@ -92,20 +92,12 @@ Resolver = Callable[[str], Name | None]
 
 def names_of(file: SourceFile) -> Resolver:
     """What the module level of a file means by a name, as a dotted absolute name."""
-
-    def resolve(name: str) -> Name | None:
-        return file.qualified(ast.Name(name, ast.Load()))
-
-    return resolve
+    return lambda name: file.qualified(ast.Name(name, ast.Load()))
 
 
 def live_names(names: Mapping[str, Any]) -> Resolver:
     """What a live function means by a name: a constant, or a dotted absolute name."""
-
-    def resolve(name: str) -> Name | None:
-        return described(names[name]) if name in names else None
-
-    return resolve
+    return lambda name: described(names[name]) if name in names else None
 
 
 def described(value: object) -> Name | None:

@@ -23,10 +23,8 @@ def choose_layer(node: Node, state: ModuleRequests) -> Layer:
     keywords: dict[str, object] = {}
     parts = {shard.parts for shard in state.shards}
     if len(parts) > 1:
-        first, second = (
-            state.shards[0],
-            next(s for s in state.shards if s.parts != state.shards[0].parts),
-        )
+        first = state.shards[0]
+        second = next(s for s in state.shards if s.parts != first.parts)
         raise errors.ConflictingEdits(
             f"{node.shown}: `{first.name}` and `{second.name}` are packed differently",
             at=second.cause.at,

@@ -277,10 +277,8 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
         seed_torch(seed)
         return dict(schedule.inputs(model))
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    else:
-        vocabulary = getattr(config, "vocab_size", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ValueError(
             f"no inputs for {type(model).__name__} can be made up, because it has no config with "
