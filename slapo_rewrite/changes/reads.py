@@ -19,13 +19,8 @@ def readings(
 ) -> Iterator[ast.Attribute]:
     """The places where a class reads an attribute of the module at a path below it."""
     for method in classes.methods(class_name):
-        for node in ast.walk(method):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Load)
-                and node.attr == attribute
-                and path in module_paths(node.value, method)
-            ):
+        for node in _read(method, attribute):
+            if path in module_paths(node.value, method):
                 yield node
 
 
@@ -38,14 +33,13 @@ def in_forward(classes: ClassHierarchy, class_name: str, node: ast.AST) -> bool:
 def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
     """The places where a method reads the numbers of an attribute of that name."""
     asked = set(map(id, _asked_about(method)))
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load)
-            and node.attr == name
-            and id(node) not in asked
-        ):
-            yield node
+    return (node for node in _read(method, name) if id(node) not in asked)
+
+
+def _read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
+    """The places where a method reads an attribute of that name, of whatever."""
+    found = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
+    return (n for n in found if isinstance(n.ctx, ast.Load) and n.attr == name)
 
 
 def is_question(method: ast.FunctionDef, end: tuple[int, int]) -> bool:

@@ -287,16 +287,14 @@ def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterato
 
 def _keeps(node: ast.AST, name: str) -> bool:
     """Whether a variable is the tensor afterwards that it was, elsewhere or reshaped at most."""
-    kept = [
-        n.targets[0]
-        for n in ast.walk(node)
-        if isinstance(n, ast.Assign)
-        and isinstance(n.value, ast.Call)
-        and isinstance(n.value.func, ast.Attribute)
-        and n.value.func.attr in RESHAPES
-        and isinstance(n.value.func.value, ast.Name)
-        and n.value.func.value.id == name
-    ]
+    kept: list[ast.expr] = []
+    for each in ast.walk(node):
+        match each:
+            case ast.Assign(
+                targets=[target, *_],
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr=attr)),
+            ) if of == name and attr in RESHAPES:
+                kept.append(target)
     return all(stored in kept for stored in _names(node, name, ast.Store))
 
 
