@@ -169,7 +169,8 @@ class ChangeSet:
                 continue
             live = resolve(self.sources, named, site, node)
             if live is None and isinstance(named, ast.Name):
-                live = construction_calls.value_of(named.id, site.file, site.value, node.live)
+                scope = construction_calls.scope_at(site.file, site.value, node.live)
+                live = scope.get(named.id) if scope else None
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)

@@ -92,12 +92,6 @@ def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
     return {**scopes[number][0], **scopes[number][1]} if number < len(scopes) else None
 
 
-def value_of(name: str, file: SourceFile, call: ast.expr, module: nn.Module) -> object | None:
-    """What a name meant where a call made a module; None where that is not known."""
-    scope = scope_at(file, call, module)
-    return scope.get(name) if scope else None
-
-
 def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> dict[str, Any] | None:
     """What every name meant where a call made a module; None where that is not known."""
     number = depth(file, call, stack_of(module))

@@ -45,8 +45,7 @@ def built_in_place(
         UnfollowableConstruction: The original's construction site cannot be found.
     """
     site = find_site(sources, node)
-    number = construction_calls.depth(site.file, site.value, construction_calls.stack_of(node.live))
-    scope = None if number is None else construction_calls.scope_of(node.live, number)
+    scope = construction_calls.scope_at(site.file, site.value, node.live)
     if scope is None:
         raise CannotBuild("what its constructor gets is not known")
     if arguments is not None:
