@@ -463,10 +463,9 @@ def _without_dropout() -> Iterator[None]:
         result: torch.Tensor = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
         return result
 
-    with contextlib.ExitStack() as stack:
-        for name in _DROPPING:
-            stack.enter_context(mock.patch.object(functions, name, keep))
-        stack.enter_context(mock.patch.object(functions, "scaled_dot_product_attention", attention))
+    instead: dict[str, Any] = dict.fromkeys(_DROPPING, keep)
+    instead["scaled_dot_product_attention"] = attention
+    with mock.patch.multiple(functions, **instead):
         yield
 
 

@@ -139,14 +139,11 @@ def _check_shape(
     sources = ", ".join(f"`{n}` {list(shapes[n])}" for n in dict.fromkeys(weight.names()))
     try:
         shape = weight.shape(shapes)
-    except (ValueError, IndexError) as error:
-        raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
-    if shape != wanted:
-        raise Misfit(f"`{name}` has shape {list(wanted)}, but {list(shape)} come of {sources}")
-    try:
+        if shape != wanted:
+            raise Misfit(f"`{name}` has shape {list(wanted)}, but {list(shape)} come of {sources}")
         full = [(0, size) for size in shape]
         weight.read(lambda n: torch.empty(shapes[n], device="meta"), shapes, full)
-    except (RuntimeError, IndexError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
 
 
