@@ -54,10 +54,6 @@ class OutputFile:
 class OutputFiles:
     """One for each file that defines classes of the model and may be rewritten.
 
-    Args:
-        tree: The module tree.
-        sources: The source files.
-
     Attributes:
         main: The model file's.
     """

@@ -190,9 +190,6 @@ class _Part:
 class _Trees:
     """Statements of a file as one libcst module, with the places of its nodes.
 
-    Args:
-        parts: The statements.
-
     Attributes:
         module: The module: a statement of it for each.
         spans: Where its nodes stand in its text, parentheses around them left out.

@@ -175,10 +175,6 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
 
     Random numbers of torch are set back for a second computation; those of Python and NumPy are
     not, nor those of a generator, nor an iterator that lives longer.
-
-    Args:
-        file: The file that they stand in.
-        nodes: The statements, or functions.
     """
     nodes = list(nodes)
     own = bound_in(*nodes)

@@ -38,11 +38,6 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     `_from_config` of the class that it has for `type(config)`, and `load_backbone(config)` does so
     with `config.backbone_config`. Left alone are code from the hub, and classes that are chosen by
     more than the configuration's class or take but a part of the configuration.
-
-    Args:
-        sources: The source files.
-        site: The module's construction site.
-        node: The module.
     """
     auto_factory: Any = sys.modules.get("transformers.models.auto.auto_factory")
     call, cls = site.value, type(getattr(node.live, "config", None))

@@ -161,10 +161,6 @@ def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:
     """The world sizes that are tried; none for a model that is too large to be run.
 
     A model with a configuration of Hugging Face is tried on two ranks alone, for time.
-
-    Args:
-        schedule: The schedule's module.
-        model: The whole model that it builds.
     """
     if hasattr(getattr(model, "config", None), "to_dict"):
         return WORLD_SIZES[:1]
@@ -175,14 +171,7 @@ def worlds(schedule: Any, model: nn.Module) -> tuple[int, ...]:
 def not_run(
     schedule: Any, original: types.ModuleType, full: nn.Module, shares: Iterable[Share]
 ) -> list[str]:
-    """The shares that the schedule's own small model has too few modules for, in words.
-
-    Args:
-        schedule: The schedule's module.
-        original: The module of the source.
-        full: The whole model.
-        shares: The shares.
-    """
+    """The shares that the schedule's own small model has too few modules for, in words."""
     found: list[str] = []
     shares = list(shares)
     if not shares or not hasattr(schedule, "verify_model"):
@@ -428,12 +417,7 @@ def _goals(
 
 
 def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
-    """A number that every element of the outputs takes part in; None where some are parts.
-
-    Args:
-        outputs: The model's outputs.
-        like: The whole model's.
-    """
+    """A number that every element of the outputs takes part in; None where some are parts."""
     terms = []
     for _, want, have in result_pairs(like, outputs, ""):
         if not isinstance(have, torch.Tensor) or not have.is_floating_point():

@@ -99,9 +99,6 @@ class Sources:
     def check_receivers(self, root: Node) -> None:
         """Refuses classes of the main file whose methods call their object something else.
 
-        Args:
-            root: The model.
-
         Raises:
             Unsupported: A method calls it otherwise than `self`.
         """

@@ -31,10 +31,6 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.
 def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> nn.Module:
     """Calls a schedule's `model(m)` on the meta device.
 
-    Args:
-        make: The schedule's function.
-        module: The module that is rewritten.
-
     Raises:
         ModelError: It raises, or returns something that is not a module.
     """
