@@ -178,6 +178,11 @@ class SourceFile:
         return [s for s in self.statements if _position(s) <= start and end <= _end(s)][-1]
 
     @functools.cached_property
+    def calls(self) -> dict[tuple[int, int], ast.Call]:
+        """The calls of the file, by the line and column where they end."""
+        return {_end(node): node for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+
+    @functools.cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
         return {child: n for n in ast.walk(self.tree) for child in ast.iter_child_nodes(n)}
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import bound_in, names_in
@@ -167,18 +168,21 @@ class _Made:
 
 def _call_of(file: SourceFile, stack: construction_calls.Stack) -> _Call | None:
     """The innermost call of a stack, where it is one of a file's, in a function."""
-    node = _calls_by_end(file).get(stack[0][1][2:]) if stack else None
-    is_there = node is not None and construction_calls.depth(file, node, stack) == 0
-    return _in_function(file, node) if node is not None and is_there else None
+    if not stack:
+        return None
+    known, end = _known.setdefault(file, {}), stack[0][1][2:]
+    if end not in known:
+        node = file.calls.get(end)
+        known[end] = _in_function(file, node) if node is not None else None
+    found = known[end]
+    is_there = found is not None and construction_calls.depth(file, found.node, stack) == 0
+    return found if is_there else None
 
 
-@functools.lru_cache(maxsize=64)
-def _calls_by_end(file: SourceFile) -> dict[tuple[int, int], ast.Call]:
-    calls = (node for node in ast.walk(file.tree) if isinstance(node, ast.Call))
-    return {(node.end_lineno or 0, node.end_col_offset or 0): node for node in calls}
+# The calls of a file that were asked about, by where they end.
+_known: WeakKeyDictionary[SourceFile, dict[tuple[int, int], _Call | None]] = WeakKeyDictionary()
 
 
-@functools.lru_cache(maxsize=4096)
 def _in_function(file: SourceFile, node: ast.Call) -> _Call | None:
     """A call with what is around it; None where it stands in no function."""
     function: ast.FunctionDef | None = None
@@ -192,11 +196,9 @@ def _in_function(file: SourceFile, node: ast.Call) -> _Call | None:
         if isinstance(outer, ast.ClassDef) and class_name is None:
             class_name = outer.name if file.classes.get(outer.name) is outer else ""
         elif isinstance(outer, ast.FunctionDef | ast.Lambda):
-            is_inside = (
-                inner is outer.body if isinstance(outer, ast.Lambda) else inner in outer.body
-            )
-            if is_inside:  # and not computed where it is defined
-                function = function or _as_function(outer)
+            made = _as_function(outer) if isinstance(outer, ast.Lambda) else outer
+            if inner in (outer.body, *made.body):  # and not computed where it is defined
+                function = function or made
                 local |= {*parameters(outer), *bound_in(outer)}
     if function is None:
         return None
@@ -219,9 +221,7 @@ def _turning(inner: ast.AST, outer: ast.AST) -> list[_Loop]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _as_function(made: ast.FunctionDef | ast.Lambda) -> ast.FunctionDef:
-    """A function; a lambda as one that returns its value."""
-    if isinstance(made, ast.FunctionDef):
-        return made
+def _as_function(made: ast.Lambda) -> ast.FunctionDef:
+    """A lambda as a function that returns its value."""
     value = ast.copy_location(ast.Return(made.body), made.body)
     return ast.copy_location(ast.FunctionDef("<lambda>", made.args, [value], []), made)
