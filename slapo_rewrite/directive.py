@@ -63,7 +63,11 @@ class Directive:
     outcome: str | None = None
 
 
-def merged_causes(*causes: Iterable[Directive]) -> tuple[Directive, ...]:
+# Who asked for one thing, in the schedule's order.
+Causes = tuple[Directive, ...]
+
+
+def merged_causes(*causes: Iterable[Directive]) -> Causes:
     """Directives without repetition, in the schedule's order."""
     found = {d.number: d for group in causes for d in group}
     return tuple(found[n] for n in sorted(found))

@@ -308,5 +308,10 @@ def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str | None:
     """A hint that offers the nearest names, or None where nothing is near."""
-    names = nearest(asked, known)
-    return "did you mean " + " or ".join(f"`{n}`" for n in names) + "?" if names else None
+    return offered(nearest(asked, known))
+
+
+def offered(names: Iterable[str]) -> str | None:
+    """A hint that offers some names, or None where there are none."""
+    shown = " or ".join(f"`{name}`" for name in names)
+    return f"did you mean {shown}?" if shown else None

@@ -179,14 +179,24 @@ def test_libcst_is_known_where_source_is_changed_alone():
 
 def test_characters_of_source_are_counted_in_one_folder():
     """Others say which node changes, and what stands there then."""
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in FILES
-        if path.relative_to(PACKAGE).parts[0] not in ("code", "runtime")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith((".offset", "Splice", "TextEdit"))
-    ]
+    wrong = []
+    for path in FILES:
+        if path.relative_to(PACKAGE).parts[0] in ("code", "runtime"):
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        edits = {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == "slapo_rewrite.code.splice"
+            for alias in node.names
+            if alias.name == "Edit"
+        }
+        called = ((node, ast.unparse(node.func)) for node in nodes if isinstance(node, ast.Call))
+        wrong += [
+            f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            for node, name in called
+            if name in edits or name.endswith(".offset")
+        ]
     assert not wrong
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -11,7 +10,7 @@ import libcst as cst
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.border_syncs import calls
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.imports import Function
@@ -43,28 +42,21 @@ class AddBias(Change):
     says = "that adds biases of linear layers by itself"
     is_parallel = False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtCalls) -> None:
         """Writes the product and the sum in every call's place."""
-        (asked,) = here
-        assert isinstance(asked.place, AtCalls)
-        why = f"the bias of `{asked.place.path}` is added separately"
+        why = f"the bias of `{place.path}` is added separately"
         hint = (
             "decompose no layer that is called through a container or a loop, or of which an "
             "earlier line has made something else, a fused function say"
         )
-        for node in calls(text, asked, "the sum", hint):
+        for node in calls(text, place, self, "the sum", hint):
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
                 raise errors.Unsupported(
                     f"`{ast.unparse(node.func)}` is not called with its input alone",
                     at=text.file.at(node),
                     cause=text.causes,
                 )
-            statement = text.file.statement_of(node)
-
-            def make(made: cst.Call) -> cst.BaseExpression:
-                return self._sum(made, text)
-
-            text.replace(node, statement, make, why)
+            text.replace(node, lambda made: self._sum(made, text), why)
 
     def _sum(self, made: cst.Call, text: ClassText) -> cst.BaseExpression:
         layer, value = made.func, made.args[0].value

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
+from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
-from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.liveness import local_names, statements
+from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.subgraphs import changing, root_of
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.hugging_face import names_of_caches
 from slapo_rewrite.model.tree import Node
 
@@ -43,8 +43,7 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
         Unsupported: They may.
     """
     inner: Node | None = None
-    outer: Node | None = node
-    while outer is not None:
+    for outer in node.outwards():
         for file, function in running(files, outer):
             for call, name in transforms(file, function):
                 if _may_take(call, inner):
@@ -60,7 +59,7 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
                 _refuse_global(files, file, function, node, cause)
         if outer is not node:
             _refuse_changed(files, node, outer, cause)
-        inner, outer = outer, outer.parent
+        inner = outer
 
 
 def _refuse_set(
@@ -72,7 +71,7 @@ def _refuse_set(
     cause: Directive,
 ) -> None:
     """Refuses what a module around sets or changes, which may be other by then."""
-    relative = with_wildcards(_relative(node, outer))
+    relative = with_wildcards(outer.below(node.path))
     for each in ast.walk(function):
         match each:
             case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()) if _is_shared(
@@ -166,11 +165,6 @@ def _leads_to(path: str, other: str) -> bool:
     return len(segments) <= len(others) and all(a == b or "*" in (a, b) for a, b in pairs)
 
 
-def _relative(node: Node, outer: Node) -> str:
-    """The path of a module from one around it."""
-    return node.path[len(outer.path) + 1 if outer.path else 0 :]
-
-
 # Both are asked of each call again, for every module that is checkpointed.
 _names_of = functools.lru_cache(maxsize=256)(local_names)
 
@@ -196,7 +190,7 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
 
 def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directive) -> None:
     """Refuses what a module around hands to it, or to what it lies in, and changes afterwards."""
-    relative = with_wildcards(_relative(node, outer))
+    relative = with_wildcards(outer.below(node.path))
     caches = names_of_caches(node.cls.forward.__module__)
     methods = [*running(files, outer)]
     through: set[str] = set()  # methods that call it

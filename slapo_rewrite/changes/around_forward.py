@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import libcst as cst
 
-from slapo_rewrite.changes.around_checkpoint import check_transformed
-from slapo_rewrite.changes.buffer_updates import updates_buffers
-from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
-from slapo_rewrite.changes.recomputation import caches_taken, check_recomputed, check_repeats
-from slapo_rewrite.changes.save_policy import SavePolicy
+from slapo_rewrite.changes.recomputation import Recomputed, check_recomputed
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
@@ -39,43 +34,28 @@ class ForkRandom(WrapForward):
         """Around `forward`."""
         to.around_forward(node).changes.add(node.path, FORK, self, (cause,))
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Decorates `forward`."""
         method = text.method("forward")
         assert method is not None
         name = text.helper("rng", "fork_rng")
         decorator = cst.Decorator(parsed(f"{name}()"))
-
-        def make(made: cst.FunctionDef) -> cst.FunctionDef:
-            return made.with_changes(decorators=[*made.decorators, decorator])
-
-        why = "random numbers that differ between ranks"
-        text.replace(method, method, make, why)
+        text.replace(
+            method,
+            lambda made: made.with_changes(decorators=[*made.decorators, decorator]),
+            "random numbers that differ between ranks",
+        )
 
 
 @dataclass(frozen=True)
-class Recompute(WrapForward):
-    """The module's activations are computed again in the backward pass.
-
-    Attributes:
-        kept: What is kept all the same.
-        updates_buffers: Whether it updates buffers as it runs.
-        caches: Those that it and modules inside of it take.
-    """
-
-    kept: SavePolicy = None
-    updates_buffers: bool = False
-    caches: tuple[str, ...] = ()
+class Recompute(Recomputed, WrapForward):
+    """The module's activations are computed again in the backward pass."""
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Around `forward`, if that can run twice."""
         check_recomputed(to.files, node, cause)
-        check_repeats(to.files, [node], cause)
-        check_transformed(to.files, node, cause)
-        updates = updates_buffers(to.files, node, self.kept, cause)
-        caches = caches_taken(to.tree, node.cls)
-        change = replace(self, updates_buffers=updates, caches=caches)
+        change = self.checked(to, node, [node], cause)
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Nothing: a subclass has it."""

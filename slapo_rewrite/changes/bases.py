@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_hierarchy import is_call_of_super
 from slapo_rewrite.changes.class_text import ClassText
-from slapo_rewrite.changes.places import BeforeBases
+from slapo_rewrite.changes.places import BeforeBases, Place
 from slapo_rewrite.code.build import parsed, with_keywords
 from slapo_rewrite.model.layers import Layer
 
@@ -26,7 +25,7 @@ class DeriveFrom(Change):
 
     is_parallel = False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Names it as the base, and gives its constructor what it needs."""
         layer, file = self.layer, text.file
         node = file.classes[text.classes.lineage(text.class_name)[-1]]
@@ -45,15 +44,10 @@ class DeriveFrom(Change):
             )
         why = f"`{node.name}` becomes a {layer.name}"
         name = text.helper(layer.module, layer.name)
-        text.put(base, node, name, why)
+        text.put(base, name, why)
         if layer.keywords and constructor is not None and made is not None:
             keywords = text.imports.keywords(layer, text.causes)
-            statement = text.file.statement_of(made)
-
-            def make(call: cst.Call) -> cst.Call:
-                return with_keywords(call, keywords)
-
-            text.replace(made, statement, make, why)
+            text.replace(made, lambda call: with_keywords(call, keywords), why)
 
 
 @dataclass(frozen=True)
@@ -72,16 +66,14 @@ class MixIn(Change):
 
     is_parallel = False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: BeforeBases) -> None:
         """Names it before the others."""
-        (asked,) = here
-        assert isinstance(asked.place, BeforeBases)
-        node = text.file.classes[asked.place.class_name]
+        node = text.file.classes[place.class_name]
         name = text.helper(self.module, self.name)
 
         def make(made: cst.ClassDef) -> cst.ClassDef:
-            place = len(made.bases) - len(node.bases)  # behind those that came before this one
-            added = [*made.bases[:place], cst.Arg(parsed(name)), *made.bases[place:]]
+            end = len(made.bases) - len(node.bases)  # behind those that came before this one
+            added = [*made.bases[:end], cst.Arg(parsed(name)), *made.bases[end:]]
             return made.with_changes(bases=added)
 
-        text.replace(node, node, make, self.why)
+        text.replace(node, make, self.why)

@@ -1,4 +1,4 @@
-"""Collectives at the border of a module: in its `forward`, or where it is called."""
+"""What goes in and out of a module at its border: collectives, or a function of the user's own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective, through
-from slapo_rewrite.changes.hook import place_hook
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.changes.output_files import OutputFile
 from slapo_rewrite.changes.placement import Placement
-from slapo_rewrite.changes.places import AtCalls, AtForward
+from slapo_rewrite.changes.places import AtCalls, AtForward, AtSite, BehindSite
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.changes.value_syncs import place_value_sync
 from slapo_rewrite.code.arguments import Signature, arguments_by
@@ -29,6 +28,12 @@ from slapo_rewrite.code.text import accessor, returns
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import ModuleBoundary
+
+HOOKS = {
+    "fwd_pre": "register_forward_pre_hook",
+    "fwd_post": "register_forward_hook",
+    "bwd_post": "register_full_backward_hook",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class SyncInput(Change):
         """What goes through them, in words."""
         return "input" if self.of is None else f"argument `{self.of}`"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtForward) -> None:
         """Binds the argument anew before the first statement."""
         forward = text.forward()
         positional = Signature.of(forward, bound=True).positional
@@ -90,14 +95,13 @@ class SyncOutput(Change):
     first: tuple[tuple[str, str], ...] = ()
     side = "output"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtForward) -> None:
         """Puts them around what is returned."""
         why = f"{', '.join(c.function for c in self.collectives)} of the output"
         for statement in returns(text.forward()):
             if statement.value is not None:
                 value = self._returned(statement.value, text)
-                make = _around(self.collectives, text)
-                text.replace(value, statement, make, why, outer=True)
+                text.replace(value, _around(self.collectives, text), why, outer=True)
 
     def _returned(self, value: ast.expr, text: ClassText) -> ast.expr:
         """The first tensor in a returned expression."""
@@ -136,19 +140,16 @@ class SyncCall(Change):
     around: str
     name: str | None = None
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtCalls) -> None:
         """Puts them around it in every call."""
-        (asked,) = here
-        assert isinstance(asked.place, AtCalls)
-        path = asked.place.path
         is_result = self.around == "result"
         functions = ", ".join(c.function for c in self.collectives)
-        for call in calls(text, asked, "the collective", "put the sync on a module around it"):
+        why = f"{functions} of the {self.around} of `{place.path or 's'}`"
+        for call in calls(
+            text, place, self, "the collective", "put the sync on a module around it"
+        ):
             value = call if is_result else self._first_argument(call, text)
-            statement = text.file.statement_of(call)
-            make = _around(self.collectives, text)
-            why = f"{functions} of the {self.around} of `{path or 's'}`"
-            text.replace(value, statement, make, why, outer=not is_result)
+            text.replace(value, _around(self.collectives, text), why, outer=not is_result)
 
     def _first_argument(self, call: ast.Call, text: ClassText) -> ast.expr:
         name = self.name or ""
@@ -163,13 +164,35 @@ class SyncCall(Change):
         return found
 
 
+@dataclass(frozen=True)
+class RegisterHook(Change):
+    """After a construction site: a hook on the module that was made."""
+
+    mode: str
+    function: Function
+
+    def write_at(self, text: ClassText, place: AtSite) -> None:
+        """Registers it there."""
+        site = text.classes.sites[place.start]
+        if place.index:
+            raise errors.UnfollowableConstruction(
+                f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
+                at=text.file.at(site.value),
+                cause=text.causes,
+                hint="put the sync on a module inside the element",
+            )
+        function = text.imports.function(self.function, text.causes)
+        line = f"{accessor(site.path)}.{HOOKS[self.mode]}({function})"
+        text.insert_after(site.statement, line, f"hook on `{site.path}`")
+
+
 def _around(
     collectives: Sequence[Collective], text: ClassText
 ) -> Callable[[cst.BaseExpression], cst.BaseExpression]:
     return lambda node: through(collectives, node, text.helper)
 
 
-def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]:
+def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str) -> list[ast.Call]:
     """The calls of a submodule in which a change is to be written.
 
     A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
@@ -177,15 +200,14 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
 
     Args:
         text: The class.
-        asked: The change.
+        place: Where the change is.
+        change: The change.
         what: What has no place where none is found.
         hint: What to do then.
 
     Raises:
         Unsupported: No method calls it, or a call means others too that are not changed alike.
     """
-    place = asked.place
-    assert isinstance(place, AtCalls)
     found = [
         (call, paths)
         for method in text.methods()
@@ -200,9 +222,7 @@ def calls(text: ClassText, asked: Asked, what: str, hint: str) -> list[ast.Call]
             hint=hint,
         )
     for call, paths in found:
-        other = next(
-            (p for p in paths if text.wanted.get(replace(place, path=p)) != asked.change), None
-        )
+        other = next((p for p in paths if text.wanted.get(replace(place, path=p)) != change), None)
         if other is not None:
             raise errors.Unsupported(
                 f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "
@@ -244,6 +264,15 @@ def place_syncs(
             sides.setdefault((side, sync.of), []).append(sync)
     for (side, of), asked in sorted(sides.items(), key=lambda each: (each[0][0], each[0][1] or "")):
         _place_side(to, node, side, of, asked, is_layer)
+
+
+def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> None:
+    """Registers a function of the user's own behind what makes a module."""
+    causes = (sync.cause,)
+    places = to.files.making(node).changes
+    at, owner = places.site(node, causes)
+    place = BehindSite(at.start, at.index, (sync.mode, function.name))
+    places.add(owner.path, place, RegisterHook(sync.mode, function), causes)
 
 
 def _place_side(

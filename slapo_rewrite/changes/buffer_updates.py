@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
@@ -50,17 +49,14 @@ def _check_hooks(node: Node, cause: Directive) -> None:
     """Refuses hooks inside of a module; torch's own change nothing but buffers."""
     for path, module in node.live.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        own = [hook for hook in hooks if not _is_of_torch(hook)]
+        homes = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        own = [home for home in homes if not home.startswith("torch.nn.utils.")]
         if path and own:  # those of the module itself run around what is computed again
             raise errors.Unsupported(
                 f"`{node.path}.{path}` has a hook, which would run twice",
                 at=cause.at,
                 hint="checkpoint modules beside it, or do in a `forward` what the hook does",
             )
-
-
-def _is_of_torch(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.nn.utils.")
 
 
 def _check_kept(node: Node, cause: Directive) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,16 @@ class Change:
         return place
 
     def write(self, text: ClassText, here: Sequence[Asked]) -> None:
-        """Writes the changes of a group, of which this is the first.
+        """Writes the changes of a group, of which this is the first: by `write_at`, if it is alone.
 
         Raises:
             RewriteError: The source cannot be changed so.
         """
+        (asked,) = here
+        self.write_at(text, asked.place)
+
+    def write_at(self, text: ClassText, place: Any) -> None:
+        """Writes the change at its place, which is of the kind that this change is for."""
         raise NotImplementedError
 
 
@@ -48,4 +53,4 @@ class Asked:
 
     place: Place
     change: Change
-    causes: tuple[Directive, ...]
+    causes: Causes

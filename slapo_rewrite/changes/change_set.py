@@ -13,11 +13,11 @@ from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import RECORDED, Site
-from slapo_rewrite.model.join import Sources, find_site, holder_of, resolve, size_at
+from slapo_rewrite.model.join import Sources, find_site, holder_of, known_site, resolve, size_at
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -48,17 +48,17 @@ class ChangeSet:
     sites: dict[int, Site] = field(default_factory=dict)
     indices: IndexSets = field(default_factory=IndexSets)
     by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
-    causes: dict[str, dict[Place, tuple[Directive, ...]]] = field(default_factory=dict)
+    causes: dict[str, dict[Place, Causes]] = field(default_factory=dict)
     made: dict[tuple[str, AtSite], dict[str, Change]] = field(default_factory=dict)
 
-    def add(self, path: str, place: Place, change: Change, causes: tuple[Directive, ...]) -> None:
+    def add(self, path: str, place: Place, change: Change, causes: Causes) -> None:
         """Adds a change, and the causes to those that the place has."""
         self.by_path.setdefault(path, {})[place] = change
         known = self.causes.setdefault(path, {})
         same = (self.same[c.number].values() for c in causes if c.number in self.same)
         known[place] = merged_causes(known.get(place, ()), causes, *same)
 
-    def site(self, node: Node, causes: tuple[Directive, ...]) -> tuple[AtSite, Node]:
+    def site(self, node: Node, causes: Causes) -> tuple[AtSite, Node]:
         """The place that makes a module, and the module whose class holds it."""
         try:
             site = find_site(self.sources, node)
@@ -85,10 +85,9 @@ class ChangeSet:
         index = _index(site.path, relative) if site.is_repeated else ""
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
-        holder = node.parent if index.isdecimal() else None
-        while holder is not None and not _is_list(holder, site):
-            holder = holder.parent
-        if holder is not None:
+        _, *around = node.outwards()
+        lists = (n for n in around if index.isdecimal() and _is_list(n, site))
+        if (holder := next(lists, None)) is not None:
             length = len(list(holder.live.children()))
             counted = functools.partial(_counted, self.sources, site, node)
             self.indices.add_list(start, ElementList(holder.path, length, counted))
@@ -115,11 +114,8 @@ class ChangeSet:
 
     def place_of(self, node: Node) -> AtSite | None:
         """The place that makes a module, where it is known and in this file."""
-        try:
-            site = find_site(self.sources, node)
-        except errors.UnfollowableConstruction:
-            return None
-        return self.note(site, node) if site.file is self.file else None
+        site = known_site(self.sources, node)
+        return self.note(site, node) if site is not None and site.file is self.file else None
 
     def is_remade(self, node: Node) -> bool:
         """Whether the place that makes a module was given a class that a file of the output has."""
@@ -131,7 +127,7 @@ class ChangeSet:
         holder = holder_of(self.sites[at.start], node)[0]
         return self.by_path.get(holder.path, {}).get(at)
 
-    def at_site(self, node: Node, what: Change, causes: tuple[Directive, ...]) -> None:
+    def at_site(self, node: Node, what: Change, causes: Causes) -> None:
         """Changes what the place makes that makes a module."""
         if node.owner is None:
             raise errors.Unsupported(
@@ -150,7 +146,7 @@ class ChangeSet:
         for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)
 
-    def _check_callee(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+    def _check_callee(self, site: Site, node: Node, causes: Causes) -> None:
         """A layer takes the place of a call of its own class, whose arguments it knows."""
         called = self.class_called(site, node)
         if called is not None and called is not getattr(site.callee, "value", None):
@@ -173,15 +169,16 @@ class ChangeSet:
                 continue
             live = resolve(self.sources, named, site, node)
             if live is None and isinstance(named, ast.Name):
-                live = construction_calls.value_of(named.id, site.file, site.value, node.live)
+                scope = construction_calls.scope_at(site.file, site.value, node.live)
+                live = scope.get(named.id) if scope else None
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)
-            if live is node.cls or (same and _ends_with(name, node.cls.__name__)):
+            if live is node.cls or (same and name.rpartition(".")[2] == node.cls.__name__):
                 return named
         return None
 
-    def _check_class(self, site: Site, node: Node, causes: tuple[Directive, ...]) -> None:
+    def _check_class(self, site: Site, node: Node, causes: Causes) -> None:
         """A subclass takes the place of the class itself."""
         if site.callee is None or site.variable or self.class_called(site, node) is not None:
             return  # what a variable holds is looked at where it gets it
@@ -193,7 +190,7 @@ class ChangeSet:
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
-    def _check_arguments(self, site: Site, layer: Layer, causes: tuple[Directive, ...]) -> None:
+    def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:
         """Refuses constructor arguments that the sharded layer has no equal for."""
         if not layer.arguments or not isinstance(site.call, ast.Call):
             return
@@ -207,21 +204,12 @@ class ChangeSet:
                 )
 
 
-def _ends_with(dotted: str, name: str) -> bool:
-    return dotted.rpartition(".")[2] == name
-
-
 def held(sources: Sources, tree: Tree) -> Held:
     """The modules of which it is known what makes them, each with that, by whose class holds it."""
     found: Held = {}
     for node in tree.nodes.values():
-        if node.owner is None:
-            continue
-        try:
-            site = find_site(sources, node)
-        except errors.UnfollowableConstruction:
-            continue
-        found.setdefault(holder_of(site, node)[0].path, []).append((node, site))
+        if (site := known_site(sources, node)) is not None:
+            found.setdefault(holder_of(site, node)[0].path, []).append((node, site))
     return found
 
 

@@ -16,8 +16,9 @@ from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.places import AtNode, Place
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.edit import Edit
-from slapo_rewrite.code.lines import Causes, Line, Lines
-from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.code.lines import Line, Lines
+from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.directive import Causes
 
 
 class ClassText:
@@ -97,18 +98,18 @@ class ClassText:
     def replace(
         self,
         node: ast.expr | ast.stmt,
-        statement: ast.stmt,
         make: Callable[[Any], cst.CSTNode],
         why: str,
         *,
         outer: bool = False,
     ) -> None:
-        """Puts something in the place of a node of a statement; see `code.edit.Edit`."""
+        """Puts something in the place of a node of a method; see `code.edit.Edit`."""
+        statement = self.file.statement_of(node)
         self.at(statement).inside.append((Edit(node, make, outer), self.causes, why))
 
-    def put(self, node: ast.expr, statement: ast.stmt, text: str, why: str) -> None:
+    def put(self, node: ast.expr, text: str, why: str) -> None:
         """Puts an expression, given by its text, in the place of another."""
-        self.replace(node, statement, lambda _: parsed(text), why)
+        self.replace(node, lambda _: parsed(text), why)
 
     def insert_before(self, statement: ast.stmt, text: str, why: str) -> None:
         """Puts a statement before another."""
@@ -118,7 +119,7 @@ class ClassText:
         """Puts a statement behind another."""
         self.at(statement).after.append(Line(text, self.causes, why, once))
 
-    def place(self, statement: ast.stmt, placed: Splice, why: str) -> None:
+    def place(self, statement: ast.stmt, placed: TextEdit, why: str) -> None:
         """Puts text in the place of statements from this one on, or beside it."""
         self.at(statement).around.append(placed.caused_by(self.causes, why))
 

@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+import builtins
+import functools
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
-from slapo_rewrite.changes.change import Asked
+from slapo_rewrite import errors
+from slapo_rewrite.changes.around_forward import Recompute
+from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
+from slapo_rewrite.changes.change import Asked, Change
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.collective import through
 from slapo_rewrite.changes.definition import Definition
 from slapo_rewrite.changes.elements import IndexSets
-from slapo_rewrite.changes.imports import Imports
+from slapo_rewrite.changes.imports import CHECKPOINT, Imports
 from slapo_rewrite.changes.places import AtForward, Place
-from slapo_rewrite.changes.subclasses import Subclass, SubclassWriter
-from slapo_rewrite.code.lines import Lines, written
+from slapo_rewrite.changes.recomputation import without_caches
+from slapo_rewrite.code.arguments import Signature, all_arguments, parameters, passed_on
+from slapo_rewrite.code.build import code, reindented
+from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.layout import fitted
+from slapo_rewrite.code.lines import Lines, changed, written
+from slapo_rewrite.code.runs import definition_text, header_text
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.code.text import within
-from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.code.text import accessor, docstring, with_article, within
+from slapo_rewrite.directive import Causes, merged_causes
+
+_NO_CACHE = "Computing the layer a second time would fill the cache a second time."
+_ANY_FORWARD = "    def forward(self, *args, **kwargs):"
+
+
+@dataclass(frozen=True)
+class Subclass:
+    """A subclass in which some statements are others.
+
+    Attributes:
+        base: The class it is derived from, as it is after its own edits.
+        name: Its name.
+        doc: The docstring's one line.
+        relatives: Where a module is that a site outside of loops makes, by the site.
+        optional: The sites that not all of its instances go through.
+    """
+
+    base: str
+    name: str
+    doc: str
+    relatives: Mapping[int, str] = field(default_factory=dict)
+    optional: Collection[int] = ()
 
 
 class ClassWriter:
@@ -25,16 +58,13 @@ class ClassWriter:
 
     Args:
         classes: The classes of the file.
-        imports: Takes the names that the edits refer to.
-
-    Attributes:
-        subclasses: Writes the text of subclasses.
+        imports: Takes the names that the text refers to.
     """
 
     def __init__(self, classes: ClassHierarchy, imports: Imports) -> None:
         self.classes, self.imports = classes, imports
         self.file = classes.file
-        self.subclasses = SubclassWriter(classes, imports)
+        self.line_length = self.file.line_length
 
     def in_place(self, class_name: str, definition: Definition, indices: IndexSets) -> list[Edit]:
         """The edits that make the class what `definition` says."""
@@ -59,12 +89,12 @@ class ClassWriter:
             inner = self._lines(class_name, whole.only(extra), indices)
         lines = self._lines(class_name, whole, indices)
         # A loop that counts elements for some changes alone need not where all are made.
-        changed = {s: _in_subclass(lines[s], inner[s]) for s in inner if s in lines}
+        own = {s: _in_subclass(lines[s], inner[s]) for s in inner if s in lines}
         for method in self.classes.methods(class_name):
             # A constructor goes on from its base's; any other method is written anew as a whole.
             if method.name != "__init__" and any(within(method, s) for s in inner):
-                changed |= {s: change for s, change in lines.items() if within(method, s)}
-        return self.subclasses.subclass(new, changed) + (around or "")
+                own |= {s: change for s, change in lines.items() if within(method, s)}
+        return self.text_of(new, own) + (around or "")
 
     def _around_forward(
         self,
@@ -79,7 +109,7 @@ class ClassWriter:
         if not wraps or forward is None or any(within(forward, s) for s in inner):
             return None
         causes = merged_causes(*(definition.causes.get(k, ()) for k in borders))
-        return self.subclasses.around_forward(forward, wraps, causes)
+        return self._between(forward, wraps, causes)
 
     def _lines(
         self, class_name: str, definition: Definition, indices: IndexSets
@@ -96,6 +126,281 @@ class ClassWriter:
             causes = here[0].causes if alone else merged_causes(*(each.causes for each in here))
             here[0].change.write(text.asked_by(causes), here)
         return text.lines
+
+    def text_of(self, new: Subclass, lines: Mapping[ast.stmt, Lines]) -> str:
+        """A subclass, given what changes, by statement."""
+        class_name = new.base
+        constructor = self.classes.method(class_name, "__init__")
+        body = ["\n".join(docstring(new.doc, 4, self.line_length)) + "\n"]
+        in_init = {s: c for s, c in lines.items() if constructor and within(constructor, s)}
+        elsewhere = {s: c for s, c in lines.items() if s not in in_init}
+        if in_init and constructor:
+            body.append(self._constructor(new, constructor, in_init))
+        for method in self.classes.methods(class_name):
+            inside = {s: c for s, c in elsewhere.items() if within(method, s)}
+            if not inside:
+                continue
+            if method is not self.classes.method(class_name, method.name):
+                raise errors.UnfollowableConstruction(
+                    f"some instances of `{class_name}` differ in a method that it calls by "
+                    "`super()`",
+                    at=self.file.at(next(iter(inside))),
+                    hint="schedule all instances alike",
+                )
+            body.append(self._override(class_name, method, inside))
+        return f"class {new.name}({class_name}):\n" + "\n".join(body)
+
+    def _constructor(
+        self, new: Subclass, constructor: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
+    ) -> str:
+        header = header_text(self.file, constructor)
+        passed = ", ".join(passed_on(constructor))
+        call = fitted(f"super().__init__({passed})", 8, self.line_length)
+        text = [header, " " * 8 + call]
+        made = [s for s, change in lines.items() if change.inside or change.again]
+        text += [
+            " " * 8 + reindented(self.file.segment(local), local.col_offset, 8)
+            for local in self._locals(constructor, made)
+            if local not in lines
+        ]
+        body: list[str] = []
+        anew = changed(self.file, lines)
+        for statement in sorted(lines, key=lambda s: s.lineno):
+            self._check_repeatable(new.base, constructor, statement)
+            change = lines[statement]
+            may_be_left = not self._starts(statement).isdisjoint(new.optional)
+            guards = self._guards(constructor, statement) if may_be_left else []
+            if self._starts(statement) and (change.inside or change.again):
+                same_weights = self.imports.helper("remaking", "same_weights", change.causes())
+                guards.insert(0, f"with {same_weights}(self):")
+            depth = 8 + 4 * len(guards)
+            indent = " " * depth
+            block = [" " * (8 + 4 * n) + guard for n, guard in enumerate(guards)]
+            if change.inside or change.again:
+                again = anew[statement][2] if statement in anew else self.file.segment(statement)
+                again = self._reassigned(statement, again, new.relatives)
+                block.append(indent + fitted(again, depth, self.line_length))
+            shares = [line for line in change.after if line.once]
+            block += [
+                indent + fitted(line.text, depth, self.line_length)
+                for line in (*change.before, *change.after)
+                if line not in shares
+            ]
+            if guards and body and body[-1].startswith(f"{block[0]}\n"):
+                body[-1] += "\n" + "\n".join(block[1:])
+            else:
+                body += ["\n".join(block)] if guards else block
+            body += [" " * 8 + fitted(line.text, 8, self.line_length) for line in shares]
+        return "\n".join([*text, *dict.fromkeys(body)]) + "\n"
+
+    def _starts(self, statement: ast.stmt) -> set[int]:
+        """The construction sites in a statement."""
+        return {start for start, site in self.classes.sites.items() if site.statement is statement}
+
+    def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
+        """The conditions under which the constructor comes to a statement, outermost first."""
+        tests = [
+            (self.file.segment(t), taken) for t, taken in self._conditions(constructor, statement)
+        ]
+        return [f"if {test}:" if taken else f"if not ({test}):" for test, taken in tests]
+
+    def _conditions(
+        self, constructor: ast.FunctionDef, statement: ast.stmt
+    ) -> list[tuple[ast.expr, bool]]:
+        """The tests around a statement, outermost first, and how they have to come out."""
+        around = reversed([*self.file.around(statement, constructor)])
+        return [(o.test, inner in o.body) for inner, o in around if isinstance(o, ast.If)]
+
+    def _reassigned(self, statement: ast.stmt, text: str, relatives: Mapping[int, str]) -> str:
+        """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
+            return text
+        start = min(self._starts(statement), default=None)
+        if value.func.attr == "append" and start is not None:
+            parsed = ast.parse(text).body[0]
+            assert isinstance(parsed, ast.Expr) and isinstance(parsed.value, ast.Call)
+            made = ast.get_source_segment(text, parsed.value.args[0])
+            return f"{accessor(relatives[start])} = {made}"
+        return text
+
+    def _check_repeatable(
+        self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt
+    ) -> None:
+        """A statement can stand in a subclass's constructor unless a loop is around it."""
+        for _, node in self.file.around(statement, constructor):
+            if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)):
+                raise errors.UnfollowableConstruction(
+                    f"some instances of `{class_name}` differ in what is made here, inside a "
+                    f"`{type(node).__name__.lower()}`",
+                    at=self.file.at(statement),
+                    hint="schedule all instances alike, or make these modules outside of it",
+                )
+
+    def _locals(
+        self, constructor: ast.FunctionDef, statements: Iterable[ast.stmt]
+    ) -> list[ast.stmt]:
+        """What binds the variables that some statements use, arguments bound anew among them.
+
+        Raises:
+            UnfollowableConstruction: A variable is bound once more after its use, or by what does
+                more than that.
+        """
+        known = {*parameters(constructor), *self.file.names, *dir(builtins)}
+        needed: list[ast.stmt] = []
+        left = list(statements)
+        while left:
+            statement = left.pop()
+            tests = [test for test, _ in self._conditions(constructor, statement)]
+            for name in sorted(read_in(statement, *tests)):
+                bound = [s for s in constructor.body if name in _bound_beside(s, statement)]
+                late = [s for s in bound if s.lineno > statement.lineno]
+                if statement in needed:  # they come in order, those after it do not matter to it
+                    bound, late = [s for s in bound if s not in late], []
+                found = bound or name in known or name in bound_in(statement)
+                if late or not found or not all(map(_only_binds, bound)):
+                    raise errors.UnfollowableConstruction(
+                        f"what is made here depends on the local variable `{name}`",
+                        at=self.file.at(statement),
+                        hint=f"keep `{name}` in an attribute of the module",
+                    )
+                new = [s for s in bound if s not in needed]
+                needed += new
+                left += new
+        return sorted(needed, key=lambda s: s.lineno)
+
+    def _override(
+        self, class_name: str, method: ast.FunctionDef, lines: Mapping[ast.stmt, Lines]
+    ) -> str:
+        if "super()" in self.file.segment(method):
+            raise errors.UnfollowableConstruction(
+                f"some instances of `{class_name}` need another `{method.name}`, and this one "
+                "calls `super()`",
+                at=self.file.at(method),
+                hint="schedule all instances alike",
+            )
+        edits = written(self.file, lines)
+        return definition_text(self.file, method, edits) + "\n"
+
+    def forking(self, new_name: str, shown: str, mixed: str, causes: Causes) -> str:
+        """A subclass whose random numbers differ between tensor-parallel ranks."""
+        fork_rng = self.imports.helper("rng", "fork_rng", causes)
+        doc = f"`{shown}` with random numbers that differ between tensor-parallel ranks."
+        text = [
+            f"    @{fork_rng}()",
+            _ANY_FORWARD,
+            "        return super().forward(*args, **kwargs)",
+        ]
+        return self._wrapper(new_name, f"{mixed}{shown}", doc, text)
+
+    def _wrapper(self, name: str, bases: str, doc: str, lines: Iterable[str]) -> str:
+        """A class of these lines and a docstring."""
+        head = [f"class {name}({bases}):", *docstring(doc, 4, self.line_length), ""]
+        return "\n".join([*head, *lines]) + "\n"
+
+    def _between(
+        self, forward: ast.FunctionDef, wraps: Sequence[Change], causes: Causes
+    ) -> str | None:
+        """A `forward` that calls the class's own between collectives.
+
+        None where the class's own has to be repeated: it returns more than a tensor.
+        """
+        names = Signature.of(forward, bound=True).positional
+        inputs = [wrap for wrap in wraps if isinstance(wrap, SyncInput)]
+        if any((wrap.of or names[0]) not in names for wrap in inputs if names):
+            return None
+        # Everything up to the last argument that goes through a collective is named.
+        last = max((names.index(wrap.of) if wrap.of else 0 for wrap in inputs), default=-1)
+        values = dict(zip(names, names[: last + 1], strict=False))
+        helper = functools.partial(self.imports.helper, causes=causes)
+        lines: list[str] = []
+        outputs: list[SyncOutput] = []
+        for wrap in wraps:
+            if isinstance(wrap, SyncInput) and names:
+                name = wrap.of or names[0]
+                value = code(through(wrap.collectives, name, helper))
+                if wrap.of is None:
+                    values[name] = value
+                else:
+                    lines.append(wrap.where_given(forward, f"{name} = {value}"))
+            elif isinstance(wrap, SyncOutput) and not wrap.nested:
+                outputs.append(wrap)
+            else:
+                return None
+        more = ["*args, **kwargs"] if len(parameters(forward)) > last + 2 else []
+        own = [self._parameter(forward, name, last > 0) for name in values]
+        header = ", ".join(["self", *own, *more])
+        result = f"super().forward({', '.join([*values.values(), *more])})"
+        for wrap in outputs:
+            result = code(through(wrap.collectives, result, helper))
+        text = "\n".join([*lines, f"return {result}"])
+        returned = f" -> {self.file.segment(forward.returns)}" if forward.returns else ""
+        return (
+            f"\n    def forward({header}){returned}:\n        {fitted(text, 8, self.line_length)}\n"
+        )
+
+    def _parameter(self, forward: ast.FunctionDef, name: str, optional: bool) -> str:
+        """A parameter as it is written, with its default where it may be left out."""
+        parameter = next(each for each in all_arguments(forward) if each.arg == name)
+        text, default = self.file.segment(parameter), Signature.of(forward).defaults.get(name)
+        return text if default is None or not optional else f"{text}={self.file.segment(default)}"
+
+    def recomputing(
+        self,
+        class_name: str,
+        new_name: str,
+        shown: str,
+        mixed: str,
+        what: Recompute,
+        causes: Causes,
+    ) -> str:
+        """A subclass whose activations are computed again in the backward pass."""
+        own = class_name in self.file.classes
+        forward = self.classes.method(class_name, "forward") if own else None
+        call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
+        of_it = with_article(shown)
+        doc = f"{of_it} that recomputes its activations in the backward pass."
+        options = [f"{k}={v}" for k, v in what.options(self.imports, causes)]
+        if what.kept is not None:
+            doc = f"{of_it} that recomputes most of its activations in the backward pass."
+        text, passed = [_ANY_FORWARD], ["*args", "**kwargs"]
+        lines = without_caches(forward, parameters(forward), what.caches) if forward else []
+        if forward is not None and lines:
+            # A decorator may look for arguments by their names, and add those that it misses.
+            passed = list(passed_on(forward, by_name=bool(forward.decorator_list)))
+            text = [
+                header_text(self.file, forward),
+                "        if self.training:",
+                f"            # {_NO_CACHE}",
+                *(f"            {line}" for line in lines),
+            ]
+        stars = [p for p in passed if p.startswith("**")]
+        plain = [p for p in passed if not p.startswith("**")]
+        arguments = ", ".join(["super().forward", *plain, *options, *stars])
+        text.append("        " + fitted(f"return {call}({arguments})", 8, self.line_length))
+        return self._wrapper(new_name, f"{mixed}{shown}", doc, text)
+
+
+def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:
+    """The names that a statement binds, but for what another one binds that may be part of it."""
+    if not within(outer, statement):
+        return bound_in(outer)
+    own = {*ast.walk(statement)}
+    return bound_in(*(n for n in ast.walk(outer) if isinstance(n, ast.Name) and n not in own))
+
+
+def _only_binds(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but bind names, which may be done again."""
+    if isinstance(statement, ast.If):
+        return all(map(_only_binds, (*statement.body, *statement.orelse)))
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        targets = [statement.target]
+    else:
+        return False
+    parts = (p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t]))
+    return all(isinstance(part, ast.Name) for part in parts)
 
 
 def _in_subclass(whole: Lines, extra: Lines) -> Lines:

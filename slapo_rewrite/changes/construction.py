@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +28,7 @@ from slapo_rewrite.code.build import (
     with_keywords,
 )
 from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.liveness import every_block
+from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
@@ -62,7 +62,7 @@ class Construction(Change):
 
     def becomes(self, site: Site) -> str:
         """What happens there, in a few words."""
-        raise NotImplementedError
+        return f"`{site.path}` becomes a {self.class_name}"
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """Whether a variable holds the class that is called, and was given another one."""
@@ -80,11 +80,7 @@ class Construction(Change):
         if len(set(changes.values())) == 1 and present <= changes.keys():
             if self.held_by_variable(site, text):
                 return
-
-            def make(node: cst.BaseExpression) -> cst.BaseExpression:
-                return self.made(node, site, text)
-
-            text.replace(site.value, site.statement, make, self.becomes(site))
+            text.replace(site.value, lambda n: self.made(n, site, text), self.becomes(site))
             return
 
         by_change: dict[Construction | None, set[int]] = {}
@@ -101,11 +97,11 @@ class Construction(Change):
         def test(numbers: set[int]) -> str:
             return membership(variable, numbers, total, regions, site.count)
 
-        def choose(node: cst.BaseExpression) -> cst.BaseExpression:
-            return _choice(node, by_change, site, test, text, first_apart)
-
-        why = f"choose by {'share' if regions else 'index'} for `{site.path}`"
-        text.replace(site.value, site.statement, choose, why)
+        text.replace(
+            site.value,
+            lambda node: _choice(node, by_change, site, test, text, first_apart),
+            f"choose by {'share' if regions else 'index'} for `{site.path}`",
+        )
         variable = _counter(site, text, level)
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
@@ -202,10 +198,7 @@ class ReplaceModule(Construction):
         call = self._call(original, site, text)
         if not self.weights:
             return call
-
-        def reference(name: str) -> str:
-            return text.helper("weights", name)
-
+        reference = functools.partial(text.helper, "weights")
         weights = ", ".join(f'"{n}": {written(w, reference)}' for n, w in self.weights)
         return expression(
             f"{reference('map_weights')}(lambda: {{made}}, original=lambda: {{original}}, "
@@ -261,10 +254,6 @@ class UseSubclass(Construction):
         """The subclass's."""
         return self.name
 
-    def becomes(self, site: Site) -> str:
-        """The subclass."""
-        return f"`{site.path}` becomes a {self.name}"
-
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """A call of the subclass, or of a method of it."""
         if self.lookup is not None:
@@ -307,7 +296,7 @@ class UseSubclass(Construction):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id == self.original:
                     name = self.reference(text.imports, text.causes)
-                    text.put(node, statement, name, self.becomes(site))
+                    text.put(node, name, self.becomes(site))
                     text.at(site.statement).again = True
                     return True
         return False
@@ -328,7 +317,7 @@ def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str,
 def _made_just_above(site: Site, making: Collection[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements right above a site that make other modules, and set nothing that it reads."""
     read = {node.attr for node in ast.walk(site.value) if isinstance(node, ast.Attribute)}
-    body = next((b for b in every_block(site.function) if site.statement in b), [site.statement])
+    body = site.file.block_of(site.statement)
     for statement in reversed(body[: body.index(site.statement)]):
         match statement:
             case ast.Assign(targets=[ast.Attribute(ast.Name("self"), name)]) if (
@@ -444,10 +433,9 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
         raise refusal
     used = names_in(site.function)
     name = next(n for n in ("i", "index", "layer_index", "element_index") if n not in used)
-    holder = node if isinstance(node, ast.For) else site.statement
     why = "count the elements"
     if loop.index == "_" and isinstance(node.target, ast.Name):
-        text.replace(node.target, holder, lambda _: cst.Name(name), why)
+        text.replace(node.target, lambda _: cst.Name(name), why)
         return name
     if loop.first != 0 or loop.every != 1 or isinstance(node, ast.For):
         raise refusal
@@ -455,11 +443,8 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     def counted(target: cst.BaseExpression) -> cst.BaseExpression:
         return expression(f"{name}, {{target}}", target=target).with_changes(lpar=[], rpar=[])
 
-    def enumerated(iterable: cst.BaseExpression) -> cst.BaseExpression:
-        return expression("enumerate({iterable})", iterable=iterable)
-
-    text.replace(node.target, holder, counted, why)
-    text.replace(node.iter, holder, enumerated, why)
+    text.replace(node.target, counted, why)
+    text.replace(node.iter, lambda made: expression("enumerate({made})", made=made), why)
     return name
 
 
@@ -471,10 +456,7 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
 
 
 def _deciding(
-    site: Site,
-    present: Collection[str],
-    changes: Mapping[str, Construction],
-    text: ClassText,
+    site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> int:
     """Which of the loops around a site tells what its elements become, counted from the inside.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.tree import Node
 
 
@@ -24,20 +24,18 @@ class Definition:
     """
 
     changes: dict[Place, Change] = field(default_factory=dict)
-    causes: dict[Place, tuple[Directive, ...]] = field(default_factory=dict)
+    causes: dict[Place, Causes] = field(default_factory=dict)
     present: set[Place] = field(default_factory=set)
     nodes: list[Node] = field(default_factory=list)
 
     def agrees_with(self, other: Definition) -> bool:
         """Whether one text serves both: where both have a place, they want the same."""
-        for place in self.changes.keys() | other.changes.keys():
-            mine, theirs = self.changes.get(place), other.changes.get(place)
-            if mine == theirs:
-                continue
-            if (mine is None and not self.has(place)) or (theirs is None and not other.has(place)):
-                continue
-            return False
-        return True
+        return all(
+            self.changes.get(place) == other.changes.get(place)
+            or not (place in self.changes or self.has(place))
+            or not (place in other.changes or other.has(place))
+            for place in self.changes.keys() | other.changes.keys()
+        )
 
     def has(self, place: Place) -> bool:
         """Whether these instances have the place at all; other than constructions everyone has."""
@@ -76,10 +74,9 @@ def merged(definitions: Iterable[Definition]) -> list[Definition]:
 
 def shared_changes(definitions: list[Definition]) -> set[Place]:
     """The places where every definition that has them wants the same."""
-    places = {place for d in definitions for place in d.changes}
-    shared = set()
-    for place in places:
-        wanted = {d.changes.get(place) for d in definitions if d.has(place)}
-        if len(wanted) == 1:
-            shared.add(place)
-    return shared
+    return {
+        place
+        for each in definitions
+        for place in each.changes
+        if len({d.changes.get(place) for d in definitions if d.has(place)}) == 1
+    }

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import listed
-from slapo_rewrite.directive import Share
+from slapo_rewrite.directive import Causes, Share
 from slapo_rewrite.model.construction_sites import Site
 
 

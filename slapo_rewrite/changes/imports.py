@@ -13,7 +13,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import below
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 
 CHECKPOINT = "torch.utils.checkpoint"
@@ -73,9 +73,9 @@ class Imports:
         self._along: set[str] = set()
         self._causes: dict[str, list[Directive]] = {}
         self._locals: set[str] | None = None
-        self._defined: dict[str, tuple[str, tuple[Directive, ...]]] = {}
+        self._defined: dict[str, tuple[str, Causes]] = {}
 
-    def helper(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
+    def helper(self, module: str, name: str, causes: Causes) -> str:
         """The reference to a name of a helper module that lies beside the model file."""
         if self._taken(name):
             return self.within(module, name, causes)
@@ -83,7 +83,7 @@ class Imports:
         self._causes.setdefault(f".{module}", []).extend(causes)
         return name
 
-    def within(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
+    def within(self, module: str, name: str, causes: Causes) -> str:
         """The reference to a name of a helper module through that module."""
         if self._taken(module):
             raise errors.NameTaken(
@@ -96,11 +96,11 @@ class Imports:
         self._causes.setdefault(f".{module}", []).extend(causes)
         return f"{module}.{name}"
 
-    def keywords(self, layer: Layer, causes: tuple[Directive, ...]) -> list[tuple[str, str]]:
+    def keywords(self, layer: Layer, causes: Causes) -> list[tuple[str, str]]:
         """The keyword arguments of a layer as they are written."""
         return [(name, self.value(value, causes)) for name, value in layer.keywords]
 
-    def value(self, value: object, causes: tuple[Directive, ...]) -> str:
+    def value(self, value: object, causes: Causes) -> str:
         """How an argument is written.
 
         A literal or an expression, or what a runtime module defines: a function, or an object of a
@@ -119,11 +119,10 @@ class Imports:
         ]
         return f"{name}({', '.join(given)})"
 
-    def outside(self, module: str, name: str, causes: tuple[Directive, ...]) -> str:
+    def outside(self, module: str, name: str, causes: Causes) -> str:
         """The reference to a name of an installed package, by another name where it is taken."""
-        for known, meaning in self.file.imports.items():
-            if meaning == f"{module}.{name}":
-                return known
+        if (known := self._known(f"{module}.{name}")) is not None:
+            return known
         used = f"{module.partition('.')[0]}_{name}" if self._taken(name) else name
         if self._taken(used):
             raise errors.NameTaken(
@@ -136,19 +135,18 @@ class Imports:
         self._causes.setdefault(module, []).extend(causes)
         return used
 
-    def functional(self, name: str, causes: tuple[Directive, ...]) -> str:
+    def functional(self, name: str, causes: Causes) -> str:
         """The reference to a function of `torch.nn.functional`."""
         for known, attribute in (
             ("torch.nn.functional", ""),
             ("torch.nn", "functional."),
             ("torch", "nn.functional."),
         ):
-            for alias, meaning in self.file.imports.items():
-                if meaning == known:
-                    return f"{alias}.{attribute}{name}"
+            if (alias := self._known(known)) is not None:
+                return f"{alias}.{attribute}{name}"
         return self.outside("torch.nn.functional", name, causes)
 
-    def function(self, function: Function, causes: tuple[Directive, ...]) -> str:
+    def function(self, function: Function, causes: Causes) -> str:
         """The reference to a class or function that the schedule names."""
         if function.module is None:
             return self.helper("modules", function.name, causes)
@@ -156,12 +154,15 @@ class Imports:
             return function.name
         # torch's own modules are known by the package that shows them.
         module = "torch.nn" if function.module.startswith("torch.nn.modules.") else function.module
-        for name, meaning in self.file.imports.items():
-            if meaning == module:
-                return f"{name}.{function.name}"
+        if (known := self._known(module)) is not None:
+            return f"{known}.{function.name}"
         return self.outside(module, function.name, causes)
 
-    def refer(self, reference: Reference, causes: tuple[Directive, ...]) -> None:
+    def _known(self, meaning: str) -> str | None:
+        """What the file calls something that it imports; None where it does not import it."""
+        return next((name for name, m in self.file.imports.items() if m == meaning), None)
+
+    def refer(self, reference: Reference, causes: Causes) -> None:
         """Imports what the file's text uses already."""
         if not reference.module.startswith("."):
             self.packages.setdefault(reference.module, set()).add(reference.name)
@@ -173,14 +174,12 @@ class Imports:
         if "." in reference.written:
             self._modules.add(module)
 
-    def operators(self, causes: tuple[Directive, ...]) -> str:
+    def operators(self, causes: Causes) -> str:
         """The reference to `torch.ops`."""
-        for name, meaning in self.file.imports.items():
-            if meaning == "torch":
-                return f"{name}.ops"
-        return self.outside("torch", "ops", causes)
+        known = self._known("torch")
+        return self.outside("torch", "ops", causes) if known is None else f"{known}.ops"
 
-    def define(self, name: str, body: str, causes: tuple[Directive, ...]) -> str:
+    def define(self, name: str, body: str, causes: Causes) -> str:
         """A function of the model file without arguments, behind its imports.
 
         Args:
@@ -223,7 +222,7 @@ class Imports:
         self._along.add(name)
         return sorted(n for n in self.helpers[name] if "." not in n)
 
-    def causes(self) -> dict[str, tuple[Directive, ...]]:
+    def causes(self) -> dict[str, Causes]:
         """The directives that need each helper module."""
         return {
             m.lstrip("."): merged_causes(c) for m, c in self._causes.items() if m.startswith(".")

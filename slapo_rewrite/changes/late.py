@@ -46,16 +46,12 @@ class Late:
         text = self.file.segment(value)
         if "\n" not in text and all(self._is_there(n) for n in names_read(value)):
             return text
-        written = self._rewritten(value)
+        written = self.expression(value)
         return ast.unparse(written) if written is not None else None
-
-    def expression(self, value: ast.expr) -> ast.expr | None:
-        """An expression in names that are there at the statement; None where there is none."""
-        return self._rewritten(value)
 
     def meaning(self, value: ast.expr) -> ast.expr:
         """An expression with what its names are bound to written out, as far as that is known."""
-        return self._rewritten(value, wholly=True) or value
+        return self.expression(value, wholly=True) or value
 
     def definition(self, name: ast.expr) -> ast.expr | None:
         """What a name, or an attribute of `self`, is bound to, once and in any case."""
@@ -94,10 +90,13 @@ class Late:
         own = (ast.Lambda, ast.NamedExpr, ast.comprehension, ast.Await, ast.Yield)
         return None if not pure or any(isinstance(n, own) for n in ast.walk(value)) else value
 
-    def _rewritten(
+    def expression(
         self, value: ast.expr, depth: int = 0, *, wholly: bool = False
     ) -> ast.expr | None:
-        """The expression with what is not there yet written out, or all that can be."""
+        """An expression in names that are there at the statement; None where there is none.
+
+        With what is not there yet written out, or all that can be.
+        """
         if depth > 4:
             return None
         late = self
@@ -118,7 +117,7 @@ class Late:
                 if is_there and not wholly:
                     return node
                 value = late._assigned(name) if name in late.bound else None
-                new = late._rewritten(value, depth + 1, wholly=wholly) if value else None
+                new = late.expression(value, depth + 1, wholly=wholly) if value else None
                 failed |= new is None and not is_there
                 return new or node
 

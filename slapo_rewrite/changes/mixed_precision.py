@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.bases import DeriveFrom
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.construction import UseParallelLayer
 from slapo_rewrite.changes.placement import Placement, Requested, at_node
 from slapo_rewrite.changes.places import AtBase, AtNode
 from slapo_rewrite.code.arguments import given_by
 from slapo_rewrite.code.build import call, expression
-from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.layers import Layer, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.precision.casts import HALF, Operand, Precisions
@@ -93,18 +92,15 @@ class CastOperand(Change):
     says = "that computes products in half precision"
     is_parallel = False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Calls the method on what stands there.
 
         Raises:
             Unsupported: It cannot be told which expression is meant.
         """
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        for _, node in text.nodes_at(asked.place):
-            statement = text.file.statement_of(node)
+        for _, node in text.nodes_at(place):
             if isinstance(node, ast.Subscript):
-                value = _assigned(node, statement)
+                value = _assigned(node, text.file.statement_of(node))
             else:
                 value = _operand(node, self.operand)
             if value is None:
@@ -116,11 +112,11 @@ class CastOperand(Change):
                 return call(text.helper(MODULE, self.function), made)
 
             why = f"computed in {'float32' if self.method == 'float' else 'half precision'}"
-            text.replace(value, statement, make, why)
+            text.replace(value, make, why)
             return
         raise errors.Unsupported(
             "what is to be cast here cannot be told apart from what is beside it",
-            at=text.span_of(asked.place),
+            at=text.span_of(place),
             cause=text.causes,
             hint="write it as a call with its arguments one by one, or as `a @ b`",
         )

@@ -25,8 +25,8 @@ from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.directive import Directive
-from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.directive import Causes, Directive
+from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
 
@@ -54,10 +54,6 @@ class OutputFile:
 
 class OutputFiles:
     """One for each file that defines classes of the model and may be rewritten.
-
-    Args:
-        tree: The module tree.
-        sources: The source files.
 
     Attributes:
         main: The model file's.
@@ -90,9 +86,9 @@ class OutputFiles:
                 found.setdefault(path, set()).update(names)
         return {path: found.get(stands, set()) for path, stands in self._stand_ins(tree).items()}
 
-    def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, tuple[Directive, ...]]]:
+    def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, Causes]]:
         """The modules that are to be of another class, each with what makes it and who asked."""
-        meant: dict[str, tuple[Construction, tuple[Directive, ...]]] = {}
+        meant: dict[str, tuple[Construction, Causes]] = {}
         for file in self._files.values():
             for (owner, place), changes in file.changes.made.items():
                 causes = file.changes.causes[owner][place]
@@ -105,27 +101,9 @@ class OutputFiles:
 
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
         """By the path of each module, that of the one whose changes are its own."""
-        stand_in = self._stand_in()
+        own = stand_in(self._siblings)
         first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
-        return {path: stand_in(first[id(node.live)]) for path, node in tree.nodes.items()}
-
-    def _stand_in(self) -> Callable[[str], str]:
-        """Tells the path of the module that stands for one in an element of a list, or its own."""
-        elements = {
-            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
-            for path, names in self._siblings.items()
-            for name in names
-        }
-
-        @functools.cache  # what is above, once for all that is below
-        def stand_in(path: str) -> str:
-            if not path:
-                return path
-            above, _, name = path.rpartition(".")
-            own = f"{stand_in(above)}.{name}".lstrip(".")
-            return elements.get(own, own)
-
-        return stand_in
+        return {path: own(first[id(node.live)]) for path, node in tree.nodes.items()}
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
         """The files in which a module is made up and computes."""
@@ -230,10 +208,7 @@ class OutputFiles:
 
     def making(self, node: Node) -> OutputFile:
         """The file that makes a module; the model file's where that is not known."""
-        try:
-            site = find_site(self.sources, node) if node.owner is not None else None
-        except errors.UnfollowableConstruction:
-            site = None
+        site = known_site(self.sources, node)
         return self.of_file(site.file) if site else self.main
 
     def of_file(self, file: SourceFile) -> OutputFile:
@@ -270,15 +245,38 @@ class OutputFiles:
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
-        stand_in = self._stand_in()
+        own = stand_in(self._siblings)
         pairs = {}  # states are shared, so that these are few
         for path, state in states.items():
-            of_its_kind = states.get(stand_in(path), state)
+            of_its_kind = states.get(own(path), state)
             pairs[id(of_its_kind), id(state)] = of_its_kind, state
         for of_its_kind, state in pairs.values():
             for mine, other in zip(of_its_kind.every_cause(), state.every_cause(), strict=True):
                 if mine.number != other.number:
                     self._same.setdefault(mine.number, {})[other.number] = other
+
+
+def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
+    """Tells the path of the module that stands for one in an element of a list, or its own.
+
+    Args:
+        siblings: For the first of several elements that are alike: the names of all of them.
+    """
+    elements = {
+        f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+        for path, names in siblings.items()
+        for name in names
+    }
+
+    @functools.cache  # what is above, once for all that is below
+    def told(path: str) -> str:
+        if not path:
+            return path
+        above, _, name = path.rpartition(".")
+        own = f"{told(above)}.{name}".lstrip(".")
+        return elements.get(own, own)
+
+    return told
 
 
 def _identifier(stem: str) -> str:

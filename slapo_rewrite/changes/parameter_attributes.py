@@ -15,9 +15,8 @@ from slapo_rewrite.changes.places import AtParameter, AtSite, Place
 from slapo_rewrite.changes.pretrained import ORIGINAL, keep_checkpoints
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.layout import literal
-from slapo_rewrite.code.lines import Causes
 from slapo_rewrite.code.text import accessor
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.tree import Node
 

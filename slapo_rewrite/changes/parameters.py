@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import libcst as cst
-
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.output_files import is_torch
@@ -36,13 +33,18 @@ class BehindParameter(Change):
     name: str
 
     def insert(
-        self, text: ClassText, here: Sequence[Asked], function: str, arguments: str, why: str
+        self,
+        text: ClassText,
+        place: AtParameter | AtSite,
+        function: str,
+        arguments: str,
+        why: str,
     ) -> None:
         """Writes the call.
 
         Args:
             text: The class.
-            here: What is asked there.
+            place: What makes the parameter.
             function: The function, of `tensor_parallel`.
             arguments: Those that follow the module and the parameter's name.
             why: The reason, for the record.
@@ -50,11 +52,9 @@ class BehindParameter(Change):
         Raises:
             UnfollowableConstruction: A loop makes the layer.
         """
-        (asked,) = here
-        assert isinstance(asked.place, AtParameter | AtSite)
-        site = text.classes.sites[asked.place.start]
+        site = text.classes.sites[place.start]
         owner, made = "self", f"self.{self.name}"
-        if isinstance(asked.place, AtSite):
+        if isinstance(place, AtSite):
             if site.loops:
                 raise errors.UnfollowableConstruction(
                     f"`{site.path}` is made in a loop: its `{self.name}` cannot be named there",
@@ -86,14 +86,14 @@ class ShardParameter(BehindParameter):
 
     says = "whose parameters are split over the tensor-parallel group"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtParameter | AtSite) -> None:
         """Cuts it behind its construction, where that makes one."""
         packed = text.imports.value(self.parts, text.causes) if self.parts is not None else ""
         more = f", axis={self.axis}"
         more += f", parts={packed}" if packed else ""
         more += f", multiple_of={self.multiple_of}" if self.multiple_of else ""
         why = f"cut `{self.name}` to this rank's part"
-        self.insert(text, here, "shard_parameter", more, why)
+        self.insert(text, place, "shard_parameter", more, why)
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:
@@ -126,10 +126,10 @@ class AddOnce(BehindParameter):
 
     says = "whose biases are added by one rank"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtParameter | AtSite) -> None:
         """Says so behind its construction."""
         why = f"`{self.name}` is added to a rank's partial sum"
-        self.insert(text, here, "add_once", "", why)
+        self.insert(text, place, "add_once", "", why)
 
 
 def place_biases(to: Placement, node: Node) -> None:
@@ -157,27 +157,21 @@ class ReduceParameterGradient(Change):
     prefix = "Replicated"
     says = "that runs on this rank's part: its gradients are summed"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtReads) -> None:
         """Adds them up in every method that computes with it."""
-        (asked,) = here
-        assert isinstance(asked.place, AtReads)
         found = False
         why = f"`{self.name}` is used on this rank's part: its gradients are added up"
-
-        def make(node: cst.BaseExpression) -> cst.BaseExpression:
-            return Collective("all_reduce_gradient").of(node, text.helper)
-
+        reduced = Collective("all_reduce_gradient")
         for method in text.methods():
             if method.name.startswith("_init") or method.name == "__init__":
                 continue
             for node in values_read(method, self.name):
-                if asked.place.end:
-                    is_meant = asked.place.end == (node.end_lineno, node.end_col_offset)
+                if place.end:
+                    is_meant = place.end == (node.end_lineno, node.end_col_offset)
                 else:
                     is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
                 if is_meant:
-                    statement = text.file.statement_of(node)
-                    text.replace(node, statement, make, why)
+                    text.replace(node, lambda made: reduced.of(made, text.helper), why)
                     found = True
         if not found:
             raise errors.Unsupported(

@@ -15,7 +15,7 @@ from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtNode, AtParameter, BehindSite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.subgraphs import Calls, called_names, find_calls
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place as FollowedPlace
@@ -51,7 +51,7 @@ class Placement:
     files: OutputFiles
     followed: ShardingResult
 
-    def causes(self, node: Node) -> tuple[Directive, ...]:
+    def causes(self, node: Node) -> Causes:
         """Who splits a module's parameters and communicates at its border."""
         state = self.states[node.path]
         return merged_causes((s.cause for s in state.shards), (s.cause for s in state.syncs))

@@ -27,20 +27,29 @@ class Place:
 
 
 @dataclass(frozen=True)
-class AtSite(Place):
-    """Where a module is made.
+class AtConstruction(Place):
+    """Where something is made.
 
     Attributes:
         start: The first character of the expression.
-        index: Of the element that it makes there, in a loop; else ''.
     """
 
     start: int
-    index: str = ""
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """The class whose method makes it."""
         return classes.sites[self.start].class_name
+
+
+@dataclass(frozen=True)
+class AtSite(AtConstruction):
+    """Where a module is made.
+
+    Attributes:
+        index: Of the element that it makes there, in a loop; else ''.
+    """
+
+    index: str = ""
 
     @property
     def made_at(self) -> Place | None:
@@ -60,20 +69,14 @@ class BehindSite(AtSite):
 
 
 @dataclass(frozen=True)
-class AtParameter(Place):
+class AtParameter(AtConstruction):
     """Where a parameter is made, or behind it.
 
     Attributes:
-        start: The first character of the expression.
         what: What stands there.
     """
 
-    start: int
     what: tuple[str, ...] = ()
-
-    def home(self, classes: ClassHierarchy, class_name: str) -> str:
-        """The class whose method makes it."""
-        return classes.sites[self.start].class_name
 
     @property
     def made_at(self) -> Place | None:

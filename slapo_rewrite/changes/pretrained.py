@@ -12,7 +12,7 @@ from typing import Any
 from slapo_rewrite.changes.bases import MixIn
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.places import BeforeBases
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
@@ -23,9 +23,7 @@ ORIGINAL, MAPPED = "OriginalCheckpoints", "MappedCheckpoints"
 LIBRARY = "LibraryModel"
 
 
-def keep_checkpoints(
-    files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]
-) -> None:
+def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
     """Gives the models of transformers that hold a module a base class for their checkpoints.
 
     Args:
@@ -35,16 +33,13 @@ def keep_checkpoints(
         causes: The directives behind it.
     """
     _mix_in(files, node, kind, causes)
-    keep_treatment(files, node, causes)
-
-
-def keep_treatment(files: OutputFiles, node: Node, causes: tuple[Directive, ...]) -> None:
-    """Has transformers treat the models that hold a module as those of its own, if they were."""
     _mix_in(files, node, LIBRARY, causes)
 
 
 def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directive]) -> None:
-    """Likewise for every model that is treated specially, once anything of its file changes.
+    """Has transformers treat every model specially that it did, once anything of its file changes.
+
+    It converts their checkpoints, or initialises what others have to initialise themselves.
 
     Args:
         tree: The module tree.
@@ -53,13 +48,13 @@ def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directi
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))
-    for node in specially_treated(tree) if causes else ():
-        keep_treatment(files, node, causes[:1])
+    treated = [*converted_models(tree), *_specially_initialised(tree)] if causes else []
+    for node in treated:
+        _mix_in(files, node, LIBRARY, causes[:1])
 
 
-def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, ...]) -> None:
-    above: Node | None = node
-    while above is not None:
+def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
+    for above in node.outwards():
         home = files.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and files.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
@@ -71,15 +66,6 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: tuple[Directive, 
             why = f"`{base.__name__}` starts, reads and writes checkpoints as the original does"
             change = known if kind == ORIGINAL and known else MixIn("pretrained", kind, why)
             home.changes.add(above.path, place, change, causes)
-        above = above.parent
-
-
-def specially_treated(tree: Tree) -> list[Node]:
-    """The models for which transformers does more than for those of other packages.
-
-    It converts their checkpoints, or initialises what others have to initialise themselves.
-    """
-    return [*converted_models(tree), *_specially_initialised(tree)]
 
 
 def _specially_initialised(tree: Tree) -> list[Node]:
@@ -109,6 +95,10 @@ def converted_models(tree: Tree) -> list[Node]:
     ]
 
 
+def _config(node: Node) -> Any:
+    return node.live.config
+
+
 def is_pretrained(cls: type) -> bool:
     """Whether a class is a model of transformers."""
     return any(qualified(c) == "transformers.modeling_utils.PreTrainedModel" for c in cls.__mro__)
@@ -117,10 +107,6 @@ def is_pretrained(cls: type) -> bool:
 def is_of_library(cls: type) -> bool:
     """Whether transformers counts a class as one of its own, by its package."""
     return cls.__module__.startswith("transformers.")
-
-
-def _config(node: Node) -> Any:
-    return node.live.config
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.text import within
 
 # What is read of a parameter, and what is asked about it, without its numbers.
 _FACTS = {"dtype", "device", "shape", "ndim", "is_meta", "requires_grad"}
@@ -18,33 +19,27 @@ def readings(
 ) -> Iterator[ast.Attribute]:
     """The places where a class reads an attribute of the module at a path below it."""
     for method in classes.methods(class_name):
-        for node in ast.walk(method):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Load)
-                and node.attr == attribute
-                and path in module_paths(node.value, method)
-            ):
+        for node in _read(method, attribute):
+            if path in module_paths(node.value, method):
                 yield node
 
 
 def in_forward(classes: ClassHierarchy, class_name: str, node: ast.AST) -> bool:
     """Whether an expression stands in the `forward` that instances of a class run."""
     forward = classes.method(class_name, "forward")
-    return forward is not None and any(inner is node for inner in ast.walk(forward))
+    return forward is not None and within(forward, node)
 
 
 def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
     """The places where a method reads the numbers of an attribute of that name."""
     asked = set(map(id, _asked_about(method)))
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load)
-            and node.attr == name
-            and id(node) not in asked
-        ):
-            yield node
+    return (node for node in _read(method, name) if id(node) not in asked)
+
+
+def _read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
+    """The places where a method reads an attribute of that name, of whatever."""
+    found = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
+    return (n for n in found if isinstance(n.ctx, ast.Load) and n.attr == name)
 
 
 def is_question(method: ast.FunctionDef, end: tuple[int, int]) -> bool:

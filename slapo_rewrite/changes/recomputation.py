@@ -5,18 +5,63 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.around_checkpoint import transforms
+from slapo_rewrite.changes.around_checkpoint import check_transformed, transforms
+from slapo_rewrite.changes.buffer_updates import updates_buffers
+from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.running_methods import running
+from slapo_rewrite.changes.save_policy import SavePolicy, context
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
+
+
+@dataclass(frozen=True)
+class Recomputed(Requested):
+    """Activations are computed again in the backward pass: a module's, or those of a part of one.
+
+    Attributes:
+        kept: What is kept all the same.
+        updates_buffers: Whether it updates buffers as it runs.
+        caches: Those that the module and modules inside of it take.
+    """
+
+    kept: SavePolicy = None
+    updates_buffers: bool = False
+    caches: tuple[str, ...] = ()
+
+    def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
+        """The same, once it is known that it may be done, and what it takes.
+
+        Args:
+            to: Has the tree and the files.
+            node: The module.
+            twice: What of it runs twice.
+            cause: Who asks.
+        """
+        check_repeats(to.files, twice, cause)
+        check_transformed(to.files, node, cause)
+        updates = updates_buffers(to.files, node, self.kept, cause)
+        return replace(self, updates_buffers=updates, caches=caches_taken(to.tree, node.cls))
+
+    def options(self, imports: Imports, causes: Causes) -> list[tuple[str, str]]:
+        """What torch's checkpoint is told by name."""
+        if self.kept is not None:
+            contexts = context(imports, self.kept, causes)
+        elif self.updates_buffers:
+            contexts = f"{imports.helper('recomputation', 'update_buffers_once', causes)}(self)"
+        else:
+            return [("use_reentrant", "False")]
+        return [("use_reentrant", "False"), ("context_fn", contexts)]
+
 
 # Of `torch.func` what cannot be done inside of what is computed again: torch hooks what it keeps.
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")

@@ -17,12 +17,10 @@ from slapo_rewrite.changes.parameters import ReduceParameterGradient
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import Reading
-
-Causes = tuple[Directive, ...]
 
 
 def place_gradients(
@@ -102,9 +100,7 @@ class _Gradients:
                 hint="call the module that it belongs to, or gather what it is used on",
             )
         home, end = self.files.at(place), (place.end_line, place.end_column)
-        width = place.end_column - place.column if place.end_line == place.line else 1
-        text = home.file.line(place.line)
-        at = errors.Span(home.file.display, place.line, place.column + 1, width, text)
+        at = self.files.span(place)
         reader = self.tree.nodes.get(reading.reader) if reading.reader is not None else None
         names = self.files.lineage(reader.cls, home) if reader else ()
         methods = [m for cls in names[:1] for m in home.classes.methods(cls)]

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.around_checkpoint import check_transformed, check_unchanged
-from slapo_rewrite.changes.buffer_updates import updates_buffers
+from slapo_rewrite.changes.around_checkpoint import check_unchanged
 from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
 from slapo_rewrite.changes.places import Place
-from slapo_rewrite.changes.recomputation import caches_taken, check_repeats, without_caches
-from slapo_rewrite.changes.save_policy import SavePolicy, buffers_context, context
+from slapo_rewrite.changes.recomputation import Recomputed, without_caches
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.layout import fitting_at
-from slapo_rewrite.code.lines import Causes, written
+from slapo_rewrite.code.lines import written
 from slapo_rewrite.code.liveness import local_names, part_of
 from slapo_rewrite.code.runs import Run, behind, compound
 from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle, varying
 from slapo_rewrite.code.text import within
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.tree import Node
 
 MAX_NAME = 40
@@ -71,29 +69,15 @@ class ForkRegion(Region):
 
 
 @dataclass(frozen=True)
-class RecomputeRegion(Region):
-    """In a method: statements whose activations are computed again in the backward pass.
-
-    Attributes:
-        kept: What is kept all the same.
-        updates_buffers: Whether they update buffers.
-        caches: Those that the method's module and those inside of it take.
-    """
-
-    kept: SavePolicy = None
-    updates_buffers: bool = False
-    caches: tuple[str, ...] = ()
+class RecomputeRegion(Recomputed, Region):
+    """In a method: statements whose activations are computed again in the backward pass."""
 
     prefix = "Checkpointed"
     says = "that recomputes part of its activations in the backward pass"
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Likewise, once it is known what updates buffers."""
-        check_repeats(to.files, node.children.values(), cause)
-        check_transformed(to.files, node, cause)
-        updates = updates_buffers(to.files, node, self.kept, cause)
-        caches = caches_taken(to.tree, node.cls)
-        change = replace(self, updates_buffers=updates, caches=caches)
+        change = self.checked(to, node, node.children.values(), cause)
         to.add_to_region(node, self.part, change, cause)
 
 
@@ -163,7 +147,7 @@ class _Regions:
         (call,), (statement,) = wanted.calls.calls, wanted.calls.run
         self._check_unchanged(wanted, call, values_given(call))
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
-        options = call_of("f", keywords=self._options(change, wanted.causes)).args
+        options = call_of("f", keywords=change.options(self.imports, wanted.causes)).args
 
         def make(made: cst.Call) -> cst.Call:
             given = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in made.args]
@@ -172,15 +156,8 @@ class _Regions:
             return made.with_changes(func=parsed(function), args=args)
 
         why = f"`{self.file.segment(call.func)}`, checkpointed"
-        self.text.asked_by(wanted.causes).replace(call, statement, make, why)
+        self.text.asked_by(wanted.causes).replace(call, make, why)
         self._empty_caches(wanted, change, statement, set(names_in(call)))
-
-    def _options(self, change: RecomputeRegion, causes: Causes) -> Iterator[tuple[str, str]]:
-        yield "use_reentrant", "False"
-        if change.kept is not None:
-            yield "context_fn", context(self.imports, change.kept, causes)
-        elif change.updates_buffers:
-            yield "context_fn", buffers_context(self.imports, causes)
 
     def _empty_caches(
         self, wanted: _Wanted, change: RecomputeRegion, statement: ast.stmt, used: set[str]
@@ -239,7 +216,7 @@ class _Regions:
         inputs.sort(key=lambda n: len(stars.get(n, "")))
         shown = [stars.get(n, "") + n for n in inputs]
         plain = [n for n in shown if not n.startswith("**")]
-        options = (f"{k}={v}" for k, v in self._options(change, wanted.causes))
+        options = (f"{k}={v}" for k, v in change.options(self.imports, wanted.causes))
         call = ", ".join([f"self.{name}", *plain, *options, *shown[len(plain) :]])
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
         results = ", ".join(part.outputs)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.changes.places import Place
 from slapo_rewrite.code.edit import Edit
-from slapo_rewrite.code.lines import Causes, Line, Lines
-from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.code.lines import Line, Lines
+from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ReplaceStatement(Change):
     after: tuple[str, ...] = ()
     gone: bool = False
     moved: bool = False
-    splices: tuple[Splice, ...] = ()
+    splices: tuple[TextEdit, ...] = ()
 
     prefix = "Fused"
     is_parallel = False
@@ -54,10 +55,9 @@ class ReplaceStatement(Change):
             self.splices + other.splices,
         )
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Puts it there."""
-        (asked,) = here
-        self.add_to(text.at(self.statement), asked.causes)
+        self.add_to(text.at(self.statement), text.causes)
 
     def add_to(self, lines: Lines, causes: Causes) -> None:
         """Adds what changes to what else changes around the statement."""

@@ -24,9 +24,9 @@ _NAMED: WeakKeyDictionary[OutputFiles, frozenset[str]] = WeakKeyDictionary()
 
 def running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.FunctionDef]]:
     """The methods of a module that run with it, each with the functions that it calls."""
-    home = files.of(node.cls)
-    for method in home.classes.methods(node.cls.__name__) if home is not None else ():
-        assert home is not None
+    if (home := files.of(node.cls)) is None:
+        return
+    for method in home.classes.methods(node.cls.__name__):
         if method.name in named_while_running(files, node):
             functions = home.file.functions
             yield home.file, method
@@ -43,11 +43,9 @@ def named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
     """What may run with a model: `forward`, what that names anywhere, and so on."""
     if files in _NAMED:
         return _NAMED[files]
-    while node.parent is not None:
-        node = node.parent
     functions: dict[str, list[ast.FunctionDef]] = {}
     new = {"forward"}
-    for cls in {inner.cls for inner in node.walk()}:
+    for cls in {inner.cls for inner in node.root.walk()}:
         if (home := files.of(cls)) is None:
             continue
         methods = home.classes.methods(cls.__name__)
@@ -79,9 +77,7 @@ def changed_by(
     if isinstance(call.func, ast.Name) and home is not None:
         callee = home.file.functions.get(call.func.id)
     for path in module_paths(call.func, function) if callee is None and home is not None else ():
-        inner = outer
-        for part in path.split("."):
-            inner = inner.children.get(part) if inner is not None else None
+        inner = outer.at(path)
         while inner is not None and inner.is_container and inner.children:
             inner = next(iter(inner.children.values()))
         if inner is not None and getattr(inner.live, "inplace", False) is True:

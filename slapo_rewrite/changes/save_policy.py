@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.code.text import listed
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.operation_names import operations
 
 # What recomputation keeps: results of these operations, or what a policy says.
 SavePolicy = tuple[str, ...] | Function | None
 
 
-def context(
-    imports: Imports, kept: tuple[str, ...] | Function, causes: tuple[Directive, ...]
-) -> str:
+def context(imports: Imports, kept: tuple[str, ...] | Function, causes: Causes) -> str:
     """The name of the function that tells a checkpoint what to keep; defines it where it is new."""
     if isinstance(kept, Function):
         policy = imports.function(kept, causes)
@@ -27,8 +25,3 @@ def context(
     shown = ", ".join(f"{operators}.{operation}" for operation in operations(kept))
     doc = f"Tells checkpoints to keep results of {listed(kept)}."
     return imports.define(name, f'"""{doc}"""\nreturn {keep_results}({shown})', causes)
-
-
-def buffers_context(imports: Imports, causes: tuple[Directive, ...]) -> str:
-    """What keeps a method from updating buffers a second time."""
-    return f"{imports.helper('recomputation', 'update_buffers_once', causes)}(self)"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
@@ -38,13 +38,12 @@ class ShardAttribute(Change):
 
     layer: str | None = None
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
         """Sets it there."""
-        (asked,) = here
-        name = _attribute(asked)
+        name = place.attribute
         function = text.helper("tensor_parallel", "part_size")
         times = f" * {accessor(self.layer)}.replicas" if self.layer else ""
-        _at_end(text, asked, f"self.{name} = {function}(self.{name}{times})")
+        _at_end(text, place, f"self.{name} = {function}(self.{name}{times})")
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,9 @@ class DivideByReplicas(Change):
 
     layer: str
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
         """Divides it there."""
-        (asked,) = here
-        _at_end(text, asked, f"self.{_attribute(asked)} //= {accessor(self.layer)}.replicas")
+        _at_end(text, place, f"self.{place.attribute} //= {accessor(self.layer)}.replicas")
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,9 @@ class ReadFullSize(Change):
     attribute: str
     is_parallel = False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Reads that attribute."""
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        end = (asked.place.end_line, asked.place.end_column)
-
-        def make(node: cst.Attribute) -> cst.Attribute:
-            return node.with_changes(attr=cst.Name(self.attribute))
-
+        end = (place.end_line, place.end_column)
         for method in text.methods():
             for node in ast.walk(method):
                 if (
@@ -87,8 +79,7 @@ class ReadFullSize(Change):
                     and (node.end_lineno, node.end_col_offset) == end
                 ):
                     why = f"the size of the whole `{ast.unparse(node.value)}`"
-                    statement = text.file.statement_of(node)
-                    text.replace(node, statement, make, why)
+                    text.replace(node, lambda n: n.with_changes(attr=cst.Name(self.attribute)), why)
 
 
 @dataclass(frozen=True)
@@ -104,12 +95,10 @@ class ChangeArgument(Change):
     template: str
     index: tuple[int | str, ...]
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Writes it, by the place of its call and its index in it."""
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
         why = "what depends on the sharded size follows"
-        for method, node in text.nodes_at(asked.place):
+        for method, node in text.nodes_at(place):
             if self.index == (CALL,) and isinstance(node, ast.Call):
                 self._call_layer(method, node, text)
                 return
@@ -121,24 +110,20 @@ class ChangeArgument(Change):
             statement = text.file.statement_of(node)
             if all(edit.node is not argument for edit, _, _ in text.at(statement).inside):
                 written = self._written(node, argument, is_list, text)
-                text.put(argument, statement, written, why)
+                text.put(argument, written, why)
             return
         raise errors.UnfollowableSize(
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
-            at=text.span_of(asked.place),
+            at=text.span_of(place),
             cause=text.causes,
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
 
     def _call_layer(self, method: ast.FunctionDef, node: ast.Call, text: ClassText) -> None:
         """Calls a layer, in the place of a function that is given its parameters."""
-
-        def make(made: cst.Call) -> cst.Call:
-            return call(self.template, made.args[0].value)
-
         why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, text.file.statement_of(node), make, why)
+        text.replace(node, lambda made: call(self.template, made.args[0].value), why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
@@ -217,11 +202,9 @@ class ParallelNormStatistic(Change):
 
     says = "whose parameters are split over the tensor-parallel group"
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Takes it over all ranks: a method of a tensor, or a function of torch."""
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        for method, node in text.nodes_at(asked.place):
+        for method, node in text.nodes_at(place):
             if not isinstance(node, ast.Call):
                 continue
             is_function = (text.file.qualified(node.func) or "").startswith("torch.")
@@ -245,12 +228,11 @@ class ParallelNormStatistic(Change):
                 return made.with_changes(func=parsed(name), args=[value, cst.Arg(full), *args])
 
             why = f"over all ranks' parts of `{self.parameter}`"
-            statement = text.file.statement_of(node)
-            text.replace(node, statement, make, why)
+            text.replace(node, make, why)
             return
         raise errors.UnfollowableSize(
             "this is to be taken over all ranks, and cannot be told apart from what is beside it",
-            at=text.span_of(asked.place),
+            at=text.span_of(place),
             cause=text.causes,
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
@@ -270,15 +252,10 @@ def _is_name(node: ast.expr) -> bool:
     return all(isinstance(inner, plain) for inner in ast.walk(node))
 
 
-def _attribute(asked: Asked) -> str:
-    assert isinstance(asked.place, EndOfConstructor)
-    return asked.place.attribute
-
-
-def _at_end(text: ClassText, asked: Asked, line: str) -> None:
+def _at_end(text: ClassText, place: EndOfConstructor, line: str) -> None:
     constructor = text.method("__init__")
     assert constructor is not None
-    why = f"this rank's share of `{_attribute(asked)}`"
+    why = f"this rank's share of `{place.attribute}`"
     text.insert_after(constructor.body[-1], line, why, once=True)
 
 
@@ -341,7 +318,7 @@ def _place_argument(
     if not paths:
         source = to.states.get(change.source or "")
         text = home.file.line(place.line)
-        also = [s.cause.at for s in source.shards if s.cause.at] if source else []
+        also = [s.cause.at for s in source.shards] if source else []
         raise errors.UnfollowableSize(
             "this number would be a rank's share, and stands in a function of no class",
             at=errors.Span(home.file.display, place.line, place.column + 1, 1, text),
@@ -382,10 +359,9 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
         return
     files = [output for output in to.files if f".{share}" in output.file.text]
     causes = tuple(s.cause for s in to.states[node.path].shards)
-    above = node.parent
-    while above is not None and files:
-        home = to.home(above)
-        relative = node.path[len(above.path) + 1 if above.path else 0 :]
+    _, *around = node.outwards() if files else [node]
+    for above in around:
+        home, relative = to.home(above), above.below(node.path)
         for reading in readings(home.classes, above.cls.__name__, relative, share):
             if whole is None and in_forward(home.classes, above.cls.__name__, reading):
                 continue  # the share was followed there, to wherever it is used
@@ -400,4 +376,3 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
             end = (reading.end_lineno or 0, reading.end_col_offset or 0)
             at = AtNode("read", end[0], 0, *end)
             home.changes.add(above.path, at, ReadFullSize(whole), causes)
-        above = above.parent

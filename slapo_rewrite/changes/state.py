@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.imports import Function
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.sharding import LocalValue
 
 if TYPE_CHECKING:
@@ -153,12 +153,12 @@ class ModuleRequests:
     changes: tuple[Request, ...] = ()
     cut: StageCut | None = field(default=None, compare=False)  # changes nothing of the module
 
-    def causes(self) -> tuple[Directive, ...]:
+    def causes(self) -> Causes:
         """The directives that split the module or communicate at its border."""
         splits = (*(s.cause for s in self.shards), *(s.cause for s in self.shares))
         return (*splits, *(s.cause for s in self.syncs))
 
-    def every_cause(self) -> tuple[Directive, ...]:
+    def every_cause(self) -> Causes:
         """The directive behind each thing that was asked, in one order for equal requests."""
         single = (self.replacement, self.infer_sync, self.decompose, self.inlined)
         found = (*self.causes(), *(request.cause for request in self.changes))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.placement import Placement, at_node
+from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.syntax import local_assignments, position
-from slapo_rewrite.code.text import within
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
 
@@ -36,12 +35,13 @@ class SyncValue(Change):
     value: LocalValue
     collective: Collective
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Writes the statement."""
-        name, place = self.value.name, self.value.statement
+        name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
-        statement = _statement_at(text.file, place)
+        start = (self.value.statement.line, self.value.statement.column)
+        statement = next(s for s in text.file.statements if position(s) == start)
         put(statement, line, f"{self.collective.function} of `{name}`")
 
 
@@ -71,7 +71,11 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
             hint="put the sync on a module around it, or state it without `of`",
         )
     bound = list(local_assignments(forward, sync.value))
-    if len(bound) != 1 or not isinstance(bound[0], _SIMPLE[:3]) or not _is_alone(home, bound[0]):
+    if (
+        len(bound) != 1
+        or not isinstance(bound[0], _SIMPLE[:3])
+        or not is_alone(home.file, bound[0])
+    ):
         lines = ", ".join(str(s.lineno) for s in bound)
         raise errors.Unsupported(
             f"`{sync.value}` is bound {f'in lines {lines}' if lines else 'by no statement'} of "
@@ -103,24 +107,11 @@ def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingColle
     if loop is not None and missing.value.name in bound_in(loop):
         return None
     before = loop if loop is not None else inside[-1]
-    if not isinstance(before, (*_SIMPLE, ast.For, ast.While)) or not _is_alone(home, before):
+    if not isinstance(before, (*_SIMPLE, ast.For, ast.While)) or not is_alone(home.file, before):
         return None
     return replace(missing, value=replace(missing.value, statement=_place(home, before)))
-
-
-def _is_alone(home: OutputFile, statement: ast.stmt) -> bool:
-    """Whether a statement begins a line, and no other stands in its lines."""
-    lines = {statement.lineno, statement.end_lineno}
-    others = [s for s in home.file.statements if {s.lineno, s.end_lineno} & lines]
-    return not home.file.line(statement.lineno)[: statement.col_offset].strip() and not any(
-        isinstance(s, _SIMPLE) and not within(statement, s) for s in others
-    )
 
 
 def _place(home: OutputFile, statement: ast.stmt) -> Place:
     end_line, end = statement.end_lineno or 0, statement.end_col_offset or 0
     return Place(str(home.file.path), statement.lineno, end_line, statement.col_offset, end)
-
-
-def _statement_at(file: SourceFile, place: Place) -> ast.stmt:
-    return next(s for s in file.statements if position(s) == (place.line, place.column))

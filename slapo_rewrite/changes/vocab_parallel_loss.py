@@ -9,17 +9,19 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
+from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
-from slapo_rewrite.code.lines import Causes
-from slapo_rewrite.code.liveness import every_block
+from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.text import accessor, returns, within
-from slapo_rewrite.sharding import ParallelLoss
+from slapo_rewrite.directive import Causes
+from slapo_rewrite.sharding import ParallelLoss, TiedHead, head_of
 
 MODULE = "vocab_parallel_loss"
 PLAIN = "vocab_parallel_cross_entropy"
@@ -61,31 +63,29 @@ class VocabParallelLoss(Change):
     names: tuple[tuple[str, int], ...]
     losses: tuple[AtNode, ...]
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: AtNode) -> None:
         """Puts a loss of parts where the loss is, and a gather wherever it is not computed.
 
         Raises:
             Unsupported: The call, or a branch without it, is written in a way that cannot be
                 changed.
         """
-        (asked,) = here
-        assert isinstance(asked.place, AtNode)
-        found = [(m, n) for m, n in text.nodes_at(asked.place) if isinstance(n, ast.Call)]
+        found = [(m, n) for m, n in text.nodes_at(place) if isinstance(n, ast.Call)]
         if not found:
             raise _refused(
                 "the loss of this rank's part of the logits cannot be told apart here",
-                text.span_of(asked.place),
+                text.span_of(place),
                 text.causes,
             )
         method, call = found[0]
-        self._change_call(text, text.file.statement_of(call), call)
+        self._change_call(text, call)
         calls = [n for p in self.losses for m, n in text.nodes_at(p) if m is method and n]
         if call is calls[-1]:
             gathers = _Gathers(text, method, calls)
             for name, axis in self.names:
                 gathers.write(name, axis, accessor(self.head))
 
-    def _change_call(self, text: ClassText, statement: ast.stmt, call: ast.Call) -> None:
+    def _change_call(self, text: ClassText, call: ast.Call) -> None:
         """Calls the vocabulary-parallel loss with the arguments that stand there."""
         is_plain = text.file.qualified(call.func) == CROSS_ENTROPY
         strange = {k.arg for k in call.keywords} - KEYWORDS
@@ -112,7 +112,7 @@ class VocabParallelLoss(Change):
             return with_keywords(made, [("head", accessor(self.head))]) if takes_head else made
 
         why = "a loss of this rank's part of the logits"
-        text.replace(call, statement, make, why)
+        text.replace(call, make, why)
 
 
 class _Gathers:
@@ -136,7 +136,7 @@ class _Gathers:
     def __init__(self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST]) -> None:
         self.text, self.method, self.calls = text, method, calls
         self.statement = _last_of_all(method, calls)
-        self.branches = list(_branches(method, self.statement, calls[-1]))
+        self.branches = _branches(text.file, method, self.statement, calls[-1])
         around = [branch.node for branch in self.branches]
         for node in ast.walk(method) if len(calls) > 1 else ():
             if isinstance(node, (ast.If, ast.IfExp)) and node not in around:
@@ -178,8 +178,8 @@ class _Gathers:
                 gather_behind(self.statement, *evaluation)
                 evaluation = []
             other = branch.node.orelse if branch.taken else branch.node.body
-            stored = [s for s in other if _stores(s, name)]
-            loaded = any(_loads(s, name) for s in other)
+            stored = [s for s in other if name in bound_in(s)]
+            loaded = name in read_in(*other)
             read = loaded or any(_reads_after(method, name, branch.node))
             if not read or not (stored or _bound_before(method, name, branch.node)):
                 continue
@@ -206,7 +206,7 @@ class _Gathers:
             early = leaving.lineno < self.statement.lineno and not any(
                 within(node, leaving) for node in around
             )
-            if early and _loads(leaving, name) and _bound_before(method, name, leaving):
+            if early and name in read_in(leaving) and _bound_before(method, name, leaving):
                 self.text.insert_before(leaving, line(), why)
 
     def _can_wait(self, node: ast.If, name: str) -> bool:
@@ -262,13 +262,21 @@ def _last_of_all(method: ast.FunctionDef, calls: Sequence[ast.AST]) -> ast.stmt:
     return last
 
 
-def _branches(method: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> Iterator[_Branch]:
+def _branches(
+    file: SourceFile, method: ast.FunctionDef, statement: ast.stmt, call: ast.AST
+) -> list[_Branch]:
     """The conditions around a statement, and in it around a call, outermost first."""
-    for node in ast.walk(method):
-        if isinstance(node, ast.If) and node is not statement and within(node, statement):
-            yield _Branch(node, any(within(inner, statement) for inner in node.body))
-        elif isinstance(node, ast.IfExp) and within(node, call) and not within(node.test, call):
-            yield _Branch(node, within(node.body, call))
+    found = [
+        _Branch(outer, inner is outer.body)
+        for inner, outer in file.around(call, method)
+        if isinstance(outer, ast.IfExp) and inner is not outer.test
+    ]
+    found += [
+        _Branch(outer, inner in outer.body)
+        for inner, outer in file.around(statement, method)
+        if isinstance(outer, ast.If)
+    ]
+    return found[::-1]
 
 
 def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterator[ast.Name]:
@@ -277,26 +285,16 @@ def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterato
             yield found
 
 
-def _loads(node: ast.AST, name: str) -> bool:
-    return any(True for _ in _names(node, name, ast.Load))
-
-
-def _stores(node: ast.AST, name: str) -> bool:
-    return any(True for _ in _names(node, name, ast.Store))
-
-
 def _keeps(node: ast.AST, name: str) -> bool:
     """Whether a variable is the tensor afterwards that it was, elsewhere or reshaped at most."""
-    kept = [
-        n.targets[0]
-        for n in ast.walk(node)
-        if isinstance(n, ast.Assign)
-        and isinstance(n.value, ast.Call)
-        and isinstance(n.value.func, ast.Attribute)
-        and n.value.func.attr in RESHAPES
-        and isinstance(n.value.func.value, ast.Name)
-        and n.value.func.value.id == name
-    ]
+    kept: list[ast.expr] = []
+    for each in ast.walk(node):
+        match each:
+            case ast.Assign(
+                targets=[target, *_],
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr=attr)),
+            ) if of == name and attr in RESHAPES:
+                kept.append(target)
     return all(stored in kept for stored in _names(node, name, ast.Store))
 
 
@@ -323,10 +321,51 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
         )
         change = VocabParallelLoss(
             loss.function,
-            loss.head[len(loss.owner) + 1 if loss.owner else 0 :],
+            to.tree.nodes[loss.owner].below(loss.head),
             tuple(sorted({name for other in alike for name in other.names})),
             tuple(at_node("loss", other.place) for other in alike),
         )
         causes = to.causes(to.tree.nodes[loss.head])
         at = at_node("loss", loss.place)
         to.files.at(loss.place).changes.add(loss.owner, at, change, causes)
+
+
+@dataclass(frozen=True)
+class GatherTiedHead(Change):
+    """Where a method multiplies by an embedding's table: the whole logits on every rank."""
+
+    says = "whose head is the table of a split embedding"
+
+    def write_at(self, text: ClassText, place: AtNode) -> None:
+        """Has the layer's own function compute the product.
+
+        Raises:
+            Unsupported: The product is not to be found there.
+        """
+        found = [node for _, node in text.nodes_at(place) if head_of(node)]
+        if not found:
+            raise errors.Unsupported(
+                "the product with the table of a split embedding cannot be told apart here",
+                at=text.span_of(place),
+                cause=text.causes,
+            )
+        for node in found:
+            embedding = head_of(node)
+            assert embedding is not None
+            name = text.helper("tensor_parallel", "tied_head")
+
+            def make(
+                made: cst.BaseExpression, name: str = name, layer: str = ast.unparse(embedding)
+            ) -> cst.BaseExpression:
+                assert isinstance(made, (cst.BinaryOperation, cst.Call))
+                x = made.left if isinstance(made, cst.BinaryOperation) else made.args[0].value
+                return call_of(name, x, layer)
+
+            text.replace(node, make, "whole logits of a split table")
+
+
+def place_tied_head(to: Placement, head: TiedHead) -> None:
+    """Whole logits where the product with a split embedding's table stands."""
+    at = at_node("tied_head", head.place)
+    causes = tuple(to.states[head.embedding].causes())
+    to.files.at(head.place).changes.add(head.owner, at, GatherTiedHead(), causes)

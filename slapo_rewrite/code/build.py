@@ -14,70 +14,28 @@ import libcst as cst
 
 # Stands for itself wherever an expression can.
 _CLOSED = (
-    cst.Name,
-    cst.Attribute,
-    cst.Call,
-    cst.Subscript,
-    cst.BaseNumber,
-    cst.SimpleString,
-    cst.FormattedString,
-    cst.List,
-    cst.ListComp,
-    cst.Dict,
-    cst.DictComp,
-    cst.Set,
-    cst.SetComp,
+    cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.SimpleString,
+    cst.FormattedString, cst.List, cst.ListComp, cst.Dict, cst.DictComp, cst.Set, cst.SetComp,
     cst.Ellipsis,
-)
+)  # fmt: skip
 # Needs parentheses even where any other expression stands without: `f((a, b))`.
 _OPEN = (cst.Tuple, cst.Yield, cst.NamedExpr, cst.GeneratorExp)
 # What holds an expression that may be any, but one of `_OPEN`.
 _HOLDERS = (
-    cst.Arg,
-    cst.Assign,
-    cst.AnnAssign,
-    cst.AugAssign,
-    cst.AssignTarget,
-    cst.Return,
-    cst.Expr,
-    cst.Element,
-    cst.DictElement,
-    cst.Index,
-    cst.Param,
-    cst.Annotation,
-    cst.For,
-    cst.If,
-    cst.While,
-    cst.WithItem,
-    cst.Assert,
-    cst.Decorator,
-    cst.ListComp,
-    cst.SetComp,
-    cst.GeneratorExp,
+    cst.Arg, cst.Assign, cst.AnnAssign, cst.AugAssign, cst.AssignTarget, cst.Return, cst.Expr,
+    cst.Element, cst.DictElement, cst.Index, cst.Param, cst.Annotation, cst.For, cst.If, cst.While,
+    cst.WithItem, cst.Assert, cst.Decorator, cst.ListComp, cst.SetComp, cst.GeneratorExp,
     cst.DictComp,
-)
+)  # fmt: skip
 # Of these, what may be a tuple without parentheses as well.
 _WHOLE = (
-    cst.Assign,
-    cst.AnnAssign,
-    cst.AugAssign,
-    cst.Return,
-    cst.Expr,
-    cst.Index,
-    cst.For,
-    cst.CompFor,
-)
+    cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Expr, cst.Index, cst.For, cst.CompFor,
+)  # fmt: skip
 
 _BINDING: dict[type[cst.BaseBinaryOp], int] = {
-    cst.Add: 1,
-    cst.Subtract: 1,
-    cst.Multiply: 2,
-    cst.Divide: 2,
-    cst.FloorDivide: 2,
-    cst.Modulo: 2,
-    cst.MatrixMultiply: 2,
-    cst.Power: 3,
-}
+    cst.Add: 1, cst.Subtract: 1, cst.Multiply: 2, cst.Divide: 2, cst.FloorDivide: 2, cst.Modulo: 2,
+    cst.MatrixMultiply: 2, cst.Power: 3,
+}  # fmt: skip
 
 Operand = cst.BaseExpression | str
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite.code.arguments import first_parameter
+from slapo_rewrite.code.blocks import blocks, statements, with_statements
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import blocks, bound_around, dead_behind, statements
+from slapo_rewrite.code.liveness import bound_around, dead_behind
 from slapo_rewrite.code.sinking import is_alone
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -52,24 +52,7 @@ def dropping(
     function: ast.FunctionDef, behind: Mapping[ast.stmt, Sequence[ast.stmt]]
 ) -> ast.FunctionDef:
     """A function with further statements behind its own, which stay the same objects."""
-    made = copy.copy(function)
-    made.body = _with(function.body, behind)
-    return made
-
-
-def _with(
-    body: Sequence[ast.stmt], behind: Mapping[ast.stmt, Sequence[ast.stmt]]
-) -> list[ast.stmt]:
-    found: list[ast.stmt] = []
-    for statement in body:
-        made = statement
-        if any(True for _ in blocks(statement)):
-            made = copy.copy(statement)
-            for name in ("body", "orelse", "finalbody"):
-                if inner := getattr(statement, name, None):
-                    setattr(made, name, _with(inner, behind))
-        found += [made, *behind.get(statement, ())]
-    return found
+    return with_statements(function, lambda each, made: [made, *behind.get(each, ())])
 
 
 def _looks_at_names(function: ast.FunctionDef) -> bool:

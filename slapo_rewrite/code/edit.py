@@ -190,9 +190,6 @@ class _Part:
 class _Trees:
     """Statements of a file as one libcst module, with the places of its nodes.
 
-    Args:
-        parts: The statements.
-
     Attributes:
         module: The module: a statement of it for each.
         spans: Where its nodes stand in its text, parentheses around them left out.
@@ -276,17 +273,9 @@ def _decorators(statement: ast.stmt) -> list[ast.expr]:
 
 
 _LAYOUT = (
-    cst.BaseParenthesizableWhitespace,
-    cst.TrailingWhitespace,
-    cst.EmptyLine,
-    cst.Comment,
-    cst.Newline,
-    cst.Comma,
-    cst.Semicolon,
-    cst.LeftParen,
-    cst.RightParen,
-    cst.MaybeSentinel,
-)
+    cst.BaseParenthesizableWhitespace, cst.TrailingWhitespace, cst.EmptyLine, cst.Comment,
+    cst.Newline, cst.Comma, cst.Semicolon, cst.LeftParen, cst.RightParen, cst.MaybeSentinel,
+)  # fmt: skip
 
 
 def _is_same(one: cst.CSTNode, other: cst.CSTNode) -> bool:

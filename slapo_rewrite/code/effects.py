@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 
+from slapo_rewrite.code.names import is_name
+
 # Decorators under which a call still runs the function's body, and nothing else.
 _TRANSPARENT = {"staticmethod", "jit.script", "torch.jit.script", "torch.compile", "override"}
 # What has to be left out of a function for a call of it to be no more than the value it gives.
@@ -47,7 +49,7 @@ def _writes(node: ast.AST) -> bool:
         case ast.Subscript(ctx=ast.Store() | ast.Del()):
             return True
         case ast.Attribute(value=owner, ctx=ast.Store()):
-            return not (isinstance(owner, ast.Name) and owner.id == "self")
+            return not is_name(owner, "self")
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), keywords=keywords):
             return is_in_place(name) or any(k.arg in ("out", "inplace") for k in keywords)
     return False
@@ -62,8 +64,7 @@ def stored(function: ast.FunctionDef) -> tuple[str, ...]:
             for node in ast.walk(function)
             if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
+            and is_name(node.value, "self")
         )
     )
 
@@ -84,8 +85,7 @@ def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
             for node in ast.walk(function)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "self"
+            and is_name(node.func.value, "self")
         )
     )
 

@@ -75,12 +75,15 @@ class Facts(Protocol):
 
     def look(self, path: str) -> Fact | None:
         """What the attribute at a dotted path is; None where that is not known."""
+        return None
 
     def method(self, path: str, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
         """A method of a submodule's class, '' for the module itself, and the file it stands in."""
+        return None
 
     def place(self, path: str) -> tuple[SourceFile, ast.AST] | None:
         """Where a submodule is made."""
+        return None
 
 
 Name = Constant | str
@@ -89,20 +92,12 @@ Resolver = Callable[[str], Name | None]
 
 def names_of(file: SourceFile) -> Resolver:
     """What the module level of a file means by a name, as a dotted absolute name."""
-
-    def resolve(name: str) -> Name | None:
-        return file.qualified(ast.Name(name, ast.Load()))
-
-    return resolve
+    return lambda name: file.qualified(ast.Name(name, ast.Load()))
 
 
 def live_names(names: Mapping[str, Any]) -> Resolver:
     """What a live function means by a name: a constant, or a dotted absolute name."""
-
-    def resolve(name: str) -> Name | None:
-        return described(names[name]) if name in names else None
-
-    return resolve
+    return lambda name: described(names[name]) if name in names else None
 
 
 def described(value: object) -> Name | None:
@@ -132,17 +127,5 @@ def dotted(function: object) -> str | None:
     return f"{home}.{name}" if home else name
 
 
-class NoFacts:
+class NoFacts(Facts):
     """Nothing is known: of a function that is no method."""
-
-    def look(self, path: str) -> Fact | None:
-        """None."""
-        return None
-
-    def method(self, path: str, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
-        """None."""
-        return None
-
-    def place(self, path: str) -> tuple[SourceFile, ast.AST] | None:
-        """None."""
-        return None

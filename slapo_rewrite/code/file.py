@@ -6,10 +6,11 @@ import ast
 import functools
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.locate import module_name, near_files, package_for
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -79,7 +80,9 @@ class SourceFile:
                 f"cannot read `{path}`: {error.strerror or error}",
                 hint=near_files(path),
             ) from error
-        bom, text = _without_bom(_decode(data, path))
+        text = _decode(data, path)
+        bom = "\ufeff" if text.startswith("\ufeff") else ""
+        text = text.removeprefix(bom)
         ends = set(_LINE_END.findall(text))
         line_end = ends.pop() if len(ends) == 1 else "\n"
         text = text.replace(line_end, "\n")
@@ -167,12 +170,36 @@ class SourceFile:
     @functools.cached_property
     def statements(self) -> list[ast.stmt]:
         """Every statement of the file, each before those inside it."""
-        return list(_flat(self.tree.body, enter=True))
+        return list(statements(self.tree.body, enter=True))
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node of the file."""
         start, end = _position(node), _end(node)
         return [s for s in self.statements if _position(s) <= start and end <= _end(s)][-1]
+
+    @functools.cached_property
+    def calls(self) -> dict[tuple[int, int], ast.Call]:
+        """The calls of the file, by the line and column where they end."""
+        return {_end(node): node for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+
+    @functools.cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: n for n in ast.walk(self.tree) for child in ast.iter_child_nodes(n)}
+
+    def around(
+        self, node: ast.AST, within: ast.AST | None = None
+    ) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """What holds a node of the file, the innermost first, each behind what it holds of it.
+
+        Up to what holds all of that, if it is given.
+        """
+        while (outer := self._parents.get(node)) is not within and outer is not None:
+            yield node, outer
+            node = outer
+
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The block that a statement of the file stands in."""
+        return next(block for block in blocks(self._parents[statement]) if statement in block)
 
     # Names ----------------------------------------------------------------------------------
 
@@ -209,10 +236,12 @@ class SourceFile:
     def methods(self, class_name: str) -> list[ast.FunctionDef]:
         """The methods in the class's own body, without setters, deleters and overloads."""
         body = self.classes[class_name].body if class_name in self.classes else []
-        return [s for s in _flat(body) if isinstance(s, ast.FunctionDef) and not _is_companion(s)]
+        return [
+            s for s in statements(body) if isinstance(s, ast.FunctionDef) and not _is_companion(s)
+        ]
 
     def _index(self) -> None:
-        for statement in _flat(self.tree.body):
+        for statement in statements(self.tree.body):
             match statement:
                 case ast.ClassDef():
                     self.classes[statement.name] = statement
@@ -253,10 +282,6 @@ def read_once(path: Path, name: str) -> SourceFile:
 @functools.lru_cache(maxsize=64)
 def _read_once(path: Path, name: str, _changed: int, _size: int) -> SourceFile:
     return SourceFile.read(path, name)
-
-
-def _without_bom(text: str) -> tuple[str, str]:
-    return ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
 
 
 def line_length(text: str) -> int:
@@ -369,21 +394,6 @@ def _is_companion(method: ast.FunctionDef) -> bool:
     names = {d.attr if isinstance(d, ast.Attribute) else "" for d in method.decorator_list}
     names |= {d.id for d in method.decorator_list if isinstance(d, ast.Name)}
     return bool(names & {"setter", "deleter", "overload"})
-
-
-def _flat(body: Iterable[ast.stmt], enter: bool = False) -> Iterator[ast.stmt]:
-    """Statements in order, those inside `if`, `try`, `with`, `for`, `while`, `match` among them.
-
-    Functions and classes are given, and entered if so asked.
-    """
-    closed = () if enter else (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for statement in body:
-        yield statement
-        if isinstance(statement, closed):
-            continue
-        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
-            for inner in getattr(statement, field, ()):
-                yield from _flat([inner] if isinstance(inner, ast.stmt) else inner.body, enter)
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

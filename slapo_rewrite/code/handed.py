@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.blocks import blocks
 from slapo_rewrite.code.effects import is_in_place
-from slapo_rewrite.code.liveness import blocks
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.subgraphs import (
     MUTATING,

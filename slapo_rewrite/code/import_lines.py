@@ -8,30 +8,31 @@ from collections.abc import Sequence
 
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import formatted
-from slapo_rewrite.code.runs import Splice, past_comment
+from slapo_rewrite.code.runs import past_comment
+from slapo_rewrite.code.splice import Edit
 
 
-def from_module(file: SourceFile, node: ast.ImportFrom, module: str) -> Splice:
+def from_module(file: SourceFile, node: ast.ImportFrom, module: str) -> Edit:
     """`from ..a import b  ->  from package.a import b`; names and layout stay."""
     start, _ = file.span(node)
     words = [*("." * node.level), *([node.module] if node.module else [])]
     space = r"[\s\\]*"  # a line may be continued there
     found = re.compile(f"from{space}({space.join(map(re.escape, words))})").match(file.text, start)
     assert found is not None
-    return Splice(*found.span(1), module)
+    return Edit(*found.span(1), module)
 
 
-def instead(file: SourceFile, node: ast.stmt, lines: Sequence[str]) -> Splice:
+def instead(file: SourceFile, node: ast.stmt, lines: Sequence[str]) -> Edit:
     """Statements in the place of one."""
     pad = "\n" + " " * node.col_offset
     laid_out = pad.join(formatted(line, node.col_offset, file.line_length) for line in lines)
-    return Splice(*file.span(node), laid_out)
+    return Edit(*file.span(node), laid_out)
 
 
-def without(file: SourceFile, node: ast.stmt) -> Splice:
+def without(file: SourceFile, node: ast.stmt) -> Edit:
     """A statement gone with its line."""
     start, end = file.span(node)
-    return Splice(start - 1, end, "") if start else Splice(0, end + 1, "")
+    return Edit(start - 1, end, "") if start else Edit(0, end + 1, "")
 
 
 def is_remarked(file: SourceFile, node: ast.stmt) -> bool:
@@ -41,7 +42,7 @@ def is_remarked(file: SourceFile, node: ast.stmt) -> bool:
     return bool(around.strip()) or "#" in file.segment(node)
 
 
-def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Splice:
+def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Edit:
     """Text below an import; below the file's docstring, or above all of it, where it has none.
 
     Args:
@@ -51,9 +52,9 @@ def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Splice:
     """
     if statement is not None:
         place = past_comment(file, file.span(statement)[1])
-        return Splice(place, place, text)
+        return Edit(place, place, text)
     first = file.tree.body[0] if file.tree.body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         end = file.span(first)[1]
-        return Splice(end, end, "\n\n" + text.lstrip("\n"))
-    return Splice(0, 0, text.lstrip("\n") + "\n\n")
+        return Edit(end, end, "\n\n" + text.lstrip("\n"))
+    return Edit(0, 0, text.lstrip("\n") + "\n\n")

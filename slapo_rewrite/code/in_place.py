@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import blocks
 from slapo_rewrite.code.sinking import is_alone
 
 # What an expression may consist of to be read at a glance inside another one.
@@ -48,9 +47,11 @@ def in_place(
         reading: The statement that reads the name.
         name: The name.
     """
-    before = _before(function.body, reading)
-    match before, reading:
-        case ast.Assign(targets=[ast.Name(id=bound)], value=value), ast.Assign(value=taking):
+    block = file.block_of(reading)
+    match block[max(block.index(reading) - 1, 0)], reading:
+        case ast.Assign(targets=[ast.Name(id=bound)], value=value) as before, ast.Assign(
+            value=taking
+        ):
             pass
         case _:
             return None
@@ -69,17 +70,6 @@ def in_place(
     if "\n" in written or reading.col_offset + len(written) > file.line_length:
         return None
     return InPlace(before, reads[0], text)
-
-
-def _before(body: Sequence[ast.stmt], statement: ast.stmt) -> ast.stmt | None:
-    """The statement before one, in its block."""
-    for number, each in enumerate(body):
-        if each is statement:
-            return body[number - 1] if number else None
-        for block in blocks(each):
-            if (found := _before(block, statement)) is not None:
-                return found
-    return None
 
 
 def _is_first(expr: ast.expr, name: ast.Name) -> bool:

@@ -15,9 +15,11 @@ from slapo_rewrite.code.arguments import (
     parameters,
 )
 from slapo_rewrite.code.build import parenthesised, reindented
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import at_column
-from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.names import is_name, module_paths
+from slapo_rewrite.code.runs import comments_above
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
@@ -87,8 +89,7 @@ class _Body:
 
     def __post_init__(self) -> None:
         self._check()
-        body = self.forward.body
-        self.statements = body[1:] if ast.get_docstring(self.forward) is not None else body
+        self.statements = body_of(self.forward)
         self.me = first_parameter(self.forward)
         for statement in self.statements:
             for node in ast.walk(statement):
@@ -98,11 +99,10 @@ class _Body:
 
     def refused(self, message: str, node: ast.AST, hint: str | None = None) -> errors.Unsupported:
         """The error for something in the body."""
-        also = [self.cause.at] if self.cause.at else []
         return errors.Unsupported(
             f"`{self.path}` cannot be inlined: {message}",
             at=self.file.at(node),
-            also=also,
+            cause=self.cause,
             hint=hint,
         )
 
@@ -153,30 +153,23 @@ class _Site:
         self.file, self.body, self.method, self.call, self.cause = file, body, method, call, cause
         self.statement = self._statement()
 
-    def refused(self, message: str, node: ast.AST, hint: str | None = None) -> errors.Unsupported:
-        """The error for something at the call."""
-        return self.body.refused(message, node, hint)
-
     def _statement(self) -> ast.stmt:
         """The statement that calls; it must hold no others, and call nothing else before."""
-        holders = [
-            s for s in ast.walk(self.method) if isinstance(s, ast.stmt) and within(s, self.call)
-        ]
-        innermost = holders[-1]
+        innermost = self.file.statement_of(self.call)
         hint = "give the call a line of its own: result = ..."
         if not isinstance(innermost, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
-            raise self.refused("it is called inside of another statement", innermost, hint)
-        for node in ast.walk(innermost):
-            if node is self.call or not within(node, self.call):
-                continue
+            raise self.body.refused("it is called inside of another statement", innermost, hint)
+        for _, node in reversed([*self.file.around(self.call, innermost)]):
             if isinstance(node, _TAKING_TURNS):
-                raise self.refused("whether it is called depends on what is around", node, hint)
+                raise self.body.refused(
+                    "whether it is called depends on what is around", node, hint
+                )
         value = innermost.value
         for node in ast.walk(value) if value is not None else ():
             if not isinstance(node, ast.Call) or within(node, self.call) or within(self.call, node):
                 continue
             if (node.lineno, node.col_offset) < (self.call.lineno, self.call.col_offset):
-                raise self.refused("something else is called before it here", node, hint)
+                raise self.body.refused("something else is called before it here", node, hint)
         return innermost
 
     def written(self) -> tuple[str, int, int]:
@@ -200,16 +193,16 @@ class _Site:
         bound = Signature.of(self.body.forward, bound=True).bind(given_by(self.call))
         given, missing = bound.given, bound.missing
         if bound.stars:
-            raise self.refused("it is called with `*`", self.call)
+            raise self.body.refused("it is called with `*`", self.call)
         if bound.spread and missing:
-            raise self.refused(
+            raise self.body.refused(
                 f"`**` may give `{missing[0]}` or not", bound.spread[0], "write the argument out"
             )
         self._take_rest(bound)
         for name in missing:
             given[name] = bound.signature.defaults.get(name, self.call)
             if not isinstance(given[name], (ast.Constant, ast.UnaryOp)):
-                raise self.refused(f"this call does not give `{name}`", self.call)
+                raise self.body.refused(f"this call does not give `{name}`", self.call)
         return given
 
     def _take_rest(self, bound: BoundArguments[ast.expr]) -> None:
@@ -218,10 +211,10 @@ class _Site:
         if rest is None or rest not in {**self.body.loads, **self.body.stores}:
             unused = [*bound.spread, *(value for _, value in bound.extra)]
             if rest is None and unused:
-                raise self.refused("it is called with what it does not take", unused[0])
+                raise self.body.refused("it is called with what it does not take", unused[0])
             for each in unused:
                 if not isinstance(each, (ast.Name, ast.Constant, ast.Attribute)):
-                    raise self.refused("an argument that it does not use is computed", each)
+                    raise self.body.refused("an argument that it does not use is computed", each)
             return
         value = bound.spread[0] if len(bound.spread) == 1 and not bound.extra else None
         spread = {
@@ -232,22 +225,19 @@ class _Site:
         }
         only_spread = all(id(n) in spread for n in self.body.loads.get(rest, ()))
         if not isinstance(value, ast.Name) or not only_spread or rest in self.body.stores:
-            raise self.refused(f"what is in `{rest}` cannot be told", self.call)
+            raise self.body.refused(f"what is in `{rest}` cannot be told", self.call)
         bound.given[rest] = value
 
     def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:
         """Other names for those of the body that mean something else in the method."""
-        here = {n.id for n in ast.walk(self.method) if isinstance(n, ast.Name)}
-        here.update(parameters(self.method))
-        bound = {
-            n.id
-            for n in ast.walk(self.method)
-            if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
-        }.union(parameters(self.method))
+        here = {*names_in(self.method), *parameters(self.method)}
+        bound = {*bound_in(self.method), *parameters(self.method)}
         own = {*self.body.stores, *given}
         for name, nodes in self.body.loads.items():
             if name not in own and name != self.body.me and name in bound:
-                raise self.refused(f"`{name}` means something else where it is called", nodes[0])
+                raise self.body.refused(
+                    f"`{name}` means something else where it is called", nodes[0]
+                )
         leaf = self.body.path.rpartition(".")[2]
         leaf = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", leaf).lower()
         taken = here | own | self.file.names
@@ -263,10 +253,8 @@ class _Site:
 
     def _is_needed(self, name: str, given: dict[str, ast.expr]) -> bool:
         """Whether the method still reads its own `name` once the body has begun."""
-        if any(
-            isinstance(n, (ast.For, ast.While)) and within(n, self.statement)
-            for n in ast.walk(self.method)
-        ):
+        around = self.file.around(self.statement, self.method)
+        if any(isinstance(outer, (ast.For, ast.While)) for _, outer in around):
             return True
         end = (self.statement.end_lineno or 0, self.statement.end_col_offset or 0)
         for node in ast.walk(self.method):
@@ -277,13 +265,7 @@ class _Site:
             inside = within(self.statement, node)
             if inside and isinstance(node.ctx, ast.Load) and not within(self.call, node):
                 return True
-        return any(
-            n.id == name
-            for other, value in given.items()
-            if other != name
-            for n in ast.walk(value)
-            if isinstance(n, ast.Name)
-        )
+        return any(name in names_in(value) for other, value in given.items() if other != name)
 
     def _pass(
         self,
@@ -330,12 +312,9 @@ class _Site:
         """An argument's text as it can stand where a name stood."""
         if isinstance(value, ast.Name):
             return text
-        for statement in self.body.statements:
-            for outer in ast.walk(statement):
-                alone = isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.Return))
-                if alone and node in ast.iter_child_nodes(outer) and "\n" not in text:
-                    return text
-        return parenthesised(text)
+        _, outer = next(self.file.around(node))
+        alone = isinstance(outer, (ast.Call, ast.keyword, ast.Assign, ast.Return))
+        return text if alone and "\n" not in text else parenthesised(text)
 
     def _text(self, replaced: dict[ast.Name, str], lead: list[str]) -> tuple[str, int, int]:
         file, last = self.file, self.body.statements[-1]
@@ -363,17 +342,14 @@ class _Site:
         first = self.body.statements[0]
         if first is not body[0]:
             return (body[0].end_lineno or 0) + 1
-        line = first.lineno
-        while self.file.line(line - 1).lstrip().startswith("#"):
-            line -= 1
-        return line
+        return comments_above(self.file, first.lineno)
 
     def _within(self, replaced: dict[ast.Name, str], begin: int, end: int) -> str:
         edits = []
         for node, text in replaced.items():
             start, stop = self.file.span(node)
             if begin <= start and stop <= end:
-                edits.append(Edit(start - begin, stop - begin, text, (), ""))
+                edits.append(Edit(start - begin, stop - begin, text))
         return apply_edits(self.file.text[begin:end], edits)[0]
 
     def _renamed_result(
@@ -384,20 +360,15 @@ class _Site:
         around: tuple[str, str],
     ) -> str | None:
         """The lines, where the last of them can bind the result to the statement's own name."""
-        statement, before = self.statement, self.body.statements[-2:-1]
-        if not (
-            isinstance(value, ast.Name)
-            and isinstance(statement, (ast.Assign, ast.Return))
-            and statement.value is self.call
-            and before
-            and isinstance(before[0], ast.Assign)
-            and len(before[0].targets) == 1
-            and isinstance(before[0].targets[0], ast.Name)
-            and before[0].targets[0].id == value.id
-        ):
-            return None
-        name = replaced.get(before[0].targets[0], value.id)
-        count = (before[0].end_lineno or 0) - before[0].lineno + 1
+        match self.statement, self.body.statements[-2:-1]:
+            case (
+                ast.Assign(value=whole) | ast.Return(value=whole),
+                [ast.Assign(targets=[ast.Name() as target]) as before],
+            ) if whole is self.call and is_name(value, target.id):
+                name = replaced.get(target, target.id)
+            case _:
+                return None
+        count = (before.end_lineno or 0) - before.lineno + 1
         for number in range(len(lines) - 1, -1, -1):
             if lines[number].startswith(f"{name} = ") and len(lines) - number <= count + 1:
                 if self.file.line(self.body.statements[-1].lineno - 1).lstrip().startswith("#"):
@@ -409,8 +380,5 @@ class _Site:
     def _stands_alone(self) -> bool:
         """Whether the call stands where any expression can."""
         whole = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
-        return any(
-            self.call in ast.iter_child_nodes(node)
-            and (isinstance(node, whole) or (isinstance(node, ast.Call) and self.call in node.args))
-            for node in ast.walk(self.statement)
-        )
+        _, outer = next(self.file.around(self.call))
+        return isinstance(outer, whole) or (isinstance(outer, ast.Call) and self.call in outer.args)

@@ -14,12 +14,11 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.edit import Edit, Written, edited
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import fitted
-from slapo_rewrite.code.liveness import blocks
-from slapo_rewrite.code.runs import Splice, past_comment
+from slapo_rewrite.code.runs import comments_above, past_comment
+from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.splice import Edit as TextEdit
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 
-Causes = tuple[Directive, ...]
 PARTED = "a line of its own for each statement"
 
 
@@ -118,15 +117,15 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
     return [*edits, *parted.values()]
 
 
-def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Splice]]:
+def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[TextEdit]]:
     """The column of a statement once it stands on lines of its own, and the breaks that this takes.
 
     Other statements may stand on its lines, and the header of the block that they make.
     """
-    if not _shares_lines(file, statement):
+    if is_alone(file, statement):
         return statement.col_offset, []
-    holding = ((s, block) for s in file.statements for block in blocks(s))
-    above, block = next((each for each in holding if statement in each[1]), (None, file.tree.body))
+    above = next((o for _, o in file.around(statement) if isinstance(o, ast.stmt)), None)
+    block = file.block_of(statement)
     first = last = block.index(statement)
     while first and block[first - 1].end_lineno == block[first].lineno:
         first -= 1
@@ -141,7 +140,7 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Spli
         column = 4 + (lead.index(header) if header.startswith("case") else above.col_offset)
         breaks.append((line + len(lead.rstrip()), group[0][0]))
     breaks += [(end, start) for (_, end), (start, _) in itertools.pairwise(group)]
-    return column, [Splice(*place, "\n" + " " * column) for place in breaks]
+    return column, [TextEdit(*place, "\n" + " " * column) for place in breaks]
 
 
 def removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:
@@ -160,7 +159,7 @@ def removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[Text
         indent = file.text[first : file.span(statement)[0]]
         kept = "".join(f"{indent}{comment}\n" for comment in comments(file.text[first:stop]))
         if lines[statement].moved:
-            kept, first = "", _above(file.text, first)
+            kept, first = "", file.offset(comments_above(file, statement.lineno), 0)
         above = kept or _text_above(file.text, first, ends)
         is_blank = not file.text[stop + 1 :].partition("\n")[0].strip()
         if is_blank and _idle_after(above, file.text[stop:]):
@@ -177,33 +176,19 @@ def _lines_of(file: SourceFile, statement: ast.stmt) -> tuple[int, int]:
     return file.text.rfind("\n", 0, start) + 1, len(file.text) if stop < 0 else stop
 
 
-def _shares_lines(file: SourceFile, statement: ast.stmt) -> bool:
-    """Whether something else stands on the lines of a statement than a comment."""
-    (start, end), (first, stop) = file.span(statement), _lines_of(file, statement)
-    rest = file.text[end:stop].strip()
-    return bool(file.text[first:start].strip() or (rest and not rest.startswith("#")))
-
-
 def _check_alone(file: SourceFile, statement: ast.stmt, causes: Causes) -> None:
     """Refuses a statement that cannot go, or be written anew, for others on its lines.
 
     Raises:
         Unsupported: There are.
     """
-    if _shares_lines(file, statement):
+    if not is_alone(file, statement):
         raise errors.Unsupported(
             "a statement that changes as a whole shares its line with another",
             at=file.at(statement),
             cause=causes,
             hint="give each statement a line of its own",
         )
-
-
-def _above(text: str, first: int) -> int:
-    """Where the comments above a line begin."""
-    while text[:first].removesuffix("\n").rpartition("\n")[2].lstrip().startswith("#"):
-        first = text[:first].removesuffix("\n").rfind("\n") + 1
-    return first
 
 
 def _text_above(text: str, first: int, ends: Mapping[int, TextEdit]) -> str:

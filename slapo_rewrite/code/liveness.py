@@ -7,15 +7,16 @@ anywhere. Where a test decides, both ways are taken to be possible.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Literal, NamedTuple
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.blocks import Function, blocks, statements
 from slapo_rewrite.code.dataflow import bound_in
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -52,11 +53,11 @@ def parts_of(function: Function, runs: Iterable[Sequence[ast.stmt]]) -> list[Par
     found = []
     for run in runs:
         after = live[run[-1]] | _captured(function, run)
-        bound = _first_places(run, (ast.Store,), names)
+        bound = _first_places(run, _BINDING, names)
         outputs = [name for name in bound if name in after]
         needed = _Backward(names).before(run, frozenset(outputs))
         before = states.get(run[0], Bound())
-        used = _first_places(run, (ast.Load, ast.Del, ast.Store), names)
+        used = _first_places(run, ("read", "unbind", *_BINDING), names)
         inputs = [name for name in used if name in needed & before.maybe]
         there = Bound(before.sure | {n for n in needed if n not in before.maybe}, before.maybe)
         end = _Forward(names).end(run, there)
@@ -102,32 +103,6 @@ def local_names(function: Function) -> frozenset[str]:
         bound.update(e.name for e in _own_events(statement) if e.kind != "read")
     given = parameters(function) if isinstance(function, ast.FunctionDef) else []
     return frozenset(bound.union(given) - elsewhere)
-
-
-def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements with those inside them, in the order of the text; functions are not entered."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            for block in blocks(statement):
-                yield from statements(block)
-
-
-def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The blocks of a compound statement."""
-    for name in ("body", "handlers", "cases", "orelse", "finalbody"):
-        inner = getattr(statement, name, [])
-        if name in ("handlers", "cases"):
-            yield from (each.body for each in inner)
-        elif inner:
-            yield inner
-
-
-def every_block(function: Function) -> Iterator[list[ast.stmt]]:
-    """The blocks of a function, functions inside it included, each before those inside it."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.stmt):
-            yield from blocks(node)
 
 
 def reads(node: ast.AST) -> set[str]:
@@ -193,10 +168,11 @@ def _events(node: ast.AST) -> Iterator[_Event]:
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             for alias in names:
                 yield _Event("bind", alias.asname or alias.name.partition(".")[0])
-        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            yield from _all(*ast.iter_child_nodes(node))
-            yield _Event("maybe", name)
-        case ast.MatchMapping(rest=str(name)):
+        case (
+            ast.MatchAs(name=str(name))
+            | ast.MatchStar(name=str(name))
+            | ast.MatchMapping(rest=str(name))
+        ):
             yield from _all(*ast.iter_child_nodes(node))
             yield _Event("maybe", name)
         case _:
@@ -208,6 +184,7 @@ _KINDS: dict[type, Literal["read", "bind", "unbind"]] = {
     ast.Store: "bind",
     ast.Del: "unbind",
 }
+_BINDING = ("bind", "maybe")
 
 
 def _all(*nodes: ast.AST) -> Iterator[_Event]:
@@ -264,11 +241,9 @@ def _own_events(statement: ast.stmt) -> Iterator[_Event]:
 
 
 def _first_places(
-    run: Sequence[ast.stmt], contexts: tuple[type, ...], names: frozenset[str]
+    run: Sequence[ast.stmt], kinds: Collection[str], names: frozenset[str]
 ) -> list[str]:
-    """The names that occur in a run, in the order of evaluation."""
-    kinds: set[str] = {_KINDS[context] for context in contexts}
-    kinds |= {"maybe"} if "bind" in kinds else set()
+    """The names to which such things happen in a run, in the order of evaluation."""
     found = {
         event.name: None
         for statement in statements(run)
@@ -419,14 +394,11 @@ class _Forward:
     def through(self, function: Function) -> dict[ast.stmt, Bound]:
         """For each statement of a function, the names that are bound before it."""
         given = parameters(function) if isinstance(function, ast.FunctionDef) else []
-        self._block(function.body, Bound(frozenset(given), frozenset(given)))
+        self.end(function.body, Bound(frozenset(given), frozenset(given)))
         return self.before
 
-    def end(self, run: Sequence[ast.stmt], start: Bound) -> Bound | None:
+    def end(self, body: Sequence[ast.stmt], state: Bound | None) -> Bound | None:
         """What is bound after a run; None where it never ends there."""
-        return self._block(run, start)
-
-    def _block(self, body: Sequence[ast.stmt], state: Bound | None) -> Bound | None:
         for statement in body:
             if state is None:
                 return None
@@ -443,34 +415,31 @@ class _Forward:
             case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
                 return None
             case ast.If():
-                return _joined(self._block(node.body, state), self._block(node.orelse, state))
+                return _joined(self.end(node.body, state), self.end(node.orelse, state))
             case ast.For() | ast.AsyncFor() | ast.While():
-                unbound = self._unbinds(node.body)
+                unbound = frozenset(_first_places(node.body, ("unbind",), self.names))
                 # What a round before has dropped is unbound where the next one begins.
                 again = Bound(start.sure - unbound, state.maybe | self._binds(node.body))
                 again = self._take(node, again)
-                self._block(node.body, again)
+                self.end(node.body, again)
                 never = start if isinstance(node, ast.For | ast.AsyncFor) else state
                 left = Bound(never.sure - unbound, again.maybe)
-                end = self._block(node.orelse, left)
+                end = self.end(node.orelse, left)
                 return _joined(end, left if breaks(node) else None)
             case ast.With() | ast.AsyncWith():
-                return self._block(node.body, state)
+                return self.end(node.body, state)
             case ast.Try() | ast.TryStar():
                 caught = Bound(start.sure, state.maybe | self._binds(node.body))
-                end = self._block(node.body, start)
-                end = self._block(node.orelse, end)
+                end = self.end(node.body, start)
+                end = self.end(node.orelse, end)
                 for handler in node.handlers:
                     own = {handler.name} if handler.name else set()
                     given = Bound(caught.sure | own, caught.maybe | own)
-                    end = _joined(end, self._block(handler.body, given))
-                return self._block(node.finalbody, end if end else None)
+                    end = _joined(end, self.end(handler.body, given))
+                return self.end(node.finalbody, end if end else None)
             case ast.Match():
-                ends = [state, *(self._block(case.body, state) for case in node.cases)]
-                joined: Bound | None = None
-                for each in ends:
-                    joined = _joined(joined, each)
-                return joined
+                ends = [state, *(self.end(case.body, state) for case in node.cases)]
+                return functools.reduce(_joined, ends)
         return state
 
     def _take(self, node: ast.stmt, state: Bound) -> Bound:
@@ -487,10 +456,7 @@ class _Forward:
         return Bound(frozenset(sure), frozenset(maybe))
 
     def _binds(self, body: Sequence[ast.stmt]) -> frozenset[str]:
-        return frozenset(_first_places(body, (ast.Store,), self.names))
-
-    def _unbinds(self, body: Sequence[ast.stmt]) -> frozenset[str]:
-        return frozenset(_first_places(body, (ast.Del,), self.names))
+        return frozenset(_first_places(body, _BINDING, self.names))
 
 
 def _joined(one: Bound | None, other: Bound | None) -> Bound | None:

@@ -126,7 +126,7 @@ def near_files(path: Path) -> str | None:
     folder = path.parent if path.parent.is_dir() else Path()
     names = {p.stem: str(p) for p in folder.glob("*.py")}
     near = errors.nearest(path.name.removesuffix(".py"), names)
-    return "did you mean " + " or ".join(f"`{names[n]}`" for n in near) + "?" if near else None
+    return errors.offered(names[n] for n in near)
 
 
 def _near_modules(name: str) -> str | None:
@@ -144,7 +144,7 @@ def _near_modules(name: str) -> str | None:
         near = [f"{head}.{n}" for n in errors.nearest(asked, names - {"__init__"})]
         whole = [".".join([n, *parts[count + 1 :]]) for n in near]
         there = [name for name in whole if _find_module(name)] or near
-        return "did you mean " + " or ".join(f"`{n}`" for n in there) + "?" if near else None
+        return errors.offered(there)
     return None
 
 

@@ -15,31 +15,6 @@ from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import at_column, formatted
 from slapo_rewrite.code.splice import Edit, apply_edits, moved
-from slapo_rewrite.directive import Directive
-
-
-@dataclass(frozen=True)
-class Splice:
-    """Text in the place of a run of statements, or beside one, before anyone has asked for it.
-
-    Attributes:
-        start: The first character that it replaces.
-        end: One past the last.
-        text: What stands there then.
-    """
-
-    start: int
-    end: int
-    text: str
-
-    @classmethod
-    def instead_of(cls, file: SourceFile, node: ast.AST, text: str) -> Splice:
-        """Text in the place of a node."""
-        return cls(*file.span(node), text)
-
-    def caused_by(self, causes: tuple[Directive, ...], why: str) -> Edit:
-        """The same as an edit."""
-        return Edit(self.start, self.end, self.text, causes, why)
 
 
 @dataclass(frozen=True)
@@ -94,11 +69,11 @@ class Run:
             if id(node) in inside:
                 by_statement.setdefault(self.file.statement_of(node), {})[node] = text
         written = {s: substituted(self.file, s, own) for s, own in by_statement.items()}
-        return self.text([Edit(*self.file.span(s), text, (), "") for s, text in written.items()])
+        return self.text([Edit.instead_of(self.file, s, text) for s, text in written.items()])
 
-    def replaced(self, text: str) -> Splice:
+    def replaced(self, text: str) -> Edit:
         """Statements in their place."""
-        return Splice(self.start, self.end, at_column(text, self.column, self.file.line_length))
+        return Edit(self.start, self.end, at_column(text, self.column, self.file.line_length))
 
 
 def compound(*parts: str) -> str:
@@ -110,7 +85,7 @@ def compound(*parts: str) -> str:
     return "\n".join(f"{header}\n    {reindented(body, 0, 4)}" for header, body in pairs)
 
 
-def or_else(file: SourceFile, branch: ast.If, text: str) -> Splice:
+def or_else(file: SourceFile, branch: ast.If, text: str) -> Edit:
     """A branch above another, which is taken where the first one is not: `elif`.
 
     Args:
@@ -120,14 +95,14 @@ def or_else(file: SourceFile, branch: ast.If, text: str) -> Splice:
     """
     start, column = file.span(branch)[0], branch.col_offset
     above = at_column(text, column, file.line_length)
-    return Splice(start, start, f"{above}\n{' ' * column}el")
+    return Edit(start, start, f"{above}\n{' ' * column}el")
 
 
-def in_else(file: SourceFile, branch: ast.If, text: str, opened: bool = False) -> Splice:
+def in_else(file: SourceFile, branch: ast.If, text: str, opened: bool = False) -> Edit:
     """A statement in the `else` that a branch gets; in one that it has got if that is `opened`."""
     end, pad = past_comment(file, file.span(branch)[1]), "\n" + " " * branch.col_offset
     inner = formatted(text, branch.col_offset + 4, file.line_length)
-    return Splice(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
+    return Edit(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
 
 
 def definition_text(file: SourceFile, definition: ast.FunctionDef, edits: Sequence[Edit]) -> str:
@@ -149,7 +124,7 @@ def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
     return " " * definition.col_offset + header
 
 
-def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Splice:
+def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Edit:
     """A definition behind another of the same block.
 
     Args:
@@ -161,10 +136,10 @@ def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Splic
     end = past_comment(file, file.span(definition)[1])
     pad = " " * definition.col_offset
     body = pad + reindented(text.strip("\n"), 0, definition.col_offset)
-    return Splice(end, end, "\n" * (gap + 1) + body)
+    return Edit(end, end, "\n" * (gap + 1) + body)
 
 
-def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Splice]:
+def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Edit]:
     """The blank lines that what follows a definition lacks, where a new one stands between them."""
     end = past_comment(file, file.span(definition)[1])
     rest = file.text[end:]
@@ -173,23 +148,30 @@ def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Splice]:
     lines = rest[: start - end].count("\n")
     if not following or lines > gap:
         return []
-    return [Splice(start, start, "\n" * (gap + 1 - lines))]
+    return [Edit(start, start, "\n" * (gap + 1 - lines))]
 
 
-def above(file: SourceFile, definition: ast.stmt, text: str) -> Splice:
+def above(file: SourceFile, definition: ast.stmt, text: str) -> Edit:
     """A definition at module level above another, its decorators and its comments."""
     decorators: list[ast.expr] = getattr(definition, "decorator_list", [])
     line = min([definition.lineno, *(d.lineno for d in decorators)])
     while line > 1 and file.line(line - 1).startswith("#"):
         line -= 1
     start = file.offset(line, 0)
-    return Splice(start, start, text.rstrip("\n") + "\n\n\n")
+    return Edit(start, start, text.rstrip("\n") + "\n\n\n")
 
 
-def without_decorator(file: SourceFile, decorator: ast.expr) -> Splice:
+def without_decorator(file: SourceFile, decorator: ast.expr) -> Edit:
     """A decorator gone with its lines, of which a comment behind it is a part."""
     start = file.offset(decorator.lineno, 0)
-    return Splice(start, file.offset((decorator.end_lineno or decorator.lineno) + 1, 0), "")
+    return Edit(start, file.offset((decorator.end_lineno or decorator.lineno) + 1, 0), "")
+
+
+def comments_above(file: SourceFile, line: int) -> int:
+    """The first of the lines of comments right above a line; the line itself without any."""
+    while file.line(line - 1).lstrip().startswith("#"):
+        line -= 1
+    return line
 
 
 def past_comment(file: SourceFile, position: int) -> int:

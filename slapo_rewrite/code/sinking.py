@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from slapo_rewrite.code.build import reindented
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.runs import Splice
+from slapo_rewrite.code.runs import comments_above
+from slapo_rewrite.code.splice import Edit
 
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
@@ -29,7 +30,7 @@ class Sunk:
     before: Sequence[ast.stmt]
     after: Sequence[ast.stmt]
 
-    def edits(self) -> list[Splice]:
+    def edits(self) -> list[Edit]:
         """What changes in the file for that, in order."""
         found = [self._gone(s) for s in (self.before, self.after) if s]
         for arm in (self.branch.body, self.branch.orelse):
@@ -37,27 +38,25 @@ class Sunk:
             if arm:
                 first, last = self._ends(arm)
                 found += [
-                    Splice(at, at, t) for at, t in ((first, self._text(self.before)), (last, after))
+                    Edit(at, at, t) for at, t in ((first, self._text(self.before)), (last, after))
                 ]
             else:
                 end = self._line_end(self.branch)
                 head = " " * self.branch.col_offset + "else:\n"
-                found.append(Splice(end, end, head + self._text(self.before) + after))
+                found.append(Edit(end, end, head + self._text(self.before) + after))
         return sorted(found, key=lambda placed: (placed.start, placed.end))
 
-    def _gone(self, statements: Sequence[ast.stmt]) -> Splice:
+    def _gone(self, statements: Sequence[ast.stmt]) -> Edit:
         """The lines of statements, and a blank line that would part nothing then."""
         first, last = self._lines(statements)
         if not self.file.line(first - 1).strip() and not self.file.line(last + 1).strip():
             last += 1
-        return Splice(self.file.offset(first, 0), self.file.offset(last + 1, 0), "")
+        return Edit(self.file.offset(first, 0), self.file.offset(last + 1, 0), "")
 
     def _lines(self, statements: Sequence[ast.stmt]) -> tuple[int, int]:
         """The first line, with the comments above it, and the last."""
-        first, last = statements[0].lineno, statements[-1]
-        while self.file.line(first - 1).lstrip().startswith("#"):
-            first -= 1
-        return first, last.end_lineno or last.lineno
+        last = statements[-1].end_lineno or statements[-1].lineno
+        return comments_above(self.file, statements[0].lineno), last
 
     def _text(self, statements: Sequence[ast.stmt]) -> str:
         """Statements with their comments, as they stand in an arm."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.directive import Causes
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,17 @@ class Edit:
     start: int
     end: int
     text: str
-    causes: tuple[Directive, ...]
-    why: str
+    causes: Causes = ()
+    why: str = ""
+
+    @classmethod
+    def instead_of(cls, file: SourceFile, node: ast.AST, text: str) -> Edit:
+        """Text in the place of a node, before anyone has asked for it."""
+        return cls(*file.span(node), text)
+
+    def caused_by(self, causes: Causes, why: str) -> Edit:
+        """The same, asked for."""
+        return replace(self, causes=causes, why=why)
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Change:
 
     first: int
     last: int
-    causes: tuple[Directive, ...]
+    causes: Causes
     why: str
 
 
@@ -130,4 +141,4 @@ def _line_starts(text: str) -> list[int]:
 
 def moved(edits: Iterable[Edit], by: int) -> list[Edit]:
     """The edits at other positions, for a text that starts elsewhere."""
-    return [Edit(e.start + by, e.end + by, e.text, e.causes, e.why) for e in edits]
+    return [replace(edit, start=edit.start + by, end=edit.end + by) for edit in edits]

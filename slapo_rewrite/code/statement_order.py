@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from slapo_rewrite.code.blocks import blocks, with_statements
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import blocks, local_names
+from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.sinking import is_alone
 
@@ -51,7 +52,8 @@ def orders(
         are_apart: Whether what is at two paths below `self` has no parameters in common.
     """
     names = local_names(function)
-    for run in _runs(file, function.body, names, is_pure, is_known):
+    is_value = functools.partial(_is_value, file, names, is_pure, is_known)
+    for run in _runs(file, function.body, is_value):
         ordered = {
             (one, other)
             for n, one in enumerate(run)
@@ -72,33 +74,20 @@ def reordered(
 ) -> ast.FunctionDef:
     """A function with the statements of a run in another order; they stay the same objects."""
     places = dict(zip(run, order, strict=True))
-
-    def body_of(body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        made = []
-        for statement in body:
-            if any(True for _ in blocks(statement)) and not isinstance(statement, ast.Match):
-                statement = copy.copy(statement)
-                for name in ("body", "orelse", "finalbody"):
-                    if inner := getattr(statement, name, None):
-                        setattr(statement, name, body_of(inner))
-            made.append(places.get(statement, statement))
-        return made
-
-    made = copy.copy(function)
-    made.body = body_of(function.body)
-    return made
+    return with_statements(function, lambda each, made: [places.get(each, made)])
 
 
 def _runs(
-    file: SourceFile,
-    body: Sequence[ast.stmt],
-    names: frozenset[str],
-    is_pure: Callable[[str], bool],
-    is_known: Callable[[Callee], bool],
+    file: SourceFile, body: Sequence[ast.stmt], is_value: Callable[[ast.AST], bool]
 ) -> Iterator[tuple[ast.stmt, ...]]:
+    """Statements that follow one another and bind names to what plain operations give of others."""
     run: list[ast.stmt] = []
     for statement in [*body, None]:
-        follows = statement is not None and _is_plain(file, statement, names, is_pure, is_known)
+        match statement:
+            case ast.Assign(targets=[ast.Name()], value=value) if is_alone(file, statement):
+                follows = is_value(value)
+            case _:
+                follows = False
         if follows and statement is not None and (not run or _is_next(file, run[-1], statement)):
             run.append(statement)
             continue
@@ -106,7 +95,7 @@ def _runs(
             yield tuple(run)
         run = [statement] if follows and statement is not None else []
         for block in blocks(statement) if isinstance(statement, _ENTERED) else ():
-            yield from _runs(file, block, names, is_pure, is_known)
+            yield from _runs(file, block, is_value)
 
 
 def _is_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
@@ -117,30 +106,14 @@ def _is_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
     )
 
 
-def _is_plain(
-    file: SourceFile,
-    statement: ast.stmt,
-    names: frozenset[str],
-    is_pure: Callable[[str], bool],
-    is_known: Callable[[Callee], bool],
-) -> bool:
-    """Whether a statement binds names to what plain operations give of others."""
-    match statement:
-        case ast.Assign(targets=[ast.Name()], value=value) if is_alone(file, statement):
-            return _is_value(file, value, names, is_pure, is_known)
-    return False
-
-
 def _is_value(
     file: SourceFile,
-    node: ast.AST,
     names: frozenset[str],
     is_pure: Callable[[str], bool],
     is_known: Callable[[Callee], bool],
+    node: ast.AST,
 ) -> bool:
-    def is_value(inner: ast.AST) -> bool:
-        return _is_value(file, inner, names, is_pure, is_known)
-
+    is_value = functools.partial(_is_value, file, names, is_pure, is_known)
     match node:
         case ast.Call(func=func, args=args, keywords=keywords):
             if not all(map(is_value, [*args, *keywords])):

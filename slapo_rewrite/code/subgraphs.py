@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import blocks, statements
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,6 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
 
     Random numbers of torch are set back for a second computation; those of Python and NumPy are
     not, nor those of a generator, nor an iterator that lives longer.
-
-    Args:
-        file: The file that they stand in.
-        nodes: The statements, or functions.
     """
     nodes = list(nodes)
     own = bound_in(*nodes)

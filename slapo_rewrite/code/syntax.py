@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
@@ -84,26 +84,15 @@ def local_assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.stmt
     """The statements of a function that bind a local name, in the order of the text."""
     for node in ast.walk(function):
         match node:
-            case ast.Assign(targets=targets):
-                if any(_binds(t, name) for t in targets):
-                    yield node
-            case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
-                if _binds(target, name):
-                    yield node
-            case ast.For(target=target):
-                if _binds(target, name):
-                    yield node
-            case ast.If() | ast.Expr() | ast.Return():
-                if any(
-                    isinstance(n, ast.NamedExpr) and n.target.id == name
-                    for field_ in ("test", "value")
-                    for n in ast.walk(getattr(node, field_, None) or ast.Pass())
-                ):
-                    yield node
-
-
-def _binds(target: ast.expr, name: str) -> bool:
-    return name in bound_in(target)
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.For():
+                bound = _bound_names(node)
+            case ast.If(test=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+                named = (n for n in ast.walk(value) if isinstance(n, ast.NamedExpr))
+                bound = bound_in(*(n.target for n in named))
+            case _:
+                continue
+        if name in bound:
+            yield node
 
 
 @dataclass(frozen=True)
@@ -143,7 +132,7 @@ def _bindings(
             case ast.Assign() | ast.AnnAssign():
                 names = _bound_names(statement)
                 value = statement.value
-                used = names_in(value) if value else set[str]()
+                used = names_in(*[value] if value else ())
                 yield Assignment(statement, guards, looped and not names.isdisjoint(used))
             case ast.AugAssign() | ast.With() | ast.AsyncWith() | ast.Import() | ast.ImportFrom():
                 yield Assignment(statement, guards, looped)
@@ -163,31 +152,23 @@ def _bindings(
                 yield from _bindings([*statement.orelse, *statement.finalbody], guards, looped)
 
 
-def _bound_names(statement: ast.stmt) -> set[str]:
+def _bound_names(statement: ast.stmt) -> Set[str]:
+    """The names that a statement binds by its targets."""
     match statement:
         case ast.Assign(targets=targets):
-            return {n for t in targets for n in targets_of(t)}
-        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
-            return set(targets_of(target))
-        case ast.For(target=target) | ast.AsyncFor(target=target):
-            return set(targets_of(target))
+            return bound_in(*targets)
+        case (
+            ast.AnnAssign(target=target, value=ast.expr())
+            | ast.AugAssign(target=target)
+            | ast.For(target=target)
+            | ast.AsyncFor(target=target)
+        ):
+            return bound_in(target)
         case ast.With(items=items) | ast.AsyncWith(items=items):
-            return {n for i in items if i.optional_vars for n in targets_of(i.optional_vars)}
+            return bound_in(*(i.optional_vars for i in items if i.optional_vars))
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             return {a.asname or a.name.partition(".")[0] for a in names}
     return set()
-
-
-def targets_of(target: ast.expr) -> list[str]:
-    """The local names that an assignment target binds."""
-    match target:
-        case ast.Name(id=name):
-            return [name]
-        case ast.Tuple(elts=elts) | ast.List(elts=elts):
-            return [n for e in elts for n in targets_of(e)]
-        case ast.Starred(value=value):
-            return targets_of(value)
-    return []
 
 
 def position(node: ast.stmt | ast.expr) -> tuple[int, int]:

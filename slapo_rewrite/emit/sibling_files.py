@@ -20,7 +20,6 @@ from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import from_module, instead, is_remarked
-from slapo_rewrite.code.runs import Splice
 from slapo_rewrite.code.splice import Change, Edit
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
@@ -368,7 +367,7 @@ class SiblingFiles:
         if file.imports[root.id] in self.files:
             return  # the name itself means the copy
         if module is not None and qualified in self.files:
-            placed = Splice.instead_of(file, node, self._stem(qualified))
+            placed = Edit.instead_of(file, node, self._stem(qualified))
             yield placed.caused_by(self._causes(qualified), "the copy")
         elif target is not None and target[0] in self.files and holder not in self.files:
             raise errors.Unsupported(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.class_writer import ClassWriter, Subclass
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
-from slapo_rewrite.changes.subclasses import Subclass, SubclassWriter
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.edit import Edit, Put
@@ -254,7 +254,7 @@ def _holding(
     """
     file, cause = engine.file, engine.cause
     files = OutputFiles(engine.tree, engine.sources)
-    writer = SubclassWriter(files.main.classes, files.main.imports)
+    writer = ClassWriter(files.main.classes, files.main.imports)
     name = node.cls.__name__
     constructor = files.main.classes.method(name, "__init__")
     if constructor is None or files.of(node.cls) is not files.main:
@@ -271,7 +271,7 @@ def _holding(
         if text:
             end = lines.setdefault(constructor.body[-1], Lines())
             end.after.append(Line(text, (cause,), f"`{held.name}`"))
-    text = writer.subclass(Subclass(name, new_name, doc), lines)
+    text = writer.text_of(Subclass(name, new_name, doc), lines)
     engine.speller.take(files.main.imports)
     return behind(file, file.classes[name], text, 2).caused_by((cause,), f"`{new_name}`")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Set
 
-from slapo_rewrite.code.liveness import every_block
+from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.patterns.value_graph import Graph
 

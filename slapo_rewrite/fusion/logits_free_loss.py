@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.dataflow import bound_in
-from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.code.text import within
 from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.loss_fork import Fork

@@ -17,7 +17,7 @@ from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Sync
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, split_of
-from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding import CannotFollow, MissingCollective, NeverRuns
 
 States = dict[str, ModuleRequests]
@@ -83,7 +83,7 @@ class Inference:
         """Whether the layer, or a module around it, has a collective that does the same."""
         return any(
             _does(sync, remedy)
-            for node in self._outwards(remedy.path)
+            for node in self.tree.nodes[remedy.path].outwards()
             for sync in states.get(node.path, EMPTY).syncs
         )
 
@@ -213,14 +213,8 @@ class Inference:
 
     def _cause(self, path: str) -> Directive | None:
         """The call that leaves the collectives of a module open: the nearest one's."""
-        return next((c for n in self._outwards(path) if (c := self.causes.get(n.path))), None)
-
-    def _outwards(self, path: str) -> Iterator[Node]:
-        """The module, and those around it."""
-        node: Node | None = self.tree.nodes[path]
-        while node is not None:
-            yield node
-            node = node.parent
+        around = self.tree.nodes[path].outwards()
+        return next((c for n in around if (c := self.causes.get(n.path))), None)
 
 
 def _is_inferred_sum(sync: Sync) -> bool:

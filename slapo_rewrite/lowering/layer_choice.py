@@ -23,14 +23,12 @@ def choose_layer(node: Node, state: ModuleRequests) -> Layer:
     keywords: dict[str, object] = {}
     parts = {shard.parts for shard in state.shards}
     if len(parts) > 1:
-        first, second = (
-            state.shards[0],
-            next(s for s in state.shards if s.parts != state.shards[0].parts),
-        )
+        first = state.shards[0]
+        second = next(s for s in state.shards if s.parts != first.parts)
         raise errors.ConflictingEdits(
             f"{node.shown}: `{first.name}` and `{second.name}` are packed differently",
             at=second.cause.at,
-            also=_places(first),
+            also=[first.cause.at],
             hint="give both the same `parts`",
         )
     packed = parts.pop()
@@ -97,7 +95,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
             f"{node.shown}: `{first.name}` along axis {first.axis} and `{second.name}` along "
             f"axis {second.axis} split the layer in different ways",
             at=second.cause.at,
-            also=_places(first),
+            also=[first.cause.at],
             hint=(
                 "the bias of a layer that is split over its inputs stays whole: it is added "
                 "once, after the sum"
@@ -157,8 +155,4 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> N
         )
         hint = "take this line out"
     if problem:
-        raise errors.SyncMismatch(problem, at=sync.cause.at, also=_places(shard), hint=hint)
-
-
-def _places(item: Shard | Sync) -> list[errors.Span]:
-    return [item.cause.at] if item.cause.at else []
+        raise errors.SyncMismatch(problem, at=sync.cause.at, also=[shard.cause.at], hint=hint)

@@ -28,16 +28,14 @@ from slapo_rewrite.changes.reduced_gradients import place_gradients
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
-from slapo_rewrite.changes.vocab_parallel_loss import place_losses
-from slapo_rewrite.changes.whole_logits import place_tied_head
-from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.changes.vocab_parallel_loss import place_losses, place_tied_head
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.lowering.forked_random import Forks
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
 from slapo_rewrite.lowering.layer_choice import choose_layer, done_inside
-from slapo_rewrite.lowering.precisions import Mixed, Mixing, mark_kept
+from slapo_rewrite.lowering.precisions import MakeInputs, MakeSmall, Mixed, Mixing, mark_kept
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources
@@ -83,10 +81,10 @@ def lower(
     tree: Tree,
     states: Mapping[str, ModuleRequests],
     number: int,
-    before: tuple[Directive, ...],
+    before: Causes,
     sources: Sources,
-    step_inputs: Callable[[], dict[str, Any]],
-    small: Callable[[], tuple[Any, dict[str, Any]]],
+    step_inputs: MakeInputs,
+    small: MakeSmall,
     thorough: bool = True,
     records: Records | None = None,
 ) -> Lowered:
@@ -117,23 +115,16 @@ class _Lowering:
         tree: Tree,
         states: dict[str, ModuleRequests],
         number: int,
-        before: tuple[Directive, ...],
+        before: Causes,
         sources: Sources,
         thorough: bool,
     ) -> None:
-        self.tree, self.states, self.sources = tree, states, sources
-        self.thorough = thorough
+        self.tree, self.states, self.thorough = tree, states, thorough
         self.number, self.before = number, before
-        self.file: SourceFile = sources.main
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 
-    def run(
-        self,
-        step_inputs: Callable[[], dict[str, Any]],
-        small: Callable[[], tuple[Any, dict[str, Any]]],
-        records: Records,
-    ) -> Lowered:
+    def run(self, step_inputs: MakeInputs, small: MakeSmall, records: Records) -> Lowered:
         """Everything, in order."""
         join_inner_layers(self.tree, self.states)
         follow_ties(self.tree, self.states)
@@ -362,9 +353,7 @@ class _Lowering:
             hint=error.hint,
         )
 
-    def _follow_small(
-        self, small: Callable[[], tuple[Any, dict[str, Any]]], error: CannotRun
-    ) -> ShardingResult:
+    def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""
         before, lead, records = self.states, "the model does not run on the meta device", Records()
         try:

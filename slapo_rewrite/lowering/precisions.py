@@ -15,17 +15,22 @@ from slapo_rewrite.changes.mixed_precision import (
     place_casts,
     place_half_layer,
 )
-from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.output_files import OutputFiles, stand_in
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Directive
+from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.precision.casts import CannotCast, Precisions, Wanted
 from slapo_rewrite.precision.follow_precision import follow_precision
 from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
+
+# Makes the keyword arguments of one training step; a small model with weights, and those of a step
+# of it.
+MakeInputs = Callable[[], dict[str, Any]]
+MakeSmall = Callable[[], tuple[Any, dict[str, Any]]]
 
 
 def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
@@ -52,7 +57,7 @@ class Mixed:
 
     found: Precisions
     dtype: str
-    causes: tuple[Directive, ...]
+    causes: Causes
     is_half: Callable[[str], bool]
 
     def parallel(self, path: str) -> Callable[[Layer], Layer] | None:
@@ -114,8 +119,8 @@ class Mixing:
         self,
         siblings: Mapping[str, tuple[str, ...]],
         shortened: Callable[[], AbstractContextManager[None]],
-        step_inputs: Callable[[], dict[str, Any]],
-        small: Callable[[], tuple[Any, dict[str, Any]]],
+        step_inputs: MakeInputs,
+        small: MakeSmall,
     ) -> Mixed | None:
         """What follows; None where nothing is asked.
 
@@ -139,12 +144,8 @@ class Mixing:
                 cause=causes[:-1],
                 hint="give every `autocast` the same `dtype`",
             )
-        first = {
-            f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
-            for path, names in siblings.items()
-            for name in names
-        }
-        paths = {live: _representative(path, first) for live, path in self.paths.items()}
+        first = stand_in(siblings)
+        paths = {live: first(path) for live, path in self.paths.items()}
         wanted = Wanted(dtypes[0], self.is_half, self.keeps)
         try:
             found = self._run(paths, wanted, shortened, step_inputs, small)
@@ -163,8 +164,8 @@ class Mixing:
         paths: Mapping[int, str],
         wanted: Wanted,
         shortened: Callable[[], AbstractContextManager[None]],
-        step_inputs: Callable[[], dict[str, Any]],
-        small: Callable[[], tuple[Any, dict[str, Any]]],
+        step_inputs: MakeInputs,
+        small: MakeSmall,
     ) -> Precisions:
         """Follows the model, or a small one in its place where it does not run without values."""
         model, texts = self.tree.root.live, self.files.text_of
@@ -202,12 +203,3 @@ class Mixing:
                 return None
             path = path.rpartition(".")[0]
         return None
-
-
-def _representative(path: str, first: Mapping[str, str]) -> str:
-    """The module that stands for one of several that are alike."""
-    stands = ""
-    for name in path.split(".") if path else ():
-        stands = f"{stands}.{name}".lstrip(".")
-        stands = first.get(stands, stands)
-    return stands

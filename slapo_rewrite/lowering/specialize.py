@@ -22,7 +22,7 @@ from slapo_rewrite.changes.definition import Definition, merged, shared_changes
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
 from slapo_rewrite.code.splice import Edit
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.lowering.subclass_choice import SubclassChoice
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
@@ -60,15 +60,15 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
     That is what holds anything that changes, and whatever is derived from a class that gets another
     base; where a wrapper is all that a module itself is given, the place that makes it picks that.
     """
-    holding: dict[str, tuple[Directive, ...]] = {}
+    holding: dict[str, Causes] = {}
 
-    def hold(node: Node | None, why: Iterable[tuple[Directive, ...]]) -> None:
+    def hold(node: Node | None, why: Iterable[Causes]) -> None:
         while node is not None:
             holding[node.path] = merged_causes(holding.get(node.path, ()), *why)
             node = node.owner
 
     for output in files:
-        based: dict[str, tuple[Directive, ...]] = {}
+        based: dict[str, Causes] = {}
         for path, causes in output.changes.causes.items():
             node = tree.nodes.get(path)
             if node is not None and causes.keys() <= set(WRAPPERS):
@@ -130,12 +130,7 @@ class _Specializing:
         edits: list[Edit] = []
         everything = Definition()
         for definition in definitions:
-            everything.absorb(
-                Definition(
-                    {k: v for k, v in definition.changes.items() if k in shared},
-                    {k: v for k, v in definition.causes.items() if k in shared},
-                )
-            )
+            everything.absorb(definition.only(shared))
         if everything.changes:
             edits += self.writer.in_place(cls.__name__, everything, self.changes.indices)
         for definition in definitions:
@@ -166,13 +161,10 @@ class _Specializing:
                 run = self.classes.methods(node.cls.__name__) if methods else []
                 within = home in self.classes.lineage(node.cls.__name__)
                 reached[node.cls] = any(m in methods for m in run) if methods else within
-            if reached[node.cls] and (methods or self._reaches(place, node)):
+            is_there = methods or place.made_at is None
+            if reached[node.cls] and (is_there or place.made_at in self._present(node)):
                 return True
         return False
-
-    def _reaches(self, place: Place, node: Node) -> bool:
-        """Whether an instance of a derived class goes through a place that is no method's."""
-        return place.made_at is None or place.made_at in self._present(node)
 
     def _has_forward_alone(self, cls: type) -> bool:
         """Whether a class has a `forward` of its own that no other class of the model inherits."""
@@ -231,7 +223,8 @@ class _Specializing:
             if site.loops and not site.is_repeated:
                 call = f"{child.cls.__name__}(...)"
                 hint = f"make each by a call of its own, in a loop there: [{call} for _ in ...]"
-            if (stack := _stack_around(child)) is not None:
+            _, *around = child.outwards()
+            if (stack := next((n for n in around if n.is_stack), None)) is not None:
                 hint = (
                     f"schedule all layers of {stack.shown} alike, or let {self.file.path.name} "
                     f"make it: an nn.ModuleList and a loop in the place of {stack.cls.__name__}"
@@ -278,11 +271,3 @@ def _each_once(edits: list[Edit]) -> list[Edit]:
             replace(edit, causes=merged_causes(known.causes, edit.causes)) if known else edit
         )
     return list(found.values())
-
-
-def _stack_around(node: Node) -> Node | None:
-    """The stack of torch's whose copies a module lies in, if it does."""
-    above = node.parent
-    while above is not None and not above.is_stack:
-        above = above.parent
-    return above

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -13,7 +14,7 @@ from slapo_rewrite.changes.around_forward import WRAPPERS, ForkRandom, Recompute
 from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.change_set import ChangeSet, Held
-from slapo_rewrite.changes.class_writer import ClassWriter
+from slapo_rewrite.changes.class_writer import ClassWriter, Subclass
 from slapo_rewrite.changes.collective import described
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.definition import Definition
@@ -24,12 +25,11 @@ from slapo_rewrite.changes.places import AtBase, AtSite, Place
 from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrained
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
-from slapo_rewrite.changes.subclasses import Subclass
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed, with_article, within
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
@@ -39,13 +39,8 @@ from slapo_rewrite.model.tree import Node
 _TOLD = (RecomputeRegion, ForkRegion, Annotate, AddBias)
 
 
-@dataclass(frozen=True)
-class _Wrapper:
-    """A subclass that wraps `forward`: its name, and its text and reason where it is new."""
-
-    name: str
-    text: str = ""
-    why: str = ""
+# What goes around `forward`, each with who asked for it, the inner one first.
+_Wrappers = Sequence[tuple[Change, Causes]]
 
 
 class SubclassChoice:
@@ -103,11 +98,8 @@ class SubclassChoice:
                 edits += self._class_after(
                     cls.__name__, text, causes, f"`{name}`, for some instances"
                 )
-        for what, causes in wrappers:
-            wrapper = self._wrapper(cls, cls.__name__, name, what, causes)
-            name = wrapper.name
-            if wrapper.text:
-                edits += self._class_after(cls.__name__, wrapper.text, causes, wrapper.why)
+        put = functools.partial(self._class_after, cls.__name__)
+        name = self._wrapped(cls, cls.__name__, name, wrappers, put, edits)
         self._rename(
             definition.nodes,
             name,
@@ -130,8 +122,8 @@ class SubclassChoice:
             if not wrappers or self._wrapped_other(node, wrappers, edits):
                 continue
             every = merged_causes(*(causes for _, causes in wrappers))
-            at, owner = self.changes.site(node, every)
-            made = self.changes.by_path.get(owner.path, {}).get(at)
+            at, _ = self.changes.site(node, every)
+            made = self.changes.made_at(node, at)
             wanted.append((node, wrappers, every, at, made))
         # What one place makes has several nodes: each is given what stood there before any was.
         for node, wrappers, every, at, made in wanted:
@@ -158,45 +150,48 @@ class SubclassChoice:
             mixed = ""
             if known is cls and is_pretrained(cls) and is_of_library(cls):
                 mixed = f"{self.imports.helper('pretrained', LIBRARY, every)}, "
-            for what, causes in wrappers:
-                wrapper = self._wrapper(known, cls.__name__, name, what, causes, mixed)
-                known, name, mixed = wrapper.name, wrapper.name, ""
-                if wrapper.text:
-                    edits.append(self._class_before(site, wrapper.text, causes, wrapper.why))
+            put = functools.partial(self._class_before, site)
+            name = self._wrapped(known, cls.__name__, name, wrappers, put, edits, mixed)
             self._rename([node], name, cls.__name__, every)
         return edits
 
-    def _wrapper(
+    def _wrapped(
         self,
         base: object,
         class_name: str,
         shown: str,
-        what: Change,
-        causes: tuple[Directive, ...],
+        wrappers: _Wrappers,
+        put: Callable[[str, Causes, str], list[Edit]],
+        edits: list[Edit],
         mixed: str = "",
-    ) -> _Wrapper:
-        """The subclass that wraps the `forward` of a class; without a text where it has one.
+    ) -> str:
+        """The subclass that wraps the `forward` of a class, written where there is none yet.
 
         Args:
             base: The class that is wrapped, however it is called.
             class_name: The class whose `forward` it has.
             shown: How the base is called here.
-            what: Change the wrapper does.
-            causes: The directives behind it.
+            wrappers: What goes around.
+            put: Puts the text of a class where it belongs, for who asked and why.
+            edits: Take that.
             mixed: What its bases begin with.
         """
-        key = (base, shown.rpartition(".")[2], what)
-        if key in self.known:
-            return _Wrapper(self.known[key])
-        fork = isinstance(what, ForkRandom)
-        name = self._new_name(f"{'Forked' if fork else 'Checkpointed'}{shown.rpartition('.')[2]}")
-        self.known[key] = name
-        if fork:
-            text = self.writer.subclasses.forking(name, shown, mixed, causes)
-            return _Wrapper(name, text, f"`{shown}` with random numbers of this rank")
-        assert isinstance(what, Recompute)
-        text = self.writer.subclasses.recomputing(class_name, name, shown, mixed, what, causes)
-        return _Wrapper(name, text, f"`{shown}`, checkpointed")
+        for what, causes in wrappers:
+            own = shown.rpartition(".")[2]
+            key = (base, own, what)
+            if key not in self.known:
+                fork = isinstance(what, ForkRandom)
+                name = self.known[key] = self._new_name(
+                    f"{'Forked' if fork else 'Checkpointed'}{own}"
+                )
+                if isinstance(what, Recompute):
+                    text = self.writer.recomputing(class_name, name, shown, mixed, what, causes)
+                else:
+                    text = self.writer.forking(name, shown, mixed, causes)
+                why = " with random numbers of this rank" if fork else ", checkpointed"
+                edits += put(text, causes, f"`{shown}`{why}")
+            shown, mixed = self.known[key], ""
+        return shown
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
         """Where places outside of loops put what they make, and which not all instances have."""
@@ -287,14 +282,12 @@ class SubclassChoice:
         self.class_names.add(unique)
         return unique
 
-    def _class_after(
-        self, class_name: str, text: str, causes: tuple[Directive, ...], why: str
-    ) -> list[Edit]:
+    def _class_after(self, class_name: str, text: str, causes: Causes, why: str) -> list[Edit]:
         base = self.file.classes[class_name]
         placed = [behind(self.file, base, text, 2), *apart(self.file, base, 2)]
         return [each.caused_by(causes, why) for each in placed]
 
-    def _check_super(self, cls: type, causes: tuple[Directive, ...]) -> None:
+    def _check_super(self, cls: type, causes: Causes) -> None:
         """Refuses to derive from a class that looks for its base from the class of its object.
 
         Raises:
@@ -313,13 +306,11 @@ class SubclassChoice:
                         hint="write super() without arguments",
                     )
 
-    def _class_before(self, site: Site, text: str, causes: tuple[Directive, ...], why: str) -> Edit:
+    def _class_before(self, site: Site, text: str, causes: Causes, why: str) -> list[Edit]:
         around = next(s for s in self.file.tree.body if within(s, site.value))
-        return above(self.file, around, text).caused_by(causes, why)
+        return [above(self.file, around, text).caused_by(causes, why)]
 
-    def _rename(
-        self, nodes: list[Node], name: str, original: str, causes: tuple[Directive, ...]
-    ) -> None:
+    def _rename(self, nodes: list[Node], name: str, original: str, causes: Causes) -> None:
         for node in nodes:
             if node.owner is None:
                 raise errors.Unsupported(
@@ -332,24 +323,18 @@ class SubclassChoice:
             places = self.files.making(node).changes
             beside = None if places.file is self.file else self.files.stem(self.file)
             what: Change = UseSubclass(name, original, beside)
-            at, owner = places.site(node, causes)
-            made = places.by_path.get(owner.path, {}).get(at)
+            made = places.made_at(node, places.site(node, causes)[0])
             if beside and isinstance(made, ReplaceModule):  # a class that stands in another's place
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
 
-    def _wrapped_other(
-        self,
-        node: Node,
-        wrappers: Sequence[tuple[Change, tuple[Directive, ...]]],
-        edits: list[Edit],
-    ) -> bool:
+    def _wrapped_other(self, node: Node, wrappers: _Wrappers, edits: list[Edit]) -> bool:
         """Wraps the class that stands in the place of the original's, if one does."""
         if node.owner is None:
             return False
         every = merged_causes(*(causes for _, causes in wrappers))
-        at, owner = self.changes.site(node, every)
-        made = self.changes.by_path.get(owner.path, {}).get(at)
+        at, _ = self.changes.site(node, every)
+        made = self.changes.made_at(node, at)
         if not isinstance(made, (UseParallelLayer, ReplaceModule)):
             return False
         if isinstance(made, ReplaceModule) and made.layer is None:
@@ -358,11 +343,9 @@ class SubclassChoice:
             assert made.layer is not None
             name = self.imports.helper(made.layer.module, made.layer.name, every)
         site = self.changes.sites[at.start]
-        for what, causes in wrappers:
-            wrapper = self._wrapper("", "", name, what, causes)
-            name = wrapper.name
-            if wrapper.text:
-                edits.append(self._class_before(site, wrapper.text, causes, wrapper.why))
+        name = self._wrapped(
+            "", "", name, wrappers, functools.partial(self._class_before, site), edits
+        )
         self.changes.at_site(node, replace(made, subclass=name), every)
         return True
 

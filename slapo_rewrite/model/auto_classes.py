@@ -7,10 +7,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_rewrite import errors
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import called_root, find_site, looked_up, resolve
+from slapo_rewrite.model.join import called_root, known_site, looked_up, resolve
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 
@@ -39,11 +38,6 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     `_from_config` of the class that it has for `type(config)`, and `load_backbone(config)` does so
     with `config.backbone_config`. Left alone are code from the hub, and classes that are chosen by
     more than the configuration's class or take but a part of the configuration.
-
-    Args:
-        sources: The source files.
-        site: The module's construction site.
-        node: The module.
     """
     auto_factory: Any = sys.modules.get("transformers.models.auto.auto_factory")
     call, cls = site.value, type(getattr(node.live, "config", None))
@@ -82,9 +76,7 @@ def is_looked_up(sources: Sources, node: Node) -> bool:
     holder: Node | None = node
     while holder is not None and holder.owner is not None:
         if holder.cls.__module__ == sources.main.name:
-            try:
-                site = find_site(sources, holder)
-            except errors.UnfollowableConstruction:
+            if (site := known_site(sources, holder)) is None:
                 return False
             root = site.file.imports.get(called_root(site) or "")
             elsewhere = site.file is sources.main and looked_up(sources, holder, root)

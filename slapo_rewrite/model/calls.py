@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -42,16 +42,28 @@ def calls_watched(
 def forward_as_call(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Has `module.forward(x)` carried out as `module(x)` meanwhile, so that its hooks see it."""
     called: set[nn.Module] = set()  # their hooks are at work, and their `forward` comes next
-    handles, own = [], {module: vars(module).get("forward") for module in modules}
-    for module in own:
+    handles, calls = [], {}
+    for module in dict.fromkeys(modules):
         handles.append(module.register_forward_pre_hook(lambda m, _: called.add(m), prepend=True))
         call = functools.partial(_call, module, module.forward, called)
-        vars(module)["forward"] = functools.update_wrapper(call, module.forward)
+        calls[module] = functools.update_wrapper(call, module.forward)
     try:
-        yield
+        with forwards_instead(calls):
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def forwards_instead(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Has modules run these functions meanwhile in the place of what `forward` is."""
+    own = {module: vars(module).get("forward") for module in functions}
+    for module, function in functions.items():
+        vars(module)["forward"] = function
+    try:
+        yield
+    finally:
         for module, forward in own.items():
             del vars(module)["forward"]
             if forward is not None:

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from slapo_rewrite.code.arguments import Signature, argument_of, first_parameter
+from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.evaluate import UNKNOWN, Constant, Worth, computed, truth
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import assignments, position, targets_of
+from slapo_rewrite.code.syntax import assignments, position
 from slapo_rewrite.model.constructor_values import Frame, Loop
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -161,7 +162,7 @@ class Evaluator:
             return at.names[name]
         for node, iteration in self.scene.elements.items():
             target = getattr(node, "target", None)
-            if target is not None and name in targets_of(target):
+            if target is not None and name in bound_in(target):
                 return self._loop_variable(node, iteration, name, at)
         assigned = self._assigned(name, at)
         if assigned is not None:
@@ -232,7 +233,7 @@ class Evaluator:
     def _given(self, statement: ast.stmt, name: str, place: _Place) -> Any:
         match statement:
             case ast.Assign(targets=targets, value=value):
-                target = next(t for t in targets if name in targets_of(t))
+                target = next(t for t in targets if name in bound_in(t))
                 if isinstance(target, ast.Name):
                     return self._expr(value, place)
                 return _destructured(target, self._expr(value, place))[name]

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -53,17 +54,13 @@ def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[
         if self not in stacks:
             stacks[self], _scopes[self] = stack, scopes
 
-    nn.Module.__init__ = construct  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "__init__", construct):
         yield
-    finally:
-        nn.Module.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def sets_noted() -> Iterator[Sets]:
     """Notes which names are set on modules meanwhile, and which others were being made then."""
-    methods = {name: getattr(nn.Module, name) for name in _SETTING}
     noted: Sets = WeakKeyDictionary()
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
@@ -74,25 +71,14 @@ def sets_noted() -> Iterator[Sets]:
 
         return method
 
-    for name, original in methods.items():
-        setattr(nn.Module, name, noting(original))
-    try:
+    methods: dict[str, Any] = {name: noting(getattr(nn.Module, name)) for name in _SETTING}
+    with mock.patch.multiple(nn.Module, **methods):
         yield noted
-    finally:
-        for name, original in methods.items():
-            setattr(nn.Module, name, original)
 
 
-@contextlib.contextmanager
-def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> Iterator[None]:
+def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> contextlib.AbstractContextManager[Any]:
     """Goes by calls that were noted elsewhere, for as long as it lasts."""
-    before = dict(_stacks)
-    _stacks.update(stacks)
-    try:
-        yield
-    finally:
-        _stacks.clear()
-        _stacks.update(before)
+    return mock.patch.dict(_stacks, stacks)
 
 
 def stack_of(module: nn.Module) -> Stack:
@@ -104,12 +90,6 @@ def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
     """What every name meant in one of the calls that led to a module; None where that is gone."""
     scopes = _scopes.get(module, ())
     return {**scopes[number][0], **scopes[number][1]} if number < len(scopes) else None
-
-
-def value_of(name: str, file: SourceFile, call: ast.expr, module: nn.Module) -> object | None:
-    """What a name meant where a call made a module; None where that is not known."""
-    scope = scope_at(file, call, module)
-    return scope.get(name) if scope else None
 
 
 def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> dict[str, Any] | None:

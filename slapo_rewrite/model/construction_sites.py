@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from slapo_rewrite.model.constructor_values import (
     Sequence,
     Step,
     common,
+    joined,
     merged,
 )
 from slapo_rewrite.model.constructor_walk import Walker
@@ -74,6 +77,11 @@ class Site:
     inner: tuple[Site, ...] = ()
     alias: str | None = None
     written_out: ast.Call | None = None
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """What the path says, with a group for each `*`."""
+        return re.compile(re.escape(self.path).replace(r"\*", r"([^.]+)"))
 
     @property
     def is_given(self) -> bool:
@@ -307,7 +315,7 @@ class _Emitter:
             steps = (*outer, *steps)
             for value in item.values:
                 below = tuple(s for s in value.steps if s not in item.steps and s not in outer)
-                target = f"{path}.{key}" if path else key
+                target = joined(path, key) or key
                 self._emit(target, replace(value, steps=(*steps, *below)), item.kind, ())
 
 
@@ -385,20 +393,14 @@ def _runs(
     items: list[tuple[Item, tuple[Step, ...]]],
 ) -> Iterator[tuple[Step | None, list[tuple[Item, tuple[Step, ...]]]]]:
     """Consecutive items that stand under the same first step, be it the other side of a test."""
-    position = 0
-    while position < len(items):
-        step = items[position][1][0] if items[position][1] else None
-        end = position + 1
-        while end < len(items) and _same(step, items[end][1][0] if items[end][1] else None):
-            end += 1
-        yield step, items[position:end]
-        position = end
 
+    def first(item: tuple[Item, tuple[Step, ...]]) -> Step | ast.expr | None:
+        step = item[1][0] if item[1] else None
+        return step.test if isinstance(step, Guard) else step
 
-def _same(one: Step | None, other: Step | None) -> bool:
-    if isinstance(one, Guard) and isinstance(other, Guard):
-        return one.test is other.test
-    return one is other
+    for _, group in itertools.groupby(items, first):
+        run = list(group)
+        yield run[0][1][0] if run[0][1] else None, run
 
 
 def _count(loop: Loop) -> int | None:

@@ -29,12 +29,9 @@ from slapo_rewrite.model.constructor_values import (
 )
 
 CONTAINERS = {
-    "ModuleList": "list",
-    "ParameterList": "list",
-    "Sequential": "sequential",
-    "ModuleDict": "dict",
+    "ModuleList": "list", "ParameterList": "list", "Sequential": "sequential", "ModuleDict": "dict",
     "ParameterDict": "dict",
-}
+}  # fmt: skip
 # Methods that return the module they are called on; functions that return the module they get.
 _CHAINED = {"to", "eval", "train", "requires_grad_", "half", "float", "double", "bfloat16", "cuda"}
 _CHAINED |= {"cpu", "apply", "type", "share_memory", "to_empty"}
@@ -380,10 +377,8 @@ class Expressions:
             return
         path = self._path(iterable)
         if path is not None:
-            alias = f"{path}.*" if path else "*"
-            self._scope[target.id] = [
-                Made(iterable, here.statement, "alias", here.steps, here.frame, alias=alias)
-            ]
+            self._scope[target.id] = [made := self._made(iterable, here, "alias")]
+            made.alias = joined(path, "*")
 
     def _unbind(self, target: ast.expr) -> None:
         for name in names_in(target):

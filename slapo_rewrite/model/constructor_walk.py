@@ -153,9 +153,7 @@ class Walker(Expressions):
 
     def _bind_constants(self, target: ast.expr, value: ast.expr, here: Here) -> None:
         if isinstance(target, ast.Name):
-            self._scope[target.id] = [
-                Made(value, here.statement, "assign", here.steps, here.frame, constant=True)
-            ]
+            self._scope[target.id] = [self._made(value, here, "assign", constant=True)]
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple | ast.List):
             for inner, part in zip(target.elts, value.elts, strict=False):
                 self._bind_constants(inner, part, here)
@@ -261,7 +259,8 @@ class Walker(Expressions):
         if form is None:
             return
         named = not (isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name))
-        root = Made(call, here.statement, "assign", here.steps, here.frame, container=True)
+        root = self._made(call, here, "assign")
+        root.container = True
         root.sequences = self._container(form, call.args[named:], call.keywords, here)
         self._place("", root, here, "assign")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,9 +200,25 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    is_gpu: bool = True,
 ) -> Tensor:
+    """One operator, where there is one for what it is given."""
+    result: Tensor
+    needs_gradient = attn_mask is not None and attn_mask.requires_grad
+    if not is_gpu and (dropout_p or needs_gradient):  # a CPU's kernel has neither
+        result = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
+    if not is_gpu:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 1)
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+        return result
     if attn_mask is None:
-        result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
         return result
@@ -214,32 +231,10 @@ def _attention(
     return result
 
 
-def _attention_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    needs_gradient = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p or needs_gradient:  # its kernel has neither
-        result: Tensor = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return result
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 1)
-    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
-    return result
-
-
 ON_GPU: dict[Any, Callable[..., Any]] = {
     functional.dropout: _dropout,
     functional.scaled_dot_product_attention: _attention,
 }
-ON_CPU: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: _attention_on_cpu}
+ON_CPU: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: functools.partial(_attention, is_gpu=False)
+}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -211,15 +212,11 @@ def _forget() -> None:
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
     """What the source says while it is imported or built it has said already; no caches either."""
-    caches = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True
-    try:
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with quiet, warnings.catch_warnings(), contextlib.chdir("."):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.dont_write_bytecode = caches
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    uncached = mock.patch.object(sys, "dont_write_bytecode", True)
+    with quiet, uncached, warnings.catch_warnings(), contextlib.chdir("."):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _frames(folder: Path, error: BaseException | None) -> list[tuple[str, int]]:

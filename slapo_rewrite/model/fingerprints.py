@@ -44,17 +44,14 @@ def _is_index(node: Node, name: str, value: int) -> bool:
     By chance, the same module of a layer beside it has the same.
     """
     steps: list[str] = []
-    above: Node | None = node
-    while above is not None:
+    for above in node.outwards():
         if above.name == str(value) and above.parent is not None:
             beside = above.parent.children
             other = beside.get(str(value + 1)) or beside.get(str(value - 1))
-            for step in reversed(steps):
-                other = other.children.get(step) if other is not None else None
+            other = other.at(".".join(reversed(steps))) if other is not None else None
             if other is None or vars(other.live).get(name) != value:
                 return True
         steps.append(above.name)
-        above = above.parent
     return False
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_config, small_model
+from slapo_rewrite.model.results import in_dtype
 from slapo_rewrite.model.sized_inputs import sized_inputs
 from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted_step
 
@@ -72,7 +73,7 @@ class FoldedStep:
             self.model = model.to(dtype).train()
         except Exception as error:  # the schedule's own code
             raise DoesNotRun(first_line(error)) from error
-        self.inputs = {name: _typed(value, dtype) for name, value in self.given.items()}
+        self.inputs = in_dtype(self.given, dtype)
 
     def count(self) -> Profile:
         """Counts it.
@@ -119,9 +120,3 @@ def check_positions(model: nn.Module, sequence: int | None) -> None:
         # Some tables have two rows before the first position.
         if isinstance(number, int) and number < (sequence or 0) and tables & {number, number + 2}:
             raise DoesNotRun(f"the model has {number} positions")
-
-
-def _typed(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value

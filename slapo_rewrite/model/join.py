@@ -16,6 +16,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.written_out import returned_by
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
@@ -26,7 +27,6 @@ from slapo_rewrite.model.site_candidates import (
     REFERENCES,
     Candidate,
     at_assignment,
-    below,
     can_be_numbered,
     element_of,
     holder_at,
@@ -37,19 +37,9 @@ from slapo_rewrite.model.site_candidates import (
     numbers_at,
     passed_through,
 )
-from slapo_rewrite.model.sources import Level, Sources
+from slapo_rewrite.model.sources import Level
+from slapo_rewrite.model.sources import Sources as Sources
 from slapo_rewrite.model.tree import Node
-
-__all__ = [
-    "Sources",
-    "called_root",
-    "find_parameter_site",
-    "find_site",
-    "holder_of",
-    "looked_up",
-    "resolve",
-    "size_at",
-]
 
 
 def find_site(sources: Sources, node: Node) -> Site:
@@ -59,6 +49,14 @@ def find_site(sources: Sources, node: Node) -> Site:
         UnfollowableConstruction: No site, or no single one, can be named.
     """
     return _Search(sources).module(node)
+
+
+def known_site(sources: Sources, node: Node) -> Site | None:
+    """The same; None where no site, or no single one, can be named, as of the root."""
+    try:
+        return find_site(sources, node) if node.parent is not None else None
+    except errors.UnfollowableConstruction:
+        return None
 
 
 def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
@@ -79,29 +77,35 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     holder = holder_at(node, site) if site.is_given else None
     if holder is None:
         return node.owner, node.relative
-    return holder, below(holder, node.path)
+    return holder, holder.below(node.path)
 
 
-def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
-    """The object that an expression at a site came to; None where that cannot be told."""
-    holder = holder_at(node, site)
+def resolve(
+    sources: Sources, expr: ast.expr, site: Site, node: Node, remembers: bool = False
+) -> object | None:
+    """What an expression came to at the site of a module, or of a parameter of it.
+
+    Args:
+        sources: The source files.
+        expr: The expression.
+        site: The site.
+        node: The module.
+        remembers: Whether names mean what they meant while the model was built, where the source
+            does not tell.
+
+    Returns:
+        None where that cannot be told.
+    """
+    holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
     try:
-        return _Search(sources).value(expr, site, holder, node) if holder else None
+        return _Search(sources, remembers).value(expr, site, holder, node) if holder else None
     except Unknown:
         return None
 
 
 def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | None:
-    """The number that an expression came to at the site of a module, or of a parameter of it.
-
-    Returns:
-        None where that cannot be told, or where it is no whole number.
-    """
-    holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
-    try:
-        value = _Search(sources, True).value(expr, site, holder, node) if holder else None
-    except Unknown:
-        return None
+    """The whole number that an expression came to there; None where it is not known to be one."""
+    value = resolve(sources, expr, site, node, remembers=True)
     return value if type(value) is int else None
 
 
@@ -116,12 +120,10 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
         node: The module.
         root: The module that defines what the expression begins with, if that is imported.
     """
-    try:
-        site = find_site(sources, node)
-    except errors.UnfollowableConstruction:
-        return False
+    site = known_site(sources, node)
     return (
-        root is not None
+        site is not None
+        and root is not None
         and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
         and names_in(site.call).isdisjoint(c.__name__ for c in node.cls.__mro__)
         and bool(construction_calls.stack_of(node.live))
@@ -141,8 +143,7 @@ class _Search:
 
     Args:
         sources: The source files.
-        remembers: Whether names mean what they meant while the model was built, where the source
-            does not tell.
+        remembers: As for `resolve`.
     """
 
     def __init__(self, sources: Sources, remembers: bool = False) -> None:
@@ -202,7 +203,7 @@ class _Search:
         for holder in holders:
             maker = self.sources.maker(holder.cls)
             if holder is owner or later or maker.has_deep:
-                matched = (maker.later if later else maker).match(below(holder, path))
+                matched = (maker.later if later else maker).match(holder.below(path))
                 yield holder, [Candidate(site, holder, numbers) for site, numbers in matched]
 
     def _possible(self, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -434,18 +435,17 @@ class _Search:
         site, holder = candidate.site, candidate.holder
         maker = self.sources.maker(holder.cls)
         level = maker.levels[maker.level_of[site]] if site in maker.level_of else None
-        scene = Scene(
-            live=holder.live,
-            file=site.file,
-            frame=frame or site.frame,
-            argument=partial(self._argument_value, holder, level),
-            stored=maker.stored(level) if level else {},
-            elements=constructed_values.iterations(
-                site.loops, [int(n) for n in candidate.numbers if n.isdecimal()]
-            ),
-            hidden=frozenset({site.path.partition(".")[0]}),
-        )
-        return Evaluator(scene)
+        numbers = [int(n) for n in candidate.numbers if n.isdecimal()]
+        scene = self._scene(holder, site.file, frame or site.frame, level)
+        elements = constructed_values.iterations(site.loops, numbers)
+        hidden = frozenset({site.path.partition(".")[0]})
+        return Evaluator(replace(scene, elements=elements, hidden=hidden))
+
+    def _scene(self, holder: Node, file: SourceFile, frame: Frame, level: Level | None) -> Scene:
+        """A function as it ran for a module, in the constructor of one of its classes if any."""
+        argument = partial(self._argument_value, holder, level)
+        stored = self.sources.maker(holder.cls).stored(level) if level else {}
+        return Scene(holder.live, file, frame, argument, stored)
 
     def _argument_value(self, holder: Node, level: Level | None, name: str) -> Any:
         """What a parameter of a constructor was given."""
@@ -456,14 +456,7 @@ class _Search:
             given = argument_of(level.function, level.call, name)
             if given is None:
                 raise Unknown
-            scene = Scene(
-                live=holder.live,
-                file=outer.file,
-                frame=level.frame,
-                argument=partial(self._argument_value, holder, outer),
-                stored=maker.stored(outer),
-            )
-            return Evaluator(scene).evaluate(given)
+            return Evaluator(self._scene(holder, outer.file, level.frame, outer)).evaluate(given)
         if holder.parent is None:
             raise Unknown
         try:

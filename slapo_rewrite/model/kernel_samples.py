@@ -126,32 +126,12 @@ def _gated(activation: nn.Module) -> Callable[[Maker], list[Sample]]:
     ]
 
 
-def _geglu(m: Maker) -> list[Sample]:
-    return [Sample((m.x(), m.x())), Sample((m.x(), m.x(), "tanh"))]
-
-
-def _bias_gelu(m: Maker) -> list[Sample]:
-    return [Sample((m.x(), m.vector())), Sample((m.x(), m.vector(), "tanh"))]
-
-
 def _linear_gelu(m: Maker) -> list[Sample]:
     linear = m.linear(m.inner)
     return [
         Sample((m.x(m.inner), linear), {"activation": nn.GELU()}),
         Sample((m.x(m.inner), linear, "tanh")),
     ]
-
-
-def _linear_activation(m: Maker) -> list[Sample]:
-    return [Sample((m.x(m.inner), m.linear(m.inner), kind)) for kind in ("relu", "gelu")]
-
-
-def _activation(m: Maker) -> list[Sample]:
-    return [Sample((m.x(), kind), {"dropout": 0.0}) for kind in ("relu", "silu")]
-
-
-def _quick_gelu(m: Maker) -> list[Sample]:
-    return [Sample((m.x(),))]
 
 
 def _rotary(m: Maker) -> list[Sample]:
@@ -194,10 +174,6 @@ def _linear_losses(m: Maker) -> list[Sample]:
     ]
 
 
-def _linear_each(m: Maker) -> list[Sample]:
-    return [Sample((m.x(), *(m.linear(m.width) for _ in range(3))))]
-
-
 # By the name of the function; the first sample of each is what is timed.
 _SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
     "rms_norm": _norms,
@@ -207,12 +183,16 @@ _SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
     "dropout_residual": _additions,
     "swiglu": _gated(nn.SiLU()),
     "reglu": _gated(nn.ReLU()),
-    "geglu": _geglu,
-    "bias_gelu": _bias_gelu,
+    "geglu": lambda m: [Sample((m.x(), m.x())), Sample((m.x(), m.x(), "tanh"))],
+    "bias_gelu": lambda m: [Sample((m.x(), m.vector())), Sample((m.x(), m.vector(), "tanh"))],
     "linear_gelu": _linear_gelu,
-    "linear_activation": _linear_activation,
-    "activation_dropout": _activation,
-    "quick_gelu": _quick_gelu,
+    "linear_activation": lambda m: [
+        Sample((m.x(m.inner), m.linear(m.inner), kind)) for kind in ("relu", "gelu")
+    ],
+    "activation_dropout": lambda m: [
+        Sample((m.x(), kind), {"dropout": 0.0}) for kind in ("relu", "silu")
+    ],
+    "quick_gelu": lambda m: [Sample((m.x(),))],
     "rotary": _rotary,
     "masked_softmax": _softmax,
     "cross_entropy": _losses,
@@ -221,7 +201,7 @@ _SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
     "linear_cross_entropy": _linear_losses,
     "masked_lm_linear_cross_entropy": _linear_losses,
     "causal_lm_linear_cross_entropy": _linear_losses,
-    "linear_each": _linear_each,
+    "linear_each": lambda m: [Sample((m.x(), *(m.linear(m.width) for _ in range(3))))],
 }
 
 

@@ -150,22 +150,9 @@ _ROW = Split(
     False,
     takes_part=True,
 )
-_COLUMN_CONV1D = Split("conv1d", "ColumnParallelConv1D", "partition", arguments=("nf", "nx"))
-_ROW_CONV1D = Split(
-    "conv1d",
-    "RowParallelConv1D",
-    "partial sum",
-    frozenset({"bias"}),
-    False,
-    arguments=("nf", "nx"),
-    takes_part=True,
-)
-_VOCABULARY = Split(
-    "tensor_parallel",
-    "VocabParallelEmbedding",
-    "partial sum",
-    has_input_gradient=False,
-    arguments=_TABLE,
+_COLUMN_CONV1D, _ROW_CONV1D = (
+    replace(split, module="conv1d", name=name, arguments=("nf", "nx"))
+    for split, name in ((_COLUMN, "ColumnParallelConv1D"), (_ROW, "RowParallelConv1D"))
 )
 _EMBEDDING = Split(
     "tensor_parallel",
@@ -181,6 +168,7 @@ _BAG = Split(
     has_input_gradient=False,
     arguments=(*_TABLE[:2], "mode", "include_last_offset", *_TABLE[3:]),
 )
+_VOCABULARY = replace(_EMBEDDING, name="VocabParallelEmbedding", output="partial sum")
 
 _CONVOLUTION = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias",
@@ -192,17 +180,10 @@ _GROUPS = ("num_groups", "num_channels", "eps", "affine", "device", "dtype")
 
 
 def _convolution(name: str, axes: tuple[int, ...]) -> dict[tuple[str, int], Split]:
-    column = Split("convolution", f"ColumnParallel{name}", "partition", axes=axes)
-    row = Split(
-        "convolution",
-        f"RowParallel{name}",
-        "partial sum",
-        frozenset({"bias"}),
-        False,
-        takes_part=True,
-        axes=axes,
+    column, row = (
+        replace(split, module="convolution", name=made, arguments=_CONVOLUTION, axes=axes)
+        for split, made in ((_COLUMN, f"ColumnParallel{name}"), (_ROW, f"RowParallel{name}"))
     )
-    column, row = (replace(split, arguments=_CONVOLUTION) for split in (column, row))
     return {("weight", 0): column, ("bias", 0): column, ("weight", 1): row}
 
 

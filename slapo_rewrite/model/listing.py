@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from slapo_rewrite import errors
-from slapo_rewrite.model.join import Sources, find_site
+from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 
 _Shape = tuple[str, str, str, tuple[tuple[str, "_Shape"], ...]]
-
-
-@dataclass(frozen=True)
-class _Row:
-    path: str
-    cls: str
-    parameters: str
-    place: str
 
 
 def render_tree(tree: Tree, sources: Sources) -> str:
@@ -31,11 +21,9 @@ def render_tree(tree: Tree, sources: Sources) -> str:
     shapes: dict[int, _Shape] = {}
     _shape(tree.root, shapes, sources)
     rows = list(_rows(tree.root, tree.root.cls.__name__, shapes))
-    widths = [max(len(getattr(r, f)) for r in rows) for f in ("path", "cls", "parameters")]
-    lines = [
-        f"{r.path:{widths[0]}}  {r.cls:{widths[1]}}  {r.parameters:{widths[2]}}  {r.place}".rstrip()
-        for r in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    lines = ["  ".join(row).rstrip() for row in padded]
     ties = dict.fromkeys(tree.ties.values())
     lines += ["", *(f"tied: {' = '.join(names)}" for names in ties)] if ties else []
     return "\n".join(_coloured(lines, len(rows), widths) if sys.stdout.isatty() else lines)
@@ -57,9 +45,10 @@ def tree_record(tree: Tree, sources: Sources) -> dict[str, Any]:
     }
 
 
-def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[_Row]:
+# Of each row: path, class, parameters, where it is made.
+def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[tuple[str, str, str, str]]:
     _, parameters, place, _ = shapes[id(node)]
-    yield _Row(shown, node.cls.__name__, parameters, place)
+    yield shown, node.cls.__name__, parameters, place
     prefix = shown if node.parent is not None else ""
     for first, last in runs(node, shapes):
         name = first.name if first is last else f"[{first.name}-{last.name}]"
@@ -100,11 +89,8 @@ def _parameters(node: Node) -> str:
 def _place(node: Node, sources: Sources) -> str:
     if node.parent is None:
         return ""
-    try:
-        site = find_site(sources, node)
-    except errors.UnfollowableConstruction:
-        return "?"
-    return f"{site.file.path.name}:{site.value.lineno}"
+    site = known_site(sources, node)
+    return f"{site.file.path.name}:{site.value.lineno}" if site is not None else "?"
 
 
 def _coloured(lines: list[str], rows: int, widths: list[int]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_rewrite import errors
 from slapo_rewrite.code.evaluate import Constant, is_plain
 from slapo_rewrite.code.facts import (
     Fact,
@@ -23,7 +22,7 @@ from slapo_rewrite.code.facts import (
     dotted,
 )
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.model.join import find_site
+from slapo_rewrite.model.join import known_site
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import beyond_forward
@@ -71,16 +70,9 @@ class NodeFacts:
 
     def place(self, path: str) -> tuple[SourceFile, ast.AST] | None:
         """Where a submodule is made."""
-        node: Node | None = self.node
-        for name in path.split("."):
-            node = node.children.get(name) if node is not None else None
-        if node is None:
-            return None
-        try:
-            site = find_site(self.sources, node)
-        except errors.UnfollowableConstruction:
-            return None
-        return site.file, site.value
+        node = self.node.at(path)
+        site = known_site(self.sources, node) if node is not None else None
+        return (site.file, site.value) if site is not None else None
 
     def _module(self, path: str) -> nn.Module | None:
         found: Any = self.node.live

@@ -12,11 +12,8 @@ from slapo_rewrite import errors
 _ATTENTION = tuple(
     f"_scaled_dot_product_{kind}"
     for kind in (
-        "cudnn_attention",
-        "efficient_attention",
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "fused_attention_overrideable",
+        *("cudnn_attention", "efficient_attention", "flash_attention"),
+        *("flash_attention_for_cpu", "fused_attention_overrideable"),
     )
 )
 # Functions of torch that are carried out as others.

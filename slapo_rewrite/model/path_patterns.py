@@ -28,15 +28,14 @@ def alternatives(pattern: str) -> list[str]:
 
 def split_pattern(pattern: str) -> list[re.Pattern[str] | None]:
     """The segments of a path pattern as expressions; None stands for `**`."""
-    return [None if part == "**" else _segment(part) for part in pattern.split(".")]
+    return [
+        None if part == "**" else re.compile(re.escape(part).replace(r"\*", ANY))
+        for part in pattern.split(".")
+    ]
 
 
 # What one star in a segment stands for.
 ANY = "[^.]*"
-
-
-def _segment(segment: str) -> re.Pattern[str]:
-    return re.compile(re.escape(segment).replace(r"\*", ANY))
 
 
 def descend(node: Node, steps: list[re.Pattern[str] | None]) -> list[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -60,7 +61,7 @@ def paying_order(
     """
     for live in lives:
         modules = [node.live for node in users(live.function)]
-        known, apart = _Known(modules), _Apart(modules)
+        known, apart = partial(_is_known, modules), partial(_are_apart, modules)
         for run, others in orders(file, live.function, gives_alone, known, apart):
             before = _peaks(tree, file, lives, live, given)
             best, least = None, [(peak, peak) for peak, _ in before]
@@ -106,30 +107,19 @@ def _peaks(
     return found
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Whether what is read or called of a module does no more than give a value."""
-
-    modules: Sequence[nn.Module]
-
-    def __call__(self, callee: Callee) -> bool:
-        return bool(self.modules) and all(self._is_plain(m, callee) for m in self.modules)
-
-    def _is_plain(self, module: nn.Module, callee: Callee) -> bool:
-        found = _at(module, callee.path)
-        if callee.is_called:
-            return type(found) in _LAYERS and beyond_forward(found) is None
-        return found is not None and not isinstance(found, nn.Module)
+def _is_known(modules: Sequence[nn.Module], callee: Callee) -> bool:
+    """Whether what is read or called of modules does no more than give a value."""
+    found = [_at(module, callee.path) for module in modules]
+    if callee.is_called:
+        plain = (type(each) in _LAYERS and beyond_forward(each) is None for each in found)
+    else:
+        plain = (each is not None and not isinstance(each, nn.Module) for each in found)
+    return bool(found) and all(plain)
 
 
-@dataclass(frozen=True)
-class _Apart:
+def _are_apart(modules: Sequence[nn.Module], one: str, other: str) -> bool:
     """Whether what is at two paths of modules has no parameters in common."""
-
-    modules: Sequence[nn.Module]
-
-    def __call__(self, one: str, other: str) -> bool:
-        return all(_parameters(m, one).isdisjoint(_parameters(m, other)) for m in self.modules)
+    return all(_parameters(m, one).isdisjoint(_parameters(m, other)) for m in modules)
 
 
 def _at(module: nn.Module, path: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from slapo_rewrite.code.dead_values import Death
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.held_memory import CannotMeasure, Record, recorded
-from slapo_rewrite.model.layer_kinds import left_alone
+from slapo_rewrite.model.layer_kinds import fold, left_alone
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.model.watched_functions import Live
 
@@ -134,10 +134,8 @@ def two_of_each(tree: Tree) -> Iterator[None]:
     for node in tree.nodes.values():
         if not isinstance(node.live, nn.ModuleList):
             continue
-        kinds: dict[int, list[Any]] = {}
-        for child in node.children.values():
-            kinds.setdefault(child.kind, []).append(child.live)
-        kept = {id(live) for same in kinds.values() for live in same[:2]}
+        children = list(node.children.values())
+        kept = {id(children[n].live) for n in fold([child.kind for child in children]).left}
         left = [live for live in node.live if id(live) in kept]
         if len(left) < len(node.live):
             lists.append((node.live, left))

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
-from slapo_rewrite.model.calls import calls_watched
+from slapo_rewrite.model.calls import calls_watched, forwards_instead
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
-from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
+from slapo_rewrite.model.layer_kinds import Fold, folds_of, left_alone, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile
 from slapo_rewrite.model.tree import Node, Tree
@@ -132,20 +132,15 @@ def _short_copy(
     tree: Tree, folds: Mapping[str, Fold]
 ) -> tuple[nn.Module, dict[str, list[nn.Module]]]:
     """A copy of a model with the layers that are left, and these."""
-    whole = {path: dict(tree.nodes[path].live._modules) for path in folds}
     try:
-        for path, fold in folds.items():
-            modules = tree.nodes[path].live._modules
-            kept = [modules[str(number)] for number in fold.left]
-            modules.clear()
-            modules.update({str(n): module for n, module in enumerate(kept)})
-        model = copy.deepcopy(tree.root.live)
+        with left_alone(
+            (listed, [listed.get_submodule(str(number)) for number in fold.left])
+            for path, fold in folds.items()
+            for listed in [tree.nodes[path].live]
+        ):
+            model = copy.deepcopy(tree.root.live)
     except Exception as error:  # what cannot be copied
         raise DoesNotRun(f"the model cannot be copied: {first_line(error)}") from error
-    finally:
-        for path, modules in whole.items():
-            tree.nodes[path].live._modules.clear()
-            tree.nodes[path].live._modules.update(modules)
     return model, {path: list(model.get_submodule(path).children()) for path in folds}
 
 
@@ -170,24 +165,10 @@ def _parts(layers: Collection[Node]) -> list[str]:
 
 
 def _count(step: FoldedStep, layers: Sequence[nn.Module], way: Recomputed) -> Profile:
-    with _recomputing(layers, way):
+    """Counts a step in which that is recomputed of layers."""
+    inside = (module for layer in layers for path, module in layer.named_modules() if path in way)
+    with forwards_instead({module: functools.partial(_again, module.forward) for module in inside}):
         return step.count()
-
-
-@contextmanager
-def _recomputing(layers: Sequence[nn.Module], way: Recomputed) -> Iterator[None]:
-    """Of layers that is recomputed meanwhile."""
-    changed: list[nn.Module] = []
-    try:
-        for layer in layers:
-            known = dict(layer.named_modules())
-            for module in (known[path] for path in way if path in known):
-                vars(module)["forward"] = functools.partial(_again, module.forward)
-                changed.append(module)
-        yield
-    finally:
-        for module in changed:
-            del module.forward
 
 
 def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,11 @@ were noted while the model was built do, with what the counters of the loops aro
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import bound_in, names_in
@@ -26,7 +25,6 @@ from slapo_rewrite.model.constructor_values import Frame, Loop
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, is_container
 
-_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _Loop = ast.comprehension | ast.For | ast.While
 
 
@@ -68,7 +66,7 @@ def recorded_site(sources: Sources, node: Node) -> Site | None:
     call = _call_of(file, construction_calls.stack_of(node.live)) if file is not None else None
     if scope is None or file is None or call is None:
         return None
-    made = _Made.of(sources, node, file, call)
+    made = _Made(sources, node, file, call)
     if node.parent is None or node.path not in made.modules:
         return None
     counted, frame = made.counted(), Frame(call.function)
@@ -110,33 +108,19 @@ class _Made:
     """What a call made, in one model.
 
     Args:
-        root: The model.
-        modules: The modules that the call made, by path.
+        sources: The source files.
+        node: One of the modules that the call made.
         file: The file of the call.
         call: The call.
-        path: The path of the one that is looked at.
+
+    Attributes:
+        modules: The modules that the call made, by path.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        modules: Mapping[str, nn.Module],
-        file: SourceFile,
-        call: _Call,
-        path: str,
-    ) -> None:
-        self.root, self.modules, self.file, self.call = root, modules, file, call
-        self.path = path
-        self.start, self.class_name = self._held(path)
-
-    @classmethod
-    def of(cls, sources: Sources, node: Node, file: SourceFile, call: _Call) -> _Made:
-        """What the call made that made a module."""
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        modules = sources.made_at(root, construction_calls.stack_of(node.live)[0])
-        return cls(root.live, modules, file, call, node.path)
+    def __init__(self, sources: Sources, node: Node, file: SourceFile, call: _Call) -> None:
+        self.root, self.path, self.file, self.call = node.root.live, node.path, file, call
+        self.modules = sources.made_at(node.root, construction_calls.stack_of(node.live)[0])
+        self.start, self.class_name = self._held(node.path)
 
     def _held(self, path: str) -> tuple[int, str]:
         """How long the path of the holder of a module is, and the class that holds the call."""
@@ -184,89 +168,60 @@ class _Made:
 
 def _call_of(file: SourceFile, stack: construction_calls.Stack) -> _Call | None:
     """The innermost call of a stack, where it is one of a file's, in a function."""
-    if file not in _indices:
-        _indices[file] = _Index(file).calls
-    found = _indices[file].get(stack[0][1][2:]) if stack else None
+    if not stack:
+        return None
+    known, end = _known.setdefault(file, {}), stack[0][1][2:]
+    if end not in known:
+        node = file.calls.get(end)
+        known[end] = _in_function(file, node) if node is not None else None
+    found = known[end]
     is_there = found is not None and construction_calls.depth(file, found.node, stack) == 0
     return found if is_there else None
 
 
-_indices: WeakKeyDictionary[SourceFile, dict[tuple[int, int], _Call]] = WeakKeyDictionary()
+# The calls of a file that were asked about, by where they end.
+_known: WeakKeyDictionary[SourceFile, dict[tuple[int, int], _Call | None]] = WeakKeyDictionary()
 
 
-class _Index(ast.NodeVisitor):
-    """Finds the calls of a file that stand in functions, by where they end."""
+def _in_function(file: SourceFile, node: ast.Call) -> _Call | None:
+    """A call with what is around it; None where it stands in no function."""
+    function: ast.FunctionDef | None = None
+    class_name: str | None = None
+    loops: list[_Loop] = []
+    local: set[str] = set()
+    for inner, outer in file.around(node):
+        loops = [*_turning(inner, outer), *loops] if function is None else loops
+        if isinstance(outer, ast.ClassDef | ast.AsyncFunctionDef) and function is None:
+            return None
+        if isinstance(outer, ast.ClassDef) and class_name is None:
+            class_name = outer.name if file.classes.get(outer.name) is outer else ""
+        elif isinstance(outer, ast.FunctionDef | ast.Lambda):
+            made = _as_function(outer) if isinstance(outer, ast.Lambda) else outer
+            if inner in (outer.body, *made.body):  # and not computed where it is defined
+                function = function or made
+                local |= {*parameters(outer), *bound_in(outer)}
+    if function is None:
+        return None
+    return _Call(node, function, tuple(loops), frozenset(local), class_name or "")
 
-    def __init__(self, file: SourceFile) -> None:
-        self.file = file
-        self.calls: dict[tuple[int, int], _Call] = {}
-        self._function: ast.FunctionDef | None = None
-        self._loops: tuple[_Loop, ...] = ()
-        self._local: frozenset[str] = frozenset()
-        self._class_name = ""
-        self.visit(file.tree)
 
-    def visit_Call(self, node: ast.Call) -> None:
-        if self._function is not None:
-            found = _Call(node, self._function, self._loops, self._local, self._class_name)
-            self.calls[node.end_lineno or 0, node.end_col_offset or 0] = found
-        self.generic_visit(node)
+def _turning(inner: ast.AST, outer: ast.AST) -> list[_Loop]:
+    """The loops that carry a part out again for where it stands in something."""
+    match outer:
+        case ast.For(body=body) if inner in body:
+            return [outer]
+        case ast.While(orelse=last) if inner not in last:
+            return [outer]
+        case ast.comprehension(ifs=tests) if inner in tests:
+            return [outer]
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            turns: list[_Loop] = [*outer.generators]
+            return turns[: turns.index(inner)] if isinstance(inner, ast.comprehension) else turns
+    return []
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        name = node.name if self.file.classes.get(node.name) is node else ""
-        self._inside(node.body, function=None, loops=(), class_name=name)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._outside(node)
-        self._in_function(node, node.body)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self._inside(node.body, function=None, loops=())
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._outside(node)
-        value = ast.copy_location(ast.Return(node.body), node.body)
-        function = ast.FunctionDef("<lambda>", node.args, [value], [])
-        self._in_function(ast.copy_location(function, node), [node.body])
-
-    def visit_For(self, node: ast.For) -> None:
-        self._inside([node.iter, node.target, *node.orelse])
-        self._inside(node.body, loops=(*self._loops, node))
-
-    def visit_While(self, node: ast.While) -> None:
-        self._inside([node.test, *node.body], loops=(*self._loops, node))
-        self._inside(node.orelse)
-
-    def visit(self, node: ast.AST) -> None:
-        """Comprehensions of all kinds are alike."""
-        if isinstance(node, _Comprehension):
-            self._comprehension(node)
-        else:
-            super().visit(node)
-
-    def _comprehension(self, node: _Comprehension) -> None:
-        loops = self._loops
-        for turn in node.generators:
-            self._inside([turn.iter], loops=loops)
-            loops = (*loops, turn)
-            self._inside(turn.ifs, loops=loops)
-        made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        self._inside(made, loops=loops)
-
-    def _outside(self, node: ast.FunctionDef | ast.Lambda) -> None:
-        """What is computed where a function is defined."""
-        decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
-        self._inside([node.args, *decorators])
-
-    def _in_function(self, function: ast.FunctionDef, body: Sequence[ast.AST]) -> None:
-        local = self._local | {*parameters(function), *bound_in(function)}
-        self._inside(body, function=function, loops=(), local=local)
-
-    def _inside(self, nodes: Iterable[ast.AST], **around: Any) -> None:
-        before = {name: getattr(self, f"_{name}") for name in around}
-        for name, value in around.items():
-            setattr(self, f"_{name}", value)
-        for node in nodes:
-            self.visit(node)
-        for name, value in before.items():
-            setattr(self, f"_{name}", value)
+@functools.lru_cache(maxsize=4096)
+def _as_function(made: ast.Lambda) -> ast.FunctionDef:
+    """A lambda as a function that returns its value."""
+    value = ast.copy_location(ast.Return(made.body), made.body)
+    return ast.copy_location(ast.FunctionDef("<lambda>", made.args, [value], []), made)

@@ -21,14 +21,13 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
-from slapo_rewrite.model.results import result_pairs, tensors
+from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
 from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
@@ -156,7 +155,7 @@ def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
         with torch.random.fork_rng(devices=[]):
             model = small_model.build_small(schedule, output.module, reference.depth).float()
         model.load_state_dict(reference.weights)
-        step = _step(schedule, model, _in_dtype(reference.inputs, torch.float32), None)
+        step = _step(schedule, model, in_dtype(reference.inputs, torch.float32), None)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
@@ -175,11 +174,6 @@ def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[i
 
     A model with a configuration of Hugging Face is tried on two ranks alone, for time. Of another
     one a small model is looked for, which the schedule's module has from then on.
-
-    Args:
-        schedule: The schedule's module.
-        module: The module of the source.
-        model: The whole model that it builds.
     """
     if hasattr(getattr(model, "config", None), "to_dict"):
         return WORLD_SIZES[:1]
@@ -189,14 +183,7 @@ def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[i
 def not_run(
     schedule: Any, original: types.ModuleType, full: nn.Module, shares: Iterable[Share]
 ) -> list[str]:
-    """The shares that the schedule's own small model has too few modules for, in words.
-
-    Args:
-        schedule: The schedule's module.
-        original: The module of the source.
-        full: The whole model.
-        shares: The shares.
-    """
+    """The shares that the schedule's own small model has too few modules for, in words."""
     found: list[str] = []
     shares = list(shares)
     if not shares or not hasattr(schedule, "verify_model"):
@@ -332,7 +319,7 @@ def _reference(
             model, drawn = _drawn(schedule, original, depth)
             model = model.to(dtype)
             inputs = small_model.training_inputs(schedule, model, whole)
-            inputs = _in_dtype(inputs, dtype)
+            inputs = in_dtype(inputs, dtype)
             elements = sum(tensor.numel() for tensor in tensors(inputs))
             if _size(model) > MOST_PARAMETERS or elements > MOST_ELEMENTS:
                 raise TooLargeError
@@ -399,15 +386,6 @@ def _check_start(
                 raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
 
 
-def _in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Inputs of a step, those that are floats in another dtype."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return dict(tree_map_only(torch.Tensor, cast, dict(inputs)))
-
-
 def _size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -472,12 +450,7 @@ def _goals(
 
 
 def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
-    """A number that every element of the outputs takes part in; None where some are parts.
-
-    Args:
-        outputs: The model's outputs.
-        like: The whole model's.
-    """
+    """A number that every element of the outputs takes part in; None where some are parts."""
     terms = []
     for _, want, have in result_pairs(like, outputs, ""):
         if not isinstance(have, torch.Tensor) or not have.is_floating_point():
@@ -507,10 +480,9 @@ def _without_dropout() -> Iterator[None]:
         result: torch.Tensor = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
         return result
 
-    with contextlib.ExitStack() as stack:
-        for name in _DROPPING:
-            stack.enter_context(mock.patch.object(functions, name, keep))
-        stack.enter_context(mock.patch.object(functions, "scaled_dot_product_attention", attention))
+    instead: dict[str, Any] = dict.fromkeys(_DROPPING, keep)
+    instead["scaled_dot_product_attention"] = attention
+    with mock.patch.multiple(functions, **instead):
         yield
 
 

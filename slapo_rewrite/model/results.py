@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.hugging_face import is_cache
 
@@ -24,6 +25,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (dict, Mapping)):  # what is a dictionary is told fast
         for item in value.values():
             yield from tensors(item)
+
+
+def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a step, those that are tensors of floats in another dtype."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return dict(tree_map_only(torch.Tensor, cast, dict(inputs)))
 
 
 # What most arguments are, and no tensor is in.

@@ -62,13 +62,7 @@ def numbers_at(site: Site, holder: Node, node: Node) -> tuple[str, ...]:
 
 
 def _matched(site: Site, holder: Node, node: Node) -> re.Match[str] | None:
-    pattern = re.escape(site.path).replace(r"\*", r"([^.]+)")
-    return re.fullmatch(pattern, below(holder, node.path))
-
-
-def below(holder: Node, path: str) -> str:
-    """A path as it is called from a module above."""
-    return path[len(holder.path) + 1 :] if holder.path else path
+    return site.pattern.fullmatch(holder.below(node.path))
 
 
 def at_assignment(site: Site) -> Site:

@@ -14,111 +14,46 @@ VOCABULARY = 203  # odd: no world size above 1 that people use divides it
 HEAD_SIZE = 16  # rotary parts of a half, a quarter and 0.4 of it are even
 
 _WIDTHS = (
-    "hidden_size",
-    "d_model",
-    "dim",
-    "embed_dim",
-    "embedding_size",
-    "word_embed_proj_dim",
-    "rnn_hidden_size",
-    "attention_hidden_size",
-    "lru_width",
-)
+    "hidden_size", "d_model", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim",
+    "rnn_hidden_size", "attention_hidden_size", "lru_width",
+)  # fmt: skip
 _LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-    "num_self_attends_per_block",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers", "num_self_attends_per_block",
+)  # fmt: skip
 # Lists of the layers that are of some kind, by their numbers.
 _NUMBERS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
 _HEADS = (
-    "num_attention_heads",
-    "n_heads",
-    "num_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "num_encoder_attention_heads",
-    "num_decoder_attention_heads",
-)
+    "num_attention_heads", "n_heads", "num_heads", "encoder_attention_heads",
+    "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
+)  # fmt: skip
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
 _HEAD_SIZES = (
-    "head_dim",
-    "d_kv",
-    "kv_channels",
-    "attention_head_dim",
-    "global_head_dim",
-    "dim_head",
+    "head_dim", "d_kv", "kv_channels", "attention_head_dim", "global_head_dim", "dim_head",
     "d_head",
-)
+)  # fmt: skip
 _INNER = (
-    "intermediate_size",
-    "ffn_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "d_ff",
-    "n_inner",
-    "ffn_hidden_size",
-    "inner_dim",
-    "dense_ffn_hidden_size",
-    "dim_ff",
-    "d_inner",
-    "intermediate_size_mlp",
-    "dense_intermediate_size",
-    "shared_intermediate_size",
-)
+    "intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner",
+    "ffn_hidden_size", "inner_dim", "dense_ffn_hidden_size", "dim_ff", "d_inner",
+    "intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size",
+)  # fmt: skip
 POSITIONS = (
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_sequence_length",
-    "max_seq_len",
-    "max_source_positions",
-    "max_target_positions",
+    "max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_ctx",
+    "max_sequence_length", "max_seq_len", "max_source_positions", "max_target_positions",
     "seq_length",
-)
+)  # fmt: skip
 _AT_MOST = {  # sizes that stand alone
-    "sliding_window": 8,
-    "window_size": 8,
-    "attention_window": 8,
-    "attention_chunk_size": 8,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 24,
-    "v_head_dim": 16,
-    "num_hidden_groups": 2,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 16,
-    "num_kv_shared_layers": 0,
-    "num_queries": 16,
-    "mamba_num_heads": 8,
-    "mamba_chunk_size": 8,
-    "ssm_state_size": 16,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+    "sliding_window": 8, "window_size": 8, "attention_window": 8, "attention_chunk_size": 8,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16, "num_hidden_groups": 2,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 0, "num_queries": 16, "mamba_num_heads": 8, "mamba_chunk_size": 8,
+    "ssm_state_size": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 
 
 def small_config(

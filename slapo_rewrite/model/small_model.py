@@ -288,10 +288,8 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
             raise TypeError(f"`inputs` returns {made}, not a dictionary of keyword arguments")
         return dict(inputs)
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    else:
-        vocabulary = getattr(config, "vocab_size", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ValueError(
             f"no inputs for {type(model).__name__} can be made up, because it has no config with "

@@ -99,9 +99,6 @@ class Sources:
     def check_receivers(self, root: Node) -> None:
         """Refuses classes of the main file whose methods call their object something else.
 
-        Args:
-            root: The model.
-
         Raises:
             Unsupported: A method calls it otherwise than `self`.
         """
@@ -146,9 +143,7 @@ class Sources:
 
     def same_live(self, node: Node) -> list[Node]:
         """The other nodes that hold the same module."""
-        root = node
-        while root.parent is not None:
-            root = root.parent
+        root = node.root
         if id(root) not in self._nodes:
             nodes: dict[int, list[Node]] = {}
             for each in root.walk():
@@ -265,10 +260,7 @@ class _Patterns:
             if "*" not in site.path:
                 self._exact.setdefault(site.path, []).append(site)
             else:
-                if site.path not in self._globs:
-                    regex = re.escape(site.path).replace(r"\*", r"([^.]+)")
-                    self._globs[site.path] = re.compile(regex), []
-                self._globs[site.path][1].append(site)
+                self._globs.setdefault(site.path, (site.pattern, []))[1].append(site)
 
     def match(self, relative: str) -> list[tuple[Site, tuple[str, ...]]]:
         """The sites that may make this path, with what each `*` stands for."""

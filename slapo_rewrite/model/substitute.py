@@ -45,8 +45,7 @@ def built_in_place(
         UnfollowableConstruction: The original's construction site cannot be found.
     """
     site = find_site(sources, node)
-    number = construction_calls.depth(site.file, site.value, construction_calls.stack_of(node.live))
-    scope = None if number is None else construction_calls.scope_of(node.live, number)
+    scope = construction_calls.scope_at(site.file, site.value, node.live)
     if scope is None:
         raise CannotBuild("what its constructor gets is not known")
     if arguments is not None:
@@ -140,14 +139,11 @@ def _check_shape(
     sources = ", ".join(f"`{n}` {list(shapes[n])}" for n in dict.fromkeys(weight.names()))
     try:
         shape = weight.shape(shapes)
-    except (ValueError, IndexError) as error:
-        raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
-    if shape != wanted:
-        raise Misfit(f"`{name}` has shape {list(wanted)}, but {list(shape)} come of {sources}")
-    try:
+        if shape != wanted:
+            raise Misfit(f"`{name}` has shape {list(wanted)}, but {list(shape)} come of {sources}")
         full = [(0, size) for size in shape]
         weight.read(lambda n: torch.empty(shapes[n], device="meta"), shapes, full)
-    except (RuntimeError, IndexError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -29,10 +30,6 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.
 
 def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> nn.Module:
     """Calls a schedule's `model(m)` on the meta device.
-
-    Args:
-        make: The schedule's function.
-        module: The module that is rewritten.
 
     Raises:
         ModelError: It raises, or returns something that is not a module.
@@ -67,16 +64,12 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Functions that are defined meanwhile are not compiled: they run on the meta device."""
-    compiles = torch.compile
 
     def as_it_is(model: Any = None, **options: Any) -> Any:
         return (lambda function: function) if model is None else model
 
-    torch.compile = as_it_is
-    try:
+    with mock.patch.object(torch, "compile", as_it_is):
         yield
-    finally:
-        torch.compile = compiles
 
 
 class Node:
@@ -99,18 +92,9 @@ class Node:
     """
 
     __slots__ = (
-        "children",
-        "cls",
-        "is_container",
-        "is_stack",
-        "kind",
-        "live",
-        "name",
-        "owner",
-        "parent",
-        "path",
-        "relative",
-    )
+        "children", "cls", "is_container", "is_stack", "kind", "live", "name", "owner", "parent",
+        "path", "relative",
+    )  # fmt: skip
 
     def __init__(self, name: str, live: nn.Module, parent: Node | None) -> None:
         self.name = name
@@ -147,6 +131,29 @@ class Node:
     def buffers(self) -> dict[str, torch.Tensor]:
         """The module's own buffers, not those of its submodules."""
         return {n: b for n, b in self.live._buffers.items() if b is not None}
+
+    def outwards(self) -> Iterator[Node]:
+        """The node and those that hold it, the innermost first."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def root(self) -> Node:
+        """The model that it is part of."""
+        return next(node for node in self.outwards() if node.parent is None)
+
+    def at(self, path: str) -> Node | None:
+        """The node at a path below, itself at ''; None where there is none."""
+        found: Node | None = self
+        for name in path.split(".") if path else ():
+            found = found.children.get(name) if found is not None else None
+        return found
+
+    def below(self, path: str) -> str:
+        """A path as it is called from this node on."""
+        return path[len(self.path) + 1 :] if self.path else path
 
     def walk(self) -> Iterator[Node]:
         """The node and everything below it, a module before what it holds."""

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterable, Sequence
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import every_block
 from slapo_rewrite.code.sinking import Sunk, is_alone
 from slapo_rewrite.code.text import within
 

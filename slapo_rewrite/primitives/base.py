@@ -190,9 +190,7 @@ def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
         known: The names that it could be.
     """
     path, _, own = name.rpartition(".")
-    inner: Node | None = node
-    for part in path.split(".") if path else ():
-        inner = inner.children.get(part) if inner is not None else None
+    inner = node.at(path)
     if path and inner is not None and own in {**inner.parameters, **inner.buffers}:
         return f'select the module that has it: s[...]["{path}"], and name `{own}` alone'
     names = list(known)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.bases import MixIn
-from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.change_set import own_copy
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
-from slapo_rewrite.changes.places import BeforeBases
+from slapo_rewrite.changes.places import BeforeBases, Place
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
@@ -47,7 +45,7 @@ class StepInBackward(Requested):
         change = MixIn("backward_steps", "StepsInBackward", why)
         home.changes.add(node.path, place, change, (cause,))
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: Place) -> None:
         """Nothing: another base does it."""
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.liveness import blocks, statements
+from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of

@@ -8,10 +8,10 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.evaluate import NONE, Constant, Worth
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import statements
 from slapo_rewrite.stages.environment import is_module
 
 

@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from slapo_rewrite.code.liveness import Part, part_of, statements
+from slapo_rewrite.code.blocks import statements
+from slapo_rewrite.code.liveness import Part, part_of
 
 
 def part(body: str, signature: str = "self, x, y=None, *args, **kwargs") -> Part:

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.construction_calls import recorded
-from slapo_rewrite.model.repeated_calls import repeated
-from slapo_rewrite.model.representatives import Representatives
+from slapo_rewrite.model.representatives import Representatives, repeated
 from slapo_rewrite.model.tree import Tree
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -12,7 +11,6 @@ import torch
 from torch.profiler import profile
 
 from slapo_rewrite import errors, primitives
-from slapo_rewrite.changes.change import Asked
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
@@ -47,7 +45,7 @@ class RecordForward(Requested):
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         to.home(node).changes.add(node.path, OnForward(), self, (cause,))
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write_at(self, text: ClassText, place: OnForward) -> None:
         forward = text.forward()
         function = text.imports.outside("torch.profiler", "record_function", text.causes)
         decorator = cst.Decorator(parsed(f'{function}("{self.label}")'))
@@ -55,7 +53,7 @@ class RecordForward(Requested):
         def make(made: cst.FunctionDef) -> cst.FunctionDef:
             return made.with_changes(decorators=[*made.decorators, decorator])
 
-        text.replace(forward, forward, make, "recorded")
+        text.replace(forward, make, "recorded")
 
 
 class Record(Primitive):
