@@ -262,8 +262,8 @@ def place_syncs(
                 continue
             side = "result" if sync.mode == "fwd_post" else "argument"
             sides.setdefault((side, sync.of), []).append(sync)
-    for (side, of), asked in sorted(sides.items(), key=lambda each: (each[0][0], each[0][1] or "")):
-        _place_side(to, node, side, of, asked, is_layer)
+    for (side, of), together in sorted(sides.items(), key=lambda s: (s[0][0], s[0][1] or "")):
+        _place_side(to, node, side, of, together, is_layer)
 
 
 def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> None:
@@ -276,11 +276,11 @@ def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> Non
 
 
 def _place_side(
-    to: Placement, node: Node, side: str, of: str | None, asked: Sequence[Sync], is_layer: bool
+    to: Placement, node: Node, side: str, of: str | None, syncs: Sequence[Sync], is_layer: bool
 ) -> None:
     """The collectives of an argument or of the result: in `forward`, or where that is called."""
-    causes = merged_causes(s.cause for s in asked)
-    collectives = tuple(map(_collective, asked))
+    causes = merged_causes(s.cause for s in syncs)
+    collectives = tuple(map(_collective, syncs))
     home = to.files.computing(node.cls)
     if home is not None and not is_layer and not to.is_outside(node, home):
         what: Change = SyncInput(collectives, of)

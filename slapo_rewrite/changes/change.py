@@ -33,14 +33,14 @@ class Change:
         """What it is written together with: the same for all changes of one group."""
         return place
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
         """Writes the changes of a group, of which this is the first: by `write_at`, if it is alone.
 
         Raises:
             RewriteError: The source cannot be changed so.
         """
-        (asked,) = here
-        self.write_at(text, asked.place)
+        (placed,) = here
+        self.write_at(text, placed.place)
 
     def write_at(self, text: ClassText, place: Any) -> None:
         """Writes the change at its place, which is of the kind that this change is for."""
@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlacedChange:
     """A change at its place, with the directives that ask for it."""
 
     place: Place

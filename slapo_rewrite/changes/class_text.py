@@ -119,9 +119,9 @@ class ClassText:
         """Puts a statement behind another."""
         self.at(statement).after.append(Line(text, self.causes, why, once))
 
-    def place(self, statement: ast.stmt, placed: TextEdit, why: str) -> None:
+    def place(self, statement: ast.stmt, edit: TextEdit, why: str) -> None:
         """Puts text in the place of statements from this one on, or beside it."""
-        self.at(statement).around.append(placed.caused_by(self.causes, why))
+        self.at(statement).around.append(edit.caused_by(self.causes, why))
 
     # Where ------------------------------------------------------------------------------------
 

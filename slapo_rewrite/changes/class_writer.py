@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import Recompute
 from slapo_rewrite.changes.border_syncs import SyncInput, SyncOutput
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change, PlacedChange
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import through
@@ -116,10 +116,10 @@ class ClassWriter:
     ) -> dict[ast.stmt, Lines]:
         """What changes in the class, by statement."""
         text = ClassText(self.classes, self.imports, class_name, definition.changes, indices)
-        groups: dict[Hashable, list[Asked]] = {}
+        groups: dict[Hashable, list[PlacedChange]] = {}
         for place, change in definition.changes.items():
-            asked = Asked(place, change, definition.causes.get(place, ()))
-            groups.setdefault(change.group(place), []).append(asked)
+            placed = PlacedChange(place, change, definition.causes.get(place, ()))
+            groups.setdefault(change.group(place), []).append(placed)
         # What takes in the lines of others comes after them.
         for here in sorted(groups.values(), key=lambda group: group[0].change.order):
             alone = len(here) == 1

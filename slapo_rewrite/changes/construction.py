@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked, Change
+from slapo_rewrite.changes.change import Change, PlacedChange
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.elements import membership
 from slapo_rewrite.changes.imports import Function, Imports
@@ -68,12 +68,12 @@ class Construction(Change):
         """Whether a variable holds the class that is called, and was given another one."""
         return False
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
         """Changes what the site makes, for all elements or by their indices."""
         changes: dict[str, Construction] = {}
-        for asked in here:
-            assert isinstance(asked.place, AtSite) and isinstance(asked.change, Construction)
-            changes[asked.place.index] = asked.change
+        for placed in here:
+            assert isinstance(placed.place, AtSite) and isinstance(placed.change, Construction)
+            changes[placed.place.index] = placed.change
         assert isinstance(here[0].place, AtSite)
         site = text.classes.sites[here[0].place.start]
         present = text.indices.of(site)

@@ -169,7 +169,7 @@ def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
     Raises:
         _ByNumberError: Elements of it are selected in other ways too.
     """
-    asked: dict[object, tuple[Share | None, set[int]]] = {}
+    by_share: dict[object, tuple[Share | None, set[int]]] = {}
     made = made.intersection(range(each.length))
     for cause in causes:
         numbers = each.numbers(cause.paths) & made
@@ -177,9 +177,9 @@ def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
             share = next((s for s in cause.shares if s.path == each.path), None)
             # A loop over a share calls a primitive once for each element.
             key = (share, cause.primitive, cause.at) if share else cause.number
-            asked.setdefault(key, (share, set()))[1].update(numbers)
+            by_share.setdefault(key, (share, set()))[1].update(numbers)
     ends = set()
-    for share, numbers in asked.values():
+    for share, numbers in by_share.values():
         if share is not None and numbers == made.intersection(share.elements(each.length)):
             ends |= {Fraction(0), share.start, share.stop, Fraction(1)}
         elif numbers != made:

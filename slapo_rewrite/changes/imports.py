@@ -265,8 +265,8 @@ class Imports:
 
     def _after(self, statement: ast.stmt | None, text: str, *modules: str) -> Edit:
         causes = merged_causes(*(self._causes.get(m, []) for m in modules))
-        placed = below(self.file, statement, "\n" + text)
-        return placed.caused_by(causes, "import what is used below")
+        edit = below(self.file, statement, "\n" + text)
+        return edit.caused_by(causes, "import what is used below")
 
 
 def _neighbour(statements: list[ast.Import | ast.ImportFrom], module: str) -> ast.stmt | None:

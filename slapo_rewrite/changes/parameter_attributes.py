@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.change import Asked
+from slapo_rewrite.changes.change import PlacedChange
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.elements import sliced, spans
 from slapo_rewrite.changes.placement import Placement, Requested
@@ -60,16 +60,16 @@ class Annotate(Requested):
         assert isinstance(place, AtSite | AtParameter)
         return Annotate, type(place), place.start, self.name
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
         """Writes one line for each parameter."""
         by_index: dict[str, _Wanted] = {}
-        for asked in here:
-            change = asked.change
+        for placed in here:
+            change = placed.change
             assert isinstance(change, Annotate)
-            index = asked.place.index if isinstance(asked.place, AtSite) else ""
+            index = placed.place.index if isinstance(placed.place, AtSite) else ""
             wanted = by_index.setdefault(index, _Wanted())
             wanted.arguments.append(f"{change.key}={literal(change.value)}")
-            wanted.causes = merged_causes(wanted.causes, asked.causes)
+            wanted.causes = merged_causes(wanted.causes, placed.causes)
         place = here[0].place
         assert isinstance(place, AtSite | AtParameter)
         site = text.classes.sites[place.start]

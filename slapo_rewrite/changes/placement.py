@@ -204,14 +204,14 @@ def find_subgraph(
     wanted = part.calls if isinstance(part.calls, tuple) else ()
     missing = [name for name in wanted if name not in known]
     if missing or not found:
-        asked = missing[0] if missing else str(part.calls)
-        what = f"calls `{asked}`" if missing else f"calls anything that matches `{asked}`"
+        called = missing[0] if missing else str(part.calls)
+        what = f"calls `{called}`" if missing else f"calls anything that matches `{called}`"
         of_self = [name for name in known if name not in classes.file.names]
         raise errors.UnknownPath(
             f"no method of `{class_name}` {what}",
             at=cause.at,
             also=[file.at(methods["forward"])] if "forward" in methods else [],
-            hint=errors.did_you_mean(asked, of_self),
+            hint=errors.did_you_mean(called, of_self),
         )
     if len(found) > 1:
         first, second = found[:2]

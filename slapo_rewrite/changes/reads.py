@@ -32,8 +32,8 @@ def in_forward(classes: ClassHierarchy, class_name: str, node: ast.AST) -> bool:
 
 def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
     """The places where a method reads the numbers of an attribute of that name."""
-    asked = set(map(id, _asked_about(method)))
-    return (node for node in _read(method, name) if id(node) not in asked)
+    about = set(map(id, _asked_about(method)))
+    return (node for node in _read(method, name) if id(node) not in about)
 
 
 def _read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:

@@ -11,7 +11,7 @@ import libcst as cst
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_checkpoint import check_unchanged
-from slapo_rewrite.changes.change import Asked
+from slapo_rewrite.changes.change import PlacedChange
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
 from slapo_rewrite.changes.placement import Placement, Requested, Subgraph, find_subgraph
@@ -55,7 +55,7 @@ class Region(Requested):
         """In the method that makes the calls."""
         to.add_to_region(node, self.part, self, cause)
 
-    def write(self, text: ClassText, here: Sequence[Asked]) -> None:
+    def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
         """Writes all of them, with what else changes in their statements."""
         _Regions(text).write(here)
 
@@ -97,7 +97,7 @@ class _Regions:
         self.class_name, self.line_length = text.class_name, text.file.line_length
         self.names: set[str] = set()
 
-    def write(self, here: Sequence[Asked]) -> None:
+    def write(self, here: Sequence[PlacedChange]) -> None:
         """Rewrites them, what stands in others first.
 
         Raises:
@@ -119,13 +119,13 @@ class _Regions:
             elif isinstance(wanted.change, RecomputeRegion) and not wanted.calls.is_single:
                 self._take_out(wanted, wanted.change)
 
-    def _found(self, asked: Asked) -> _Wanted:
-        assert isinstance(asked.change, Region)
+    def _found(self, placed_change: PlacedChange) -> _Wanted:
+        assert isinstance(placed_change.change, Region)
         calls = find_subgraph(
-            self.text.classes, self.class_name, asked.change.part, asked.causes[0]
+            self.text.classes, self.class_name, placed_change.change.part, placed_change.causes[0]
         )
         span = (self.file.span(calls.run[0])[0], self.file.span(calls.run[-1])[1])
-        return _Wanted(asked.change, calls, asked.causes, span)
+        return _Wanted(placed_change.change, calls, placed_change.causes, span)
 
     def _check_apart(self, one: _Wanted, other: _Wanted) -> None:
         (start, end), (first, last) = one.span, other.span
@@ -191,9 +191,9 @@ class _Regions:
     def _fork(self, wanted: _Wanted) -> None:
         run, text = self._text(wanted)
         fork_rng = self.imports.helper("rng", "fork_rng", wanted.causes)
-        placed = run.replaced(compound(f"with {fork_rng}():", text))
+        edit = run.replaced(compound(f"with {fork_rng}():", text))
         why = "random numbers that differ between ranks"
-        self.text.asked_by(wanted.causes).place(run.statements[0], placed, why)
+        self.text.asked_by(wanted.causes).place(run.statements[0], edit, why)
 
     def _take_out(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """A method of the statements, and in their place its checkpointed call."""
@@ -223,9 +223,9 @@ class _Regions:
         call = f"{'return' if returned else results + ' ='} {function}({call})"
         why = f"`{name}`, checkpointed"
         statements, text = self._text(wanted)
-        placed = statements.replaced(call)
+        edit = statements.replaced(call)
         asking = self.text.asked_by(wanted.causes)
-        asking.place(run[0], placed, why)
+        asking.place(run[0], edit, why)
         self._empty_caches(wanted, change, run[0], set(inputs))
 
         column, margin = method.col_offset, method.body[0].col_offset
@@ -235,8 +235,8 @@ class _Regions:
         body = [f'"""{doc}"""', text, *([] if returned else [f"return {results}"])]
         head = f"def {name}({', '.join(['self', *shown])}):"
         head = fitting_at(f"{head} ...", column, self.line_length).removesuffix(" ...")
-        placed = behind(self.file, method, compound(head, "\n".join(body)), 1)
-        asking.place(method, placed, why)
+        edit = behind(self.file, method, compound(head, "\n".join(body)), 1)
+        asking.place(method, edit, why)
 
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method

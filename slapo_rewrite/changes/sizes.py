@@ -293,7 +293,7 @@ def place_sizes(
 
 def _place_attribute(to: Placement, node: Node, share: ShardedAttribute) -> None:
     """An attribute that the schedule itself splits."""
-    few = {(a.cls, a.name) for a in to.followed.few if a.asked}
+    few = {(a.cls, a.name) for a in to.followed.few if a.requested}
     layer = _sharing(node.cls, to.followed) if (node.cls, share.name) in few else None
     home = to.files.constructing(node.cls) or to.files.making(node)
     place = EndOfConstructor(share.name)
@@ -325,7 +325,7 @@ def _place_argument(
             also=also[:1],
             hint="keep the size in an integer attribute of the module, and pass it",
         )
-    whole = to.followed.given_whole - to.followed.given_parts
+    whole = to.followed.replicated_calls - to.followed.sharded_calls
     paths = [path for path in paths if (place, path) not in whole]
     below = [path for path in paths if path in holders]
     for path in below or paths:

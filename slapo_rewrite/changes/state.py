@@ -162,7 +162,7 @@ class ModuleRequests:
         """The directive behind each thing that was asked, in one order for equal requests."""
         single = (self.replacement, self.infer_sync, self.decompose, self.inlined)
         found = (*self.causes(), *(request.cause for request in self.changes))
-        return (*found, *(asked.cause for asked in single if asked is not None))
+        return (*found, *(each.cause for each in single if each is not None))
 
     def asking(self, change: Change, cause: Directive) -> ModuleRequests:
         """The same, with one more change."""

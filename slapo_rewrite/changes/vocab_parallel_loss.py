@@ -212,10 +212,10 @@ class _Gathers:
     def _can_wait(self, node: ast.If, name: str) -> bool:
         """Whether a gather may stand behind an `if`, where its condition is asked again."""
         plain = (ast.Compare, ast.cmpop, ast.Constant, ast.Name, ast.Load)
-        asked = list(ast.walk(node.test))
+        inside = list(ast.walk(node.test))
         unread = not any(_reads_after(node, name, self.statement))
-        fixed = all(_keeps(node, n.id) for n in asked if isinstance(n, ast.Name))
-        return unread and fixed and all(isinstance(n, plain) for n in asked)
+        fixed = all(_keeps(node, n.id) for n in inside if isinstance(n, ast.Name))
+        return unread and fixed and all(isinstance(n, plain) for n in inside)
 
     def _opposite(self, branch: _Branch) -> str:
         test = branch.node.test
@@ -235,10 +235,10 @@ class _Gathers:
         return isinstance(block[0], ast.If) and self.text.file.text.startswith("elif", start)
 
     def _add_else(self, node: ast.If, line: str) -> None:
-        placed = in_else(self.text.file, node, line)
-        if any(edit.start == placed.start for edit in self.text.at(node).around):
-            placed = in_else(self.text.file, node, line, opened=True)
-        self.text.place(node, placed, "whole logits")
+        edit = in_else(self.text.file, node, line)
+        if any(each.start == edit.start for each in self.text.at(node).around):
+            edit = in_else(self.text.file, node, line, opened=True)
+        self.text.place(node, edit, "whole logits")
 
 
 def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:

@@ -21,7 +21,7 @@ from slapo_rewrite.commands.verify_command import verified
 from slapo_rewrite.commands.work_out import is_auto, work_out
 
 if TYPE_CHECKING:
-    from slapo_rewrite.emit.current import Asked
+    from slapo_rewrite.emit.current import Request
     from slapo_rewrite.emit.merge import Merged
     from slapo_rewrite.emit.rewrite import Output
 
@@ -35,7 +35,7 @@ def rewrite_command(options: argparse.Namespace) -> int:
     _check_names(options, options.schedule)
     from slapo_rewrite.emit import current
 
-    asked = current.Asked.of(
+    request = current.Request.of(
         options.source,
         options.schedule,
         options.set,
@@ -44,12 +44,12 @@ def rewrite_command(options: argparse.Namespace) -> int:
         options.support.absolute().name if options.support is not None else None,
     )
     if options.check:
-        return _check(options, options.output, options.support, asked)
+        return _check(options, options.output, options.support, request)
     if options.diff:
-        return _diff(options, asked)
-    warnings = current.up_to_date(options.output, asked, options.support)
+        return _diff(options, request)
+    warnings = current.up_to_date(options.output, request, options.support)
     if warnings is None:
-        code = _written(options, asked)
+        code = _written(options, request)
     else:
         code = _up_to_date(options, options.output, warnings)
     if options.verify and code == DONE:
@@ -80,8 +80,8 @@ def _check_combination(options: argparse.Namespace) -> None:
         )
     if options.merge and options.force:
         raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
-    if (asked := _asked(options)) and not options.verify:
-        raise errors.UsageError(f"`{asked[0]}` belongs to `--verify`")
+    if (given := _asked(options)) and not options.verify:
+        raise errors.UsageError(f"`{given[0]}` belongs to `--verify`")
 
 
 def _asked(options: argparse.Namespace) -> list[str]:
@@ -104,7 +104,7 @@ def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
         tidy(options.support)
 
 
-def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: Asked) -> int:
+def _check(options: argparse.Namespace, out: Path, shared: Path | None, request: Request) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.emit import current, record
 
@@ -112,28 +112,28 @@ def _check(options: argparse.Namespace, out: Path, shared: Path | None, asked: A
         content = record.read(out)
     except errors.NotAnOutput as error:
         return answered(options, NO, f"not current: {error.message}", **error.record())
-    if current.is_current(out, content, asked, shared):
+    if current.is_current(out, content, request, shared):
         return answered(options, DONE, f"{out} is current", reason="current")
     from slapo_rewrite.emit import support_folder
     from slapo_rewrite.emit.write import matches
 
-    output = _rewritten(asked)
+    output = _rewritten(request)
     wrong = matches(out, output.files)
     if shared is not None:
         wrong += support_folder.differing(out, shared, output.uses)
     if not wrong:
         return answered(options, DONE, f"{out} is current", reason="current")
-    reasons = list(current.reasons(content, asked))
+    reasons = list(current.reasons(content, request))
     words = "\n".join([*reasons, f"not current: {', '.join(wrong)}"])
     return answered(options, NO, words, reason="not current", files=wrong, inputs=reasons)
 
 
-def _diff(options: argparse.Namespace, asked: Asked) -> int:
+def _diff(options: argparse.Namespace, request: Request) -> int:
     """Prints the diff, which may have been made before."""
     from slapo_rewrite.emit import diff_cache
 
-    if (known := diff_cache.look_up(diff_cache.place(asked), asked)) is None:
-        output = _rewritten(asked)
+    if (known := diff_cache.look_up(diff_cache.place(request), request)) is None:
+        output = _rewritten(request)
         known = output.diff(), output.warnings
     diff, warnings = known
     warn(warnings)
@@ -147,9 +147,9 @@ def _shown(diff: str) -> str:
     return coloured(diff) if shows_colours() else diff
 
 
-def _written(options: argparse.Namespace, asked: Asked) -> int:
+def _written(options: argparse.Namespace, request: Request) -> int:
     """Rewrites, and writes the output folder."""
-    output = _rewritten(asked)
+    output = _rewritten(request)
     warn(output.warnings)
     merge = _put(options.output, output, options.support, options.merge, options.force)
     words = [f"wrote {options.output}: {', '.join(merge.files)}"]
@@ -158,24 +158,24 @@ def _written(options: argparse.Namespace, asked: Asked) -> int:
     return _answered_merge(options, merge, "written", words)
 
 
-def _rewritten(asked: Asked) -> Output:
+def _rewritten(request: Request) -> Output:
     """What is asked for, in memory."""
     from slapo_rewrite.emit import diff_cache, record
 
-    place = diff_cache.place(asked)
-    with working(f"rewriting {asked.source}"):
+    place = diff_cache.place(request)
+    with working(f"rewriting {request.source}"):
         from slapo_rewrite.emit.rewrite import rewrite
 
         output = rewrite(
-            asked.source,
-            asked.schedule,
-            asked.settings,
-            single_file=asked.single_file,
-            further=asked.further,
-            support=asked.support,
+            request.source,
+            request.schedule,
+            request.settings,
+            single_file=request.single_file,
+            further=request.further,
+            support=request.support,
         )
     if place is not None:
-        diff_cache.keep(place, asked, output.files[record.NAME], output.diff(), output.warnings)
+        diff_cache.keep(place, request, output.files[record.NAME], output.diff(), output.warnings)
     return output
 
 
@@ -228,18 +228,18 @@ def update_command(options: argparse.Namespace) -> int:
     from slapo_rewrite.emit import current, record
 
     content = record.read(out)
-    asked = current.asked_again(content, options.source, options.schedule)
-    shared = None if asked.support is None else out.absolute().parent / asked.support
+    request = current.requested_again(content, options.source, options.schedule)
+    shared = None if request.support is None else out.absolute().parent / request.support
     if shared is not None:
         tidy(shared)
     if options.check:
-        return _check(options, out, shared, asked)
-    if (warnings := current.up_to_date(out, asked, shared)) is not None:
+        return _check(options, out, shared, request)
+    if (warnings := current.up_to_date(out, request, shared)) is not None:
         return _up_to_date(options, out, warnings)
-    reasons = list(current.reasons(content, asked))
+    reasons = list(current.reasons(content, request))
     if not options.json:
         print("\n".join(reasons or ["none of its recorded inputs has changed"]))
-    output = _rewritten(asked)
+    output = _rewritten(request)
     warn(output.warnings)
     from slapo_rewrite.emit.fresh_changes import fresh_in
 

@@ -24,7 +24,7 @@ TOOL_CHANGED = "slapo-rewrite itself has changed"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What a command line asks an output to be made of.
 
     Attributes:
@@ -56,7 +56,7 @@ class Asked:
         single_file: bool,
         further: Iterable[str],
         support: str | None,
-    ) -> Asked:
+    ) -> Request:
         """What the options of a command say.
 
         Raises:
@@ -71,9 +71,9 @@ class Asked:
         return dict(item.split("=", 1) for item in self.settings if "=" in item)
 
 
-def asked_again(
+def requested_again(
     content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
-) -> Asked:
+) -> Request:
     """What was asked for when an output was written.
 
     Args:
@@ -94,7 +94,7 @@ def asked_again(
             "slapo-rewrite SOURCE --schedule S -o OUT --force",
         )
     try:
-        return Asked.of(
+        return Request.of(
             source or content["source"]["name"],
             schedule or content["schedule"]["name"],
             [f"{name}={value}" for name, value in content.get("set", {}).items()],
@@ -114,16 +114,18 @@ def _version(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def is_current(out: Path, content: Mapping[str, Any], asked: Asked, shared: Path | None) -> bool:
+def is_current(
+    out: Path, content: Mapping[str, Any], request: Request, shared: Path | None
+) -> bool:
     """Whether nothing that went into an output has changed, nor what came out.
 
     Args:
         out: The output folder.
         content: Its record.
-        asked: What it is to be made of.
+        request: What it is to be made of.
         shared: The folder that holds its helpers, if there is one.
     """
-    if not is_asked(content, asked) or any(
+    if not is_requested(content, request) or any(
         not record.holds(out / name, record.as_left(content, name)) for name in content["files"]
     ):
         return False
@@ -134,55 +136,57 @@ def is_current(out: Path, content: Mapping[str, Any], asked: Asked, shared: Path
     return support_folder.is_current(out, shared, content)
 
 
-def is_asked(content: Mapping[str, Any], asked: Asked) -> bool:
+def is_requested(content: Mapping[str, Any], request: Request) -> bool:
     """Whether a record is of what is asked for, and nothing that it knows has changed since."""
-    if content.get("support", {}).get("folder") != asked.support:
+    if content.get("support", {}).get("folder") != request.support:
         return False
-    if content.get("single_file", False) != asked.single_file:
+    if content.get("single_file", False) != request.single_file:
         return False
     if content.get("tool", {}).get("digest") != record.tool_digest():
         return False
-    return not reasons(content, asked)
+    return not reasons(content, request)
 
 
-def is_certain(content: Mapping[str, Any], asked: Asked) -> bool:
+def is_certain(content: Mapping[str, Any], request: Request) -> bool:
     """Whether a rewrite could only give again what a record is of.
 
     Deny by default: what is spelled otherwise, or has code in it that may find something else at
     another time, is rewritten.
     """
-    given = [(content[key]["name"], getattr(asked, key)) for key in ("source", "schedule")]
-    if any(before != now for before, now in given) or not all("=" in s for s in asked.settings):
+    given = [(content[key]["name"], getattr(request, key)) for key in ("source", "schedule")]
+    if any(before != now for before, now in given) or not all("=" in s for s in request.settings):
         return False
-    if not is_asked(content, asked):
+    if not is_requested(content, request):
         return False
     modules, packages = _modules(content), content.get("packages", {})
-    found = [asked.source_file, asked.schedule_file]
-    found += [file for name in modules if (file := _file(name, asked)) is not None]
-    hiding = [file for n in packages if n not in modules and (file := _file(n, asked)) is not None]
+    found = [request.source_file, request.schedule_file]
+    found += [file for name in modules if (file := _file(name, request)) is not None]
+    hiding = [
+        file for n in packages if n not in modules and (file := _file(n, request)) is not None
+    ]
     if any(is_own(str(file)) for file in hiding):
         return False
     own = [file for file in found if is_own(str(file))]
-    known = {*modules, *packages, asked.source_file.stem}
+    known = {*modules, *packages, request.source_file.stem}
     return not any(inputs.may_change(file, known) for file in own)
 
 
-def reasons(content: Mapping[str, Any], asked: Asked) -> list[str]:
+def reasons(content: Mapping[str, Any], request: Request) -> list[str]:
     """What has changed since an output was written, in words."""
     found = []
-    if content.get("with", []) != list(asked.further):
-        named = [", ".join(names) or "none" for names in (content.get("with", []), asked.further)]
+    if content.get("with", []) != list(request.further):
+        named = [", ".join(names) or "none" for names in (content.get("with", []), request.further)]
         found.append(f"further helpers were {named[0]}, and are {named[1]}")
-    if content["source"]["sha256"] != record.digest(asked.source_file.read_bytes()):
+    if content["source"]["sha256"] != record.digest(request.source_file.read_bytes()):
         found.append(f"the source {content['source']['name']} has changed")
-    if content["schedule"]["sha256"] != record.digest(asked.schedule_file.read_bytes()):
+    if content["schedule"]["sha256"] != record.digest(request.schedule_file.read_bytes()):
         found.append(f"the schedule {content['schedule']['name']} has changed")
     for name, version in content.get("packages", {}).items():
         if record.installed(name) != version:
             found.append(f"{name} is {record.installed(name)} now; it was {version}")
-    found += changed_modules([n for n, d in _modules(content).items() if _digest(n, asked) != d])
-    if content.get("set", {}) != asked.knobs:
-        found.append(f"knobs were {content.get('set', {})}, and are {asked.knobs}")
+    found += changed_modules([n for n, d in _modules(content).items() if _digest(n, request) != d])
+    if content.get("set", {}) != request.knobs:
+        found.append(f"knobs were {content.get('set', {})}, and are {request.knobs}")
     if content.get("tool", {}).get("digest") not in (None, record.tool_digest()):
         found.append(TOOL_CHANGED)
     return found
@@ -204,12 +208,12 @@ def changed_modules(modules: Sequence[str]) -> list[str]:
     ]
 
 
-def up_to_date(out: Path, asked: Asked, shared: Path | None) -> list[str] | None:
+def up_to_date(out: Path, request: Request, shared: Path | None) -> list[str] | None:
     """The warnings that go with an output which a rewrite would leave as it is.
 
     Args:
         out: The output folder.
-        asked: What it is to be made of.
+        request: What it is to be made of.
         shared: The folder that holds its helpers, if there is one.
 
     Returns:
@@ -217,11 +221,11 @@ def up_to_date(out: Path, asked: Asked, shared: Path | None) -> list[str] | None
     """
     try:
         content = record.read(out)
-        if content.get("merged") or not is_current(out, content, asked, shared):
+        if content.get("merged") or not is_current(out, content, request, shared):
             return None
     except (errors.NotAnOutput, OSError):
         return None
-    return list(content.get("warnings", ())) if is_certain(content, asked) else None
+    return list(content.get("warnings", ())) if is_certain(content, request) else None
 
 
 def _modules(content: Mapping[str, Any]) -> dict[str, str]:
@@ -230,13 +234,13 @@ def _modules(content: Mapping[str, Any]) -> dict[str, str]:
     return {**content.get("depends", {}), **{c["module"]: c["sha256"] for c in copies}}
 
 
-def _file(name: str, asked: Asked) -> Path | None:
+def _file(name: str, request: Request) -> Path | None:
     """The file of a module that source or schedule imports."""
-    return inputs.find(name, asked.source_file, asked.schedule_file)
+    return inputs.find(name, request.source_file, request.schedule_file)
 
 
-def _digest(name: str, asked: Asked) -> str | None:
-    file = _file(name, asked)
+def _digest(name: str, request: Request) -> str | None:
+    file = _file(name, request)
     try:
         return record.digest(file.read_bytes()) if file is not None else None
     except OSError:

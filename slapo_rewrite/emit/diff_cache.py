@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.current import Asked, is_certain
+from slapo_rewrite.emit.current import Request, is_certain
 
 MOST_FILES, MOST_BYTES = 64, 2 << 20
 # What may make a difference to torch, transformers and Python's own imports.
@@ -27,12 +27,12 @@ KEPT = (
 )
 
 
-def look_up(path: Path | None, asked: Asked) -> tuple[str, list[str]] | None:
+def look_up(path: Path | None, request: Request) -> tuple[str, list[str]] | None:
     """The diff and the warnings of what is asked for; None where they have to be made.
 
     Args:
         path: Where they would lie.
-        asked: What is asked for.
+        request: What is asked for.
     """
     if path is None:
         return None
@@ -41,7 +41,7 @@ def look_up(path: Path | None, asked: Asked) -> tuple[str, list[str]] | None:
         content, diff, warnings = entry["record"], entry["diff"], entry["warnings"]
         if record.misfit(content, record.SHAPE) or not isinstance(diff, str):
             return None
-        if not is_certain(content, asked):
+        if not is_certain(content, request):
             return None
         os.utime(path)  # those that are not used any more go first
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -49,12 +49,12 @@ def look_up(path: Path | None, asked: Asked) -> tuple[str, list[str]] | None:
     return diff, [str(warning) for warning in warnings]
 
 
-def keep(path: Path, asked: Asked, text: str, diff: str, warnings: list[str]) -> None:
+def keep(path: Path, request: Request, text: str, diff: str, warnings: list[str]) -> None:
     """Keeps a diff, if it can only be the same again.
 
     Args:
         path: Where it is to lie.
-        asked: What was asked for.
+        request: What was asked for.
         text: The record of what came of it.
         diff: The diff.
         warnings: What goes with it.
@@ -63,7 +63,7 @@ def keep(path: Path, asked: Asked, text: str, diff: str, warnings: list[str]) ->
     kept = {key: content[key] for key in KEPT if key in content}
     data = json.dumps({"record": kept, "diff": diff, "warnings": warnings}).encode()
     with contextlib.suppress(OSError):
-        if len(data) > MOST_BYTES or not is_certain(content, asked):
+        if len(data) > MOST_BYTES or not is_certain(content, request):
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -92,7 +92,7 @@ def folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "slapo-rewrite"
 
 
-def place(asked: Asked) -> Path | None:
+def place(request: Request) -> Path | None:
     """Where the diff of what is asked for lies; None where nothing is kept.
 
     Another place for whatever could make a difference and is cheap to tell: the text of source and
@@ -101,7 +101,7 @@ def place(asked: Asked) -> Path | None:
     """
     if os.environ.get("SLAPO_REWRITE_CACHE") == "0":
         return None
-    files = (asked.source_file, asked.schedule_file)
+    files = (request.source_file, request.schedule_file)
     try:
         where = folder()
         packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
@@ -109,8 +109,8 @@ def place(asked: Asked) -> Path | None:
             record.tool_digest(),
             [record.digest(path.read_bytes()) for path in files],
             [str(path.absolute()) for path in (*files, Path())],
-            [asked.source, asked.schedule, asked.settings, asked.single_file],
-            [asked.further, asked.support],
+            [request.source, request.schedule, request.settings, request.single_file],
+            [request.further, request.support],
             [sys.version, sys.prefix, sys.path],
             [[path, os.stat(path).st_mtime_ns] for path in packages],
             sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES)),

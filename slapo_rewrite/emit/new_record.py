@@ -53,7 +53,7 @@ def record_text(
     rules = [{"directive": n, **note} for n, notes in plan.notes.items() for note in notes]
     given = dict(item.split("=", 1) for item in options.settings)
     further = sorted(name for names in options.further.values() for name in names)
-    half = {asked.dtype for s in plan.states.values() for asked, _ in s.asks(HalfPrecision)}
+    half = {request.dtype for s in plan.states.values() for request, _ in s.asks(HalfPrecision)}
     support = {"folder": options.support, "uses": as_recorded(draft.uses or {})}
     warnings = [without_folder(warning) for warning in draft.warnings]
     content = {

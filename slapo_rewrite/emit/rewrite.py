@@ -402,9 +402,9 @@ def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[
 def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> Directive | None:
     """What lets ranks hold slices of the values between layers, if anything does."""
     ops = {"scatter", "reduce_scatter", "all_to_all"}
-    asked = (s.cause for state in states for s in state.syncs if s.op in ops)
+    request = (s.cause for state in states for s in state.syncs if s.op in ops)
     guessed = (d for d in inferred if d.inferred and any(op in d.inferred for op in ops))
-    return next(iter([*asked, *guessed]), None)
+    return next(iter([*request, *guessed]), None)
 
 
 def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.current import TOOL_CHANGED, Asked
+from slapo_rewrite.emit.current import TOOL_CHANGED, Request
 from slapo_rewrite.emit.one_rank import OneRank
 from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
@@ -63,18 +63,18 @@ def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
     Raises:
         NotBuilt: An input is not what it was, or a model cannot be built.
     """
-    asked = _unchanged(recorded)
+    request = _unchanged(recorded)
     is_split = any(call.primitive == "shard" for call in recorded.calls)
     ranks = world or (2 if is_split else 1)
     with contextlib.ExitStack() as stack:
         try:
-            project = Project(asked.source, asked.schedule)
+            project = Project(request.source, request.schedule)
             stack.callback(sys.modules.__setitem__, project.original.name, project.module)
             make = project.schedule.module.model
             original = Tree(build_model(make, project.module))
             with contextlib.redirect_stdout(sys.stderr):
-                knobs = project.schedule.settings(asked.settings)
-                on_ranks = OneRank(asked.source, asked.schedule, asked.settings, try_out)
+                knobs = project.schedule.settings(request.settings)
+                on_ranks = OneRank(request.source, request.schedule, request.settings, try_out)
                 plan = project.plan(knobs, on_ranks)
             files = _files(recorded)
             emitted = stack.enter_context(imported(files, recorded.content["source"]["file"]))
@@ -100,15 +100,15 @@ def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
         )
 
 
-def _unchanged(recorded: Recorded) -> Asked:
+def _unchanged(recorded: Recorded) -> Request:
     """What the output was made of, where that is still there and the same."""
-    asked = recorded.asked
-    if isinstance(asked, errors.RewriteError):
-        raise NotBuilt(f"{asked.message}: {asked.hint}") from asked
+    request = recorded.request
+    if isinstance(request, errors.RewriteError):
+        raise NotBuilt(f"{request.message}: {request.hint}") from request
     # Another version of the tool builds the same models.
     if changed := [words for words in recorded.changed if words != TOOL_CHANGED]:
         raise NotBuilt(f"{'; '.join(changed)}: `slapo-rewrite update {recorded.out}` rewrites it")
-    return asked
+    return request
 
 
 def _files(recorded: Recorded) -> dict[str, str]:

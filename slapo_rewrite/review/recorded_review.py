@@ -14,7 +14,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.emit import record
-from slapo_rewrite.emit.current import Asked, asked_again, reasons
+from slapo_rewrite.emit.current import Request, reasons, requested_again
 from slapo_rewrite.emit.diff_hunks import original_text
 from slapo_rewrite.emit.explanation import more_of, rule_words
 from slapo_rewrite.emit.write import hand_edited
@@ -53,7 +53,7 @@ class Recorded:
         has_schedule: Whether it is the whole schedule.
         edits: Files that were edited by hand since, as they were written and as they are.
         changed: Which inputs are not what they were, in words.
-        asked: What it was made of; the refusal where that is not found.
+        request: What it was made of; the refusal where that is not found.
         warnings: What was said when it was written.
     """
 
@@ -68,7 +68,7 @@ class Recorded:
     has_schedule: bool
     edits: tuple[Compared, ...]
     changed: tuple[str, ...]
-    asked: Asked | errors.RewriteError
+    request: Request | errors.RewriteError
     warnings: tuple[str, ...] = ()
 
 
@@ -85,12 +85,12 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
     """
     content = record.read(out)
     _check_whole(out, content)
-    asked: Asked | errors.RewriteError
+    request: Request | errors.RewriteError
     try:
-        asked = asked_again(content, source, schedule)
-        changed = reasons(content, asked)
+        request = requested_again(content, source, schedule)
+        changed = reasons(content, request)
     except errors.RewriteError as error:
-        asked, changed = error, [error.message]
+        request, changed = error, [error.message]
     calls = tuple(_call(each) for each in content.get("directives", ()))
     files = tuple(_compared_files(out, content, calls))
     text = _schedule_text(content, schedule)
@@ -106,7 +106,7 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
         text is not None,
         tuple(_edits(out)),
         tuple(changed),
-        asked,
+        request,
         tuple(content.get("warnings", ())),
     )
 

@@ -47,7 +47,7 @@ def enter_layer(run: Run, module: nn.Module, args: Any, kwargs: Any) -> None:
 
 def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
     """Raises `PlacementError` where a layer is given what it does not take."""
-    layer, state = run.asked.layers[path], run.flow.of(tensor)
+    layer, state = run.request.layers[path], run.flow.of(tensor)
     split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
     if state.kind == PARTIAL:
@@ -80,13 +80,13 @@ def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
     elif split.output == "whole":
         run.flow.cover(tensor, path)
     elif split.has_input_gradient:
-        borders = run.asked.borders.get(path, ())
+        borders = run.request.borders.get(path, ())
         if any(b.mode == "bwd_post" for b in borders):
             return
         if keywords.get("reduce_input_gradient", True):
             run.flow.cover(tensor, path)
         else:
-            run.flow.meet_parts([tensor], f"`{path}`", path)
+            run.flow.meet_shards([tensor], f"`{path}`", path)
 
 
 def _taken(split: Split) -> str:
@@ -117,15 +117,17 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
         return
     run.next_entry(layer_call)
     path = str(module._followed_path)
-    layer = run.asked.layers[path]
+    layer = run.request.layers[path]
     split = split_of(run.tree.nodes[path].live, layer)
     keywords = dict(layer.keywords)
     reduction = keywords.get("reduce", sum_now)
     axis = reduction.axis if isinstance(reduction, ReduceScatter) else None
     for tensor in tensors(output):
         if split.output == "partition":
-            copies = getattr(module, "replicas", 1) > 1
-            kind = State() if keywords.get("gather_output") else State(SHARD, path, copies)
+            replicated_shard = getattr(module, "replicas", 1) > 1
+            kind = (
+                State() if keywords.get("gather_output") else State(SHARD, path, replicated_shard)
+            )
         elif axis is not None:
             kind = State(SHARD, path, axis=axis)
         else:
@@ -235,12 +237,12 @@ class _Crossing:
 
     def _function(self) -> tuple[torch.Tensor, State]:
         state = self.state
-        if self.border.mode == "bwd_post" and state.covered is None:
-            return self._same(), State(state.kind, covered=self.node.path)
+        if self.border.mode == "bwd_post" and state.grad_reduced is None:
+            return self._same(), State(state.kind, grad_reduced=self.node.path)
         if self.border.mode != "fwd_post":
             return self._same(), state
         if state.kind == SHARD:
-            return self._resized(self.run.whole_shape(self.tensor)), State()
+            return self._resized(self.run.full_shape(self.tensor)), State()
         return self._same(), State()
 
     def _keep(self) -> tuple[torch.Tensor, State]:
@@ -269,10 +271,10 @@ class _Crossing:
             )
         if self.state.kind == SHARD:
             raise self._misuse(f"{self.value} is {self._described()}: it is scattered already")
-        if self.state.covered is not None:
+        if self.state.grad_reduced is not None:
             raise self._misuse(
-                f"{self.value} stands inside `{self.state.covered}`, where gradients are summed "
-                "over the ranks: a scatter's gradient is the true one on each of them",
+                f"{self.value} stands inside `{self.state.grad_reduced}`, where gradients are "
+                "summed over the ranks: a scatter's gradient is the true one on each of them",
                 "scatter the value before it goes in there",
             )
         return self._slice(), self._part(self.border.axis)
@@ -282,20 +284,20 @@ class _Crossing:
         self._check_slices()
         given = self.border.partial_gradient
         summed = self.key in self.run.wanted.summed if given is None else given
-        covered = self.node.path if summed and self.tensor.requires_grad else None
-        shape = self.run.whole_shape(self.tensor)
-        return self._resized(shape), State(covered=covered, gathers=frozenset({self.key}))
+        grad_reduced = self.node.path if summed and self.tensor.requires_grad else None
+        shape = self.run.full_shape(self.tensor)
+        return self._resized(shape), State(grad_reduced=grad_reduced, gathers=frozenset({self.key}))
 
     def _all_to_all(self) -> tuple[torch.Tensor, State]:
         self._check_part(self.border.axis)
         self._check_slices()
-        shape = self._sliced(self.run.whole_shape(self.tensor), self.border.scatter_axis)
+        shape = self._sliced(self.run.full_shape(self.tensor), self.border.scatter_axis)
         return self._resized(shape), self._part(self.border.scatter_axis)
 
     def _check_slices(self) -> None:
         """What is gathered here lies in slices of one size, in the ranks' order."""
         axis, source = self._axis(), self.state.source
-        size = self.run.whole_shape(self.tensor)[axis]
+        size = self.run.full_shape(self.tensor)[axis]
         packed = self.run.blocks.get(id(self.tensor), {}).get(axis)
         hint = f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{source}`'
         if packed and len(packed) > 1:
@@ -316,11 +318,11 @@ class _Crossing:
 
     def _was_scattered(self) -> bool:
         """Whether a scatter made the part, which refuses a size that does not divide."""
-        source, asked = self.state.source or "", self.run.asked
-        layer = asked.layers.get(source)
+        source, request = self.state.source or "", self.run.request
+        layer = request.layers.get(source)
         return (layer is not None and scatters(layer)) or any(
             border.operation in ("scatter", "reduce_scatter", "all_to_all")
-            for border in asked.borders.get(source, ())
+            for border in request.borders.get(source, ())
         )
 
     def _part(self, axis: int | None) -> State:
@@ -346,7 +348,7 @@ class _Crossing:
 
     def _resized(self, shape: Shape) -> torch.Tensor:
         """A tensor of another shape, that stands for the same value in the whole model."""
-        whole = self.run.whole_shape(self.tensor)
+        whole = self.run.full_shape(self.tensor)
         self.run.depth += 1
         try:
             new = self.tensor.new_empty(shape, requires_grad=self.tensor.requires_grad)

@@ -26,15 +26,15 @@ class Forward:
     sync: int
 
 
-def wrapped_forwards(tree: Tree, asked: ShardingRequest) -> dict[str, Forward]:
+def wrapped_forwards(tree: Tree, request: ShardingRequest) -> dict[str, Forward]:
     """The `forward`s that a decorator wraps, of the modules with collectives at their borders."""
     found = {}
-    for path, borders in asked.borders.items():
+    for path, borders in request.borders.items():
         known = [b for b in borders if b.operation not in ("function", "keep")]
         forward: Any = inspect.getattr_static(tree.nodes[path].cls, "forward", None)
         inner = inspect.unwrap(forward) if callable(forward) else None
         code = getattr(inner, "__code__", None) if inner is not forward else None
-        if known and code is not None and path not in asked.layers:
+        if known and code is not None and path not in request.layers:
             found[path] = Forward(code, known[0].number)
     return found
 

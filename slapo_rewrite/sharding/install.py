@@ -61,12 +61,12 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
     try:
         with device:
             places = _places(run)
-            for path, layer in run.asked.layers.items():
+            for path, layer in run.request.layers.items():
                 node = run.tree.nodes[path]
                 _install_layer(run, node, layer, places.get(id(node.live), []), undo)
-            for path, shards in run.asked.parameters.items():
+            for path, shards in run.request.parameters.items():
                 _install_parameters(run, run.tree.nodes[path], shards, undo)
-        for path, borders in run.asked.borders.items():
+        for path, borders in run.request.borders.items():
             _install_borders(run, run.tree.nodes[path], borders, undo)
         install_values(run, functools.partial(cross_value, run), undo)
         _know_parameters(run)
@@ -76,7 +76,7 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
         for path, holder in holders.items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
         _watch_functions(run, undo)
-        crossed = [_live_at(run.tree.nodes[path]) for path in run.asked.borders]
+        crossed = [_live_at(run.tree.nodes[path]) for path in run.request.borders]
         with forward_as_call([*run.layers, *crossed]):
             yield
     finally:
@@ -192,7 +192,7 @@ def _check_plain(node: Node) -> None:
 def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
     """The parameters and buffers of a sharded layer, which may be read past its call."""
     ratio = ratio_of(dict(layer.keywords))
-    copies = getattr(new, "replicas", 1) > 1
+    replicated_shard = getattr(new, "replicas", 1) > 1
     originals = {**node.live._parameters, **node.live._buffers}
     for name, tensor in [*new._parameters.items(), *new._buffers.items()]:
         whole = originals.get(name)
@@ -206,10 +206,10 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
             packed = getattr(new.sharded_parameters[name], "blocks", None)
             packed = packed or tuple(shape[axis] * r // sum(ratio) for r in ratio)
             run.blocks[id(tensor)] = {axis: packed}
-            run.flow.set(tensor, State(SHARD, node.path, copies, axis - len(shape)))
+            run.flow.set(tensor, State(SHARD, node.path, replicated_shard, axis - len(shape)))
         else:
-            covered = node.path if (node.path, name) in run.wanted.shared else None
-            run.flow.set(tensor, State(covered=covered))
+            grad_reduced = node.path if (node.path, name) in run.wanted.shared else None
+            run.flow.set(tensor, State(grad_reduced=grad_reduced))
         run.alive.append(tensor)
 
 
@@ -326,10 +326,10 @@ def _live_at(node: Node) -> nn.Module:
 
 
 def _know_parameters(run: Run) -> None:
-    split = {(p, s.name) for p, shards in run.asked.parameters.items() for s in shards}
+    split = {(p, s.name) for p, shards in run.request.parameters.items() for s in shards}
     named: dict[nn.Parameter, list[tuple[str, str]]] = {}  # tied ones have several names
     for path, node in run.tree.nodes.items():
-        if path in run.asked.layers:
+        if path in run.request.layers:
             continue
         for name, parameter in node.live._parameters.items():
             if parameter is None:
@@ -346,7 +346,7 @@ def _know_parameters(run: Run) -> None:
         path, name = keys[-1]
         run.summed[memory_of(parameter)] = f"{path}.{name}".lstrip(".")
         read = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        run.flow.set(read, State(covered=path))
+        run.flow.set(read, State(grad_reduced=path))
         run.read_as[id(parameter)] = read
 
 
@@ -356,9 +356,9 @@ def _holders(run: Run) -> dict[str, Node]:
     A module that is asked for its share of an attribute alone stands for itself.
     """
     own = set()
-    for path in (*run.asked.layers, *run.asked.parameters):
+    for path in (*run.request.layers, *run.request.parameters):
         node = run.tree.nodes[path]
-        owner = node.owner if path in run.asked.layers else node
+        owner = node.owner if path in run.request.layers else node
         if owner is not None:
             own.add(owner.path)
     found: dict[str, Node] = {}
@@ -367,22 +367,22 @@ def _holders(run: Run) -> dict[str, Node]:
             found[path] = node
         elif node.parent is not None and node.parent.path in found:
             found[path] = found[node.parent.path]
-        elif path in run.asked.attributes:
+        elif path in run.request.attributes:
             found[path] = node
     return found
 
 
 def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None]]) -> None:
     module = sys.modules.get(node.cls.__module__)
-    if node.path in run.asked.layers or not run.editable(getattr(module, "__file__", "") or ""):
+    if node.path in run.request.layers or not run.editable(getattr(module, "__file__", "") or ""):
         return
     held = node.live.__dict__
     world = dist.get_world_size()
-    wanted = run.asked.attributes.get(node.path, frozenset())
+    wanted = run.request.attributes.get(node.path, frozenset())
     for name, value in list(held.items()):
         if type(value) is int and value > 1 and (name in wanted or not name.startswith("_")):
             attribute = Attribute(node.cls, holder.cls, name, name in wanted)
-            if attribute.asked or attribute in run.followed.sizes:
+            if attribute.requested or attribute in run.followed.sizes:
                 if value < world and run.replicas * value == world:
                     run.followed.few.add(attribute)
                 elif value % world:

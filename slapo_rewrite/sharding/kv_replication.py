@@ -10,13 +10,13 @@ from slapo_rewrite.sharding.types import LayerKey, ShardingRequest, ShardingResu
 
 
 def fewer_heads(
-    tree: Tree, asked: ShardingRequest, followed: ShardingResult
+    tree: Tree, request: ShardingRequest, followed: ShardingResult
 ) -> tuple[dict[LayerKey, str], int]:
     """The layers that give fewer heads than others, and a world size that is above their number.
 
     Args:
         tree: The model.
-        asked: What is sharded.
+        request: What is sharded.
         followed: What follows from it, which says which layers give heads.
 
     Returns:
@@ -25,7 +25,7 @@ def fewer_heads(
     """
     found: dict[LayerKey, str] = {}
     by_owner: dict[str, list[tuple[LayerKey, int, bool]]] = {}
-    for path, layer in asked.layers.items():
+    for path, layer in request.layers.items():
         node = tree.nodes[path]
         key = layer_key(node)
         if node.owner is None or key not in followed.heads:

@@ -73,7 +73,7 @@ def _makers(run: Run, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield each
         for maker in run.makers.get(id(each), ()):
             state = run.flow.of(maker)
-            mends = state.kind == kind and maker.requires_grad and state.covered is None
+            mends = state.kind == kind and maker.requires_grad and state.grad_reduced is None
             if mends and id(maker) not in seen:
                 seen.add(id(maker))
                 waiting.append(maker)
@@ -95,7 +95,7 @@ def install_values(
         PlacementError: A method does not run as it is written.
     """
     functions: dict[types.FunctionType, dict[LocalValue, Wanted]] = {}
-    for path, borders in run.asked.borders.items():
+    for path, borders in run.request.borders.items():
         node = run.tree.nodes[path]
         for border in borders:
             if border.value is not None:
@@ -106,7 +106,7 @@ def install_values(
         function.__globals__[name] = functools.partial(_crossed, cross, list(wanted.values()))
         undo.append(functools.partial(function.__globals__.__delitem__, name))
         undo.append(functools.partial(setattr, function, "__code__", function.__code__))
-        tree = run.asked.texts[next(iter(wanted)).statement.filename]
+        tree = run.request.texts[next(iter(wanted)).statement.filename]
         function.__code__ = _code(tree, function.__code__, _Calls(name, list(wanted)))
 
 

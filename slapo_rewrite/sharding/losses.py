@@ -84,9 +84,9 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
 def _head(run: Run, logits: torch.Tensor) -> str | None:
     """The layer whose classes the logits are split over, as a whole."""
     state = run.flow.of(logits)
-    layer = run.asked.layers.get(state.source or "")
+    layer = run.request.layers.get(state.source or "")
     axis = min(1, logits.dim() - 1)
-    if state.kind != SHARD or state.source not in run.asked.heads:
+    if state.kind != SHARD or state.source not in run.request.heads:
         return None
     if layer is None or layer.name not in HEADS:
         return None
@@ -108,7 +108,7 @@ def _place(run: Run) -> tuple[types.FrameType | None, str | None]:
 
 def replaced(run: Run, tensor: torch.Tensor) -> bool:
     """Whether an operation is part of a loss that another function will compute as a whole."""
-    return run.flow.of(tensor).source in run.asked.heads and _place(run)[1] is not None
+    return run.flow.of(tensor).source in run.request.heads and _place(run)[1] is not None
 
 
 def _below(path: str, inner: str) -> bool:

@@ -45,10 +45,10 @@ def compare_buffers(
     run: Run,
 ) -> None:
     """Raises `CannotFollow` where what a run left in a whole buffer is not whole on a rank."""
-    split = {(p, shard.name) for p, shards in run.asked.parameters.items() for shard in shards}
+    split = {(p, shard.name) for p, shards in run.request.parameters.items() for shard in shards}
     for key, want in expected.items():
         path, name = key
-        if key in split or path in run.asked.layers or (have := got.get(key)) is None:
+        if key in split or path in run.request.layers or (have := got.get(key)) is None:
             continue
         state = run.flow.of(have)
         if have.shape != want.shape or state.kind != REPLICATE:
@@ -86,19 +86,19 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             position=sys.maxsize,
             remedy=MissingCollective.sum_of(state.source),
         )
-    if any(path == state.covered for path, _ in run.wanted.shared):
+    if any(path == state.grad_reduced for path, _ in run.wanted.shared):
         raise CannotFollow(
-            f"the model's `{name}` is made of a parameter of `{state.covered}` that is used on "
-            "parts elsewhere: its gradient would be summed over the ranks for both",
-            state.covered,
+            f"the model's `{name}` is made of a parameter of `{state.grad_reduced}` that is used "
+            "on parts elsewhere: its gradient would be summed over the ranks for both",
+            state.grad_reduced,
             "leave it out of the outputs, or gather what it is used on elsewhere",
             position=sys.maxsize,
         )
-    if state.covered is not None:
+    if state.grad_reduced is not None:
         raise CannotFollow(
-            f"the model's `{name}` stands inside `{state.covered}`, whose `bwd_post` sync "
+            f"the model's `{name}` stands inside `{state.grad_reduced}`, whose `bwd_post` sync "
             "would count its gradient once for each rank",
-            state.covered,
+            state.grad_reduced,
             "put the sync where the value goes into sharded layers and nowhere else",
             position=sys.maxsize,
         )

@@ -43,9 +43,9 @@ class State:
 
     kind: str = REPLICATE
     source: str | None = None
-    copies: bool = False
+    replicated_shard: bool = False
     axis: int = -1
-    covered: str | None = None
+    grad_reduced: str | None = None
     parameters: frozenset[tuple[str, str]] | None = None
     is_input: bool = False
     gathers: frozenset[tuple[str, int]] = frozenset()
@@ -162,7 +162,7 @@ class Flow:
 
     def check_own(self, state: State, path: str) -> None:
         """Refuses what is added up or joined at `path` and is held by several ranks."""
-        if state.copies:
+        if state.replicated_shard:
             raise PlacementError(
                 f"several ranks would have the same part of `{state.source or 's'}` at "
                 f"`{path or 's'}`",
@@ -178,10 +178,10 @@ class Flow:
         state = self.of(tensor)
         if not tensor.requires_grad:
             return state
-        if state.covered is not None:
+        if state.grad_reduced is not None:
             raise PlacementError(
                 f"the gradient of this value is summed over the ranks twice, for `{path}` and for "
-                f"`{state.covered}`",
+                f"`{state.grad_reduced}`",
                 'keep one of the two .sync("bwd_post", "all_reduce")',
                 path,
             )
@@ -192,9 +192,9 @@ class Flow:
                 path if state.kind == SHARD else state.source,
                 remedy=None if state.kind == SHARD else MissingCollective.sum_of(state.source),
             )
-        return State(covered=path)
+        return State(grad_reduced=path)
 
-    def meet_parts(
+    def meet_shards(
         self,
         tensors: Sequence[torch.Tensor],
         what: str,
@@ -214,7 +214,7 @@ class Flow:
         """
         for tensor in tensors:
             state = self.of(tensor)
-            if state.kind == REPLICATE and tensor.requires_grad and state.covered is None:
+            if state.kind == REPLICATE and tensor.requires_grad and state.grad_reduced is None:
                 self._sum_gradient(tensor, state, what, source, partial)
 
     def _sum_gradient(
@@ -233,10 +233,10 @@ class Flow:
         if state.parameters:
             for key in state.parameters:
                 self.shared.setdefault(key, source)
-            self.set(tensor, State(covered=min(state.parameters)[0]))
+            self.set(tensor, State(grad_reduced=min(state.parameters)[0]))
         elif state.gathers and state.gathers <= self._undecided:
             self.summed |= state.gathers
-            self.set(tensor, State(covered=min(state.gathers)[0], gathers=state.gathers))
+            self.set(tensor, State(grad_reduced=min(state.gathers)[0], gathers=state.gathers))
         elif partial and source and not state.gathers:
             raise PlacementError(
                 f"{what} takes a whole value to the partial sum that `{source}` gives: the value's "
@@ -319,13 +319,13 @@ class Flow:
         # Of a product's factors the weight stands last: its module is whose sum is to be added up.
         made = [s for s in states if s.kind == SHARD][-1] if summed and partial is None else None
         source, axis = next((s.source, s.axis) for s in (partial, made, part) if s is not None)
-        copies = all(s.copies for s in states if s.kind != REPLICATE)
+        replicated_shard = all(s.replicated_shard for s in states if s.kind != REPLICATE)
         adds_up = partial is not None or summed
         if part is not None and how is not None and not replicated:
             self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
-        result = State(PARTIAL if adds_up else SHARD, source, copies, axis)
+        result = State(PARTIAL if adds_up else SHARD, source, replicated_shard, axis)
         if any(output.requires_grad for output in outputs):
-            self.meet_parts(inputs, f"`{name}`", source, partial is not None)
+            self.meet_shards(inputs, f"`{name}`", source, partial is not None)
         for output in outputs:
             self.set(output, result)
 
@@ -360,7 +360,7 @@ class Flow:
         """
         for tensor, shape, state in zip(inputs, whole, states, strict=False):
             axes = _split(tensor, shape)
-            if len(axes) == (state.kind == SHARD) or replicated or state.copies:
+            if len(axes) == (state.kind == SHARD) or replicated or state.replicated_shard:
                 continue
             raise PlacementError(
                 f"`{name}` is given a value of shape {list(tensor.shape)} on a rank, and of "
@@ -372,7 +372,7 @@ class Flow:
 
     def _repeated(self, name: str, inputs: Sequence[torch.Tensor], split: Sequence[int]) -> State:
         """What a whole value becomes that is repeated as often as a rank has elements."""
-        self.meet_parts(inputs, f"`{name}`", None)
+        self.meet_shards(inputs, f"`{name}`", None)
         return State(SHARD)
 
     def _check_split(
@@ -412,10 +412,10 @@ class Flow:
             PlacementError: The gradients of some are summed over the ranks, and others' cannot be.
         """
         trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
-        covers = sorted({s.covered for _, s in trained if s.covered is not None})
+        covers = sorted({s.grad_reduced for _, s in trained if s.grad_reduced is not None})
         if covers:
             for tensor, state in trained:
-                if state.covered is None:
+                if state.grad_reduced is None:
                     self._join(name, tensor, state, covers[0], trained)
         made_of: set[tuple[str, str]] = set()
         gathers: set[tuple[str, int]] = set()
@@ -426,7 +426,7 @@ class Flow:
         is_input = any(s.is_input for s in states)
         return State(
             REPLICATE,
-            covered=covers[0] if covers else None,
+            grad_reduced=covers[0] if covers else None,
             parameters=frozenset(made_of) if alone and not is_input else None,
             is_input=is_input,
             gathers=frozenset(gathers),
@@ -448,7 +448,7 @@ class Flow:
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
-        if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.covered is not None):
+        if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.grad_reduced is not None):
             raise PlacementError(
                 f"a parameter of `{cover or 's'}` is used on a whole value here and on parts "
                 "elsewhere: its gradient would be summed over the ranks for both",
@@ -456,7 +456,7 @@ class Flow:
                 cover,
             )
         gather = min(
-            (g for _, s in trained if s.covered is not None for g in s.gathers), default=None
+            (g for _, s in trained if s.grad_reduced is not None for g in s.gathers), default=None
         )
         raise PlacementError(
             f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "

@@ -66,7 +66,7 @@ class Records:
 
 def propagate(
     tree: Tree,
-    asked: ShardingRequest,
+    request: ShardingRequest,
     inputs: Mapping[str, Any],
     editable: Callable[[str], str | None],
     records: Records,
@@ -76,7 +76,7 @@ def propagate(
 
     Args:
         tree: The model, on the meta device or a small one with weights; it is left as it was.
-        asked: What is sharded and synchronised.
+        request: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
         editable: The text of a file that may be changed, as it is by now; None of another.
         records: What is known of the tree and the inputs; takes what becomes known here.
@@ -91,11 +91,11 @@ def propagate(
     given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(inputs))
     training = model.training
     try:
-        return _Following(tree, asked, given, editable, records, thorough).run()
+        return _Propagation(tree, request, given, editable, records, thorough).run()
     except NeedsGraph:
         records.runs.clear()
         records.results.is_used = False
-        return _Following(tree, asked, given, editable, records, thorough).run()
+        return _Propagation(tree, request, given, editable, records, thorough).run()
     finally:
         model.train(training)
 
@@ -113,23 +113,23 @@ class _Incomplete(Exception):
         self.guess, self.position = guess, position
 
 
-class _Following:
+class _Propagation:
     """Runs the model whole once, and as a rank until everything fits."""
 
     def __init__(
         self,
         tree: Tree,
-        asked: ShardingRequest,
+        request: ShardingRequest,
         inputs: Mapping[str, Any],
         editable: Callable[[str], str | None],
         records: Records,
         thorough: bool,
     ) -> None:
         self.thorough = thorough
-        self.tree, self.asked, self.inputs, self.editable = tree, asked, inputs, editable
+        self.tree, self.request, self.inputs, self.editable = tree, request, inputs, editable
         self.model, self.device = tree.root.live, device_of(tree.root.live)
         self.sources: dict[tuple[str, str], str | None] = {}
-        self.wrapped = wrapped_forwards(tree, asked)
+        self.wrapped = wrapped_forwards(tree, request)
         self.records = records
         self.way, self.has_coins, self._drew = Way(), False, False
         self.whole = self._whole(self.way)
@@ -162,7 +162,7 @@ class _Following:
             CannotRun: It does not run.
             CannotFollow: A collective would stand in a `forward` that it does not come to.
         """
-        watched = frozenset({*self.asked.layers, *self.wrapped})
+        watched = frozenset({*self.request.layers, *self.wrapped})
         key = watched, way, tuple(map(id, self.model.modules()))
         if key not in self.records.runs:
             codes = {f.code for f in self.wrapped.values()}
@@ -233,12 +233,12 @@ class _Following:
         ]
         read = self._names_in(type(self.model), names_read) if not_given else set[str]()
         classes = {node.cls: None for node in self.tree.nodes.values()}
-        asked = set[str]()
+        request = set[str]()
         for cls in classes if any(name in read for name, _ in not_given) else ():
-            asked |= self._names_in(cls, names_in_tests)
+            request |= self._names_in(cls, names_in_tests)
         for name, default in not_given:
             # It is passed on to where it decides, by this name or by another.
-            if name in read and (name in asked or default is None or isinstance(default, str)):
+            if name in read and (name in request or default is None or isinstance(default, str)):
                 words = (
                     f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
                 )
@@ -290,7 +290,7 @@ class _Following:
             return result, kept_buffers(self.model)
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
-        whole = Trace(self.tree, self.asked.layers, self.records.results, self.editable, way.says)
+        whole = Trace(self.tree, self.request.layers, self.records.results, self.editable, way.says)
         try:
             with (
                 torch.enable_grad(),
@@ -311,7 +311,7 @@ class _Following:
         Where that cannot be followed, a world size above the number of heads stays one that does
         not fit.
         """
-        few, world = fewer_heads(self.tree, self.asked, followed)
+        few, world = fewer_heads(self.tree, self.request, followed)
         if followed.replicated or not few:
             return followed
         guess = Hypothesis(
@@ -376,7 +376,7 @@ class _Following:
         )
         run = Run(
             self.tree,
-            self.asked,
+            self.request,
             self.whole.entries,
             followed,
             wanted,
@@ -442,7 +442,7 @@ class _Following:
 
 def _check_told_apart(followed: ShardingResult) -> None:
     """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
-    both = followed.given_parts & followed.given_whole
+    both = followed.sharded_calls & followed.replicated_calls
     for change in sorted(followed.arguments, key=lambda c: (c.place.line, c.place.column)):
         if change.template == SHARE and any(place == change.place for place, _ in both):
             raise CannotFollow(

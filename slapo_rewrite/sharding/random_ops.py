@@ -48,26 +48,26 @@ def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor
         callers = tuple(_callers(run))
         if callers and not split:
             run.followed.draws.add(Draw(callers, run.place(), source or "", ()))
-        if len(split) != 1 or source is None or not _may_be_uneven(run.asked, source):
+        if len(split) != 1 or source is None or not _may_be_uneven(run.request, source):
             continue
-        if not callers or any(path in run.asked.forked for path, _ in callers):
+        if not callers or any(path in run.request.forked for path, _ in callers):
             continue
-        blocks = _blocks(run, (args, kwargs), split[0]) or (run.whole_shape(output)[split[0]],)
+        blocks = _blocks(run, (args, kwargs), split[0]) or (run.full_shape(output)[split[0]],)
         run.followed.draws.add(Draw(callers, run.place(), source, blocks))
 
 
 def out_of_step(
-    tree: Tree, asked: ShardingRequest, followed: ShardingResult
+    tree: Tree, request: ShardingRequest, followed: ShardingResult
 ) -> Iterator[tuple[Draw, int]]:
     """What brings ranks out of step, with the least number of ranks at which it does.
 
     Args:
         tree: The model.
-        asked: What is sharded.
+        request: What is sharded.
         followed: What follows from it.
     """
     even = set(followed.even)
-    for path in asked.layers:
+    for path in request.layers:
         node = tree.nodes[path]
         unit = followed.units.get(layer_key(node))
         if (
@@ -95,13 +95,13 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
     return name in _DRAWING
 
 
-def _may_be_uneven(asked: ShardingRequest, source: str) -> bool:
+def _may_be_uneven(request: ShardingRequest, source: str) -> bool:
     """Whether a part is split as evenly as its size allows, rather than scattered evenly."""
-    layer = asked.layers.get(source)
+    layer = request.layers.get(source)
     if layer is None:
-        return source in asked.parameters
+        return source in request.parameters
     return not scatters(layer) and not any(
-        border.operation == "scatter" for border in asked.borders.get(source, ())
+        border.operation == "scatter" for border in request.borders.get(source, ())
     )
 
 

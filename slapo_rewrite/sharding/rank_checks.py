@@ -157,7 +157,7 @@ def check_made(
     ):
         return
     if name in ("expand", "repeat", "tile", "broadcast_to") or any(
-        run.flow.of(t).copies for t in inputs
+        run.flow.of(t).replicated_shard for t in inputs
     ):
         return
     for want, have in zip(entry.outputs, outputs, strict=True):
@@ -195,7 +195,7 @@ def check_assigned(run: Run, entry: Entry, args: Any) -> None:
                 REDUCE,
                 remedy=MissingCollective.sum_of(state.source or given.source),
             )
-        run.flow.set(target, State(PARTIAL, state.source or given.source, given.copies))
+        run.flow.set(target, State(PARTIAL, state.source or given.source, given.replicated_shard))
         return
     if given.kind == SHARD and state.kind != SHARD:
         raise CannotFollow(
@@ -204,12 +204,12 @@ def check_assigned(run: Run, entry: Entry, args: Any) -> None:
             "gather the part before",
         )
     if state.kind == SHARD and isinstance(value, torch.Tensor) and value.requires_grad:
-        run.flow.meet_parts([value], "`__setitem__`", state.source)
+        run.flow.meet_shards([value], "`__setitem__`", state.source)
     if given.kind == SHARD and run.split_axes(target):
         _check_same_axis(run, target, key, value)
     for axis, packed in run.blocks.get(id(value), {}).items():
         to = axis + target.dim() - value.dim()
-        if to >= 0 and sum(packed) == run.whole_shape(target)[to]:
+        if to >= 0 and sum(packed) == run.full_shape(target)[to]:
             run.blocks.setdefault(id(target), {}).setdefault(to, packed)
 
 
@@ -218,7 +218,7 @@ def _is_mask_of(run: Run, key: Any, target: torch.Tensor) -> bool:
     return (
         isinstance(key, torch.Tensor)
         and key.dtype == torch.bool
-        and run.whole_shape(key) == run.whole_shape(target)
+        and run.full_shape(key) == run.full_shape(target)
         and run.split_axes(key) == run.split_axes(target)
     )
 
@@ -232,7 +232,7 @@ def _check_same_axis(run: Run, target: torch.Tensor, key: Any, value: torch.Tens
         run.depth -= 1
     at = view.dim() - value.dim()
     axes = [axis + at for axis in run.split_axes(value)]
-    whole = run.whole_shape(target)
+    whole = run.full_shape(target)
     want = [a - target.dim() + view.dim() for a in run.split_axes(target)]
     if axes != want and len(whole) == view.dim():
         raise CannotFollow(

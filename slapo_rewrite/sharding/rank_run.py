@@ -90,8 +90,8 @@ class RankRun(TorchFunctionMode):
         run = self.run
         if func in QUESTIONS and not run.depth:
             run.flow.tell(func.__name__, list(tensors(args)))
-            if (asked := run.editable_place()) is not None:
-                run.followed.questions.add(asked)
+            if (place := run.editable_place()) is not None:
+                run.followed.questions.add(place)
         if (answer := answer_to(func, args, run.says)) is not None:
             return answer
         if run.depth:
@@ -162,7 +162,7 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
         message = (
             f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, "
             f"with one of shape {list(other.shape)}, of `{source(other)}`: without "
-            f"sharding they are {list(run.whole_shape(part))} and {list(run.whole_shape(other))}"
+            f"sharding they are {list(run.full_shape(part))} and {list(run.full_shape(other))}"
         )
         hint = "repeat what several ranks need as often as a rank has use for it"
     elif part is not None and other is not None:
@@ -213,7 +213,7 @@ def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
     if name in ADDED_INTO and inputs and id(inputs[0]) in run.zeros and not inputs[0]._is_view():
         added = next((s for t in inputs[1:] if (s := run.flow.of(t)).kind == PARTIAL), None)
         if added is not None:
-            run.flow.set(inputs[0], State(PARTIAL, added.source, added.copies))
+            run.flow.set(inputs[0], State(PARTIAL, added.source, added.replicated_shard))
 
 
 def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
@@ -226,7 +226,7 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
         return
     held = {
         id(parameter): (path, own)
-        for path in run.asked.parameters
+        for path in run.request.parameters
         for own, parameter in run.tree.nodes[path].live.named_parameters(recurse=False)
     }
     for tensor in inputs:
@@ -303,7 +303,7 @@ def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None
         pairs = zip(reversed(sizes), reversed(tensor.shape), strict=False)
         times = list(sizes_in([size for size, have in pairs if size != have]))
     for size in times:
-        found = run.repeats if run.flow.of(tensor).copies else run.followed.may_repeat
+        found = run.repeats if run.flow.of(tensor).replicated_shard else run.followed.may_repeat
         found.update(run.undecided(size))
 
 

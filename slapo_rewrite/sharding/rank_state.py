@@ -93,7 +93,7 @@ class Run:
 
     Attributes:
         tree: The model.
-        asked: What is sharded and synchronised.
+        request: What is sharded and synchronised.
         entries: The operations of the whole model.
         followed: What has followed so far.
         wanted: What is taken for granted.
@@ -130,7 +130,7 @@ class Run:
     def __init__(
         self,
         tree: Tree,
-        asked: ShardingRequest,
+        request: ShardingRequest,
         entries: list[Entry],
         followed: ShardingResult,
         wanted: Hypothesis,
@@ -138,12 +138,12 @@ class Run:
         results: KnownResults,
         says: bool = False,
     ) -> None:
-        self.tree, self.asked, self.wanted, self.says = tree, asked, wanted, says
+        self.tree, self.request, self.wanted, self.says = tree, request, wanted, says
         self.results = results
         self.entries, self.followed, self.editable = entries, followed, editable
         self.flow = Flow(
             (path, border.number)
-            for path, borders in asked.borders.items()
+            for path, borders in request.borders.items()
             for border in borders
             if border.partial_gradient is None and (path, border.number) not in wanted.summed
         )
@@ -247,13 +247,13 @@ class Run:
             yield at
             at = self.viewed.get(at)
 
-    def whole_shape(self, tensor: torch.Tensor) -> Shape:
+    def full_shape(self, tensor: torch.Tensor) -> Shape:
         """The shape that a tensor has in the whole model."""
         return self.whole.get(id(tensor), tuple(tensor.shape))
 
     def split_axes(self, tensor: torch.Tensor) -> list[int]:
         """The axes of which a rank has only its part."""
-        sizes = zip(self.whole_shape(tensor), tensor.shape, strict=True)
+        sizes = zip(self.full_shape(tensor), tensor.shape, strict=True)
         return [axis for axis, (whole, here) in enumerate(sizes) if whole != here]
 
     def attributes_of(self, value: Any) -> list[Attribute]:
@@ -268,7 +268,7 @@ class Run:
     def undecided(self, size: int) -> list[Attribute]:
         """The attributes of a number that may yet turn out to be this rank's share."""
         known = self.wanted.sizes | self.wanted.fixed | self.wanted.repeats
-        return [a for a in getattr(size, "attributes", ()) if not a.asked and a not in known]
+        return [a for a in getattr(size, "attributes", ()) if not a.requested and a not in known]
 
     def source_of(self, value: Any) -> str | None:
         """The module that made one of the operands a part or a partial sum, if any is."""
@@ -307,7 +307,9 @@ class Run:
                 continue
             for module, is_part in made:
                 if module in paths:
-                    given = self.followed.given_parts if is_part else self.followed.given_whole
+                    given = (
+                        self.followed.sharded_calls if is_part else self.followed.replicated_calls
+                    )
                     given.add((place, paths[module]))
 
     def method_owner(self, frame: types.FrameType) -> str | None:

@@ -137,7 +137,7 @@ def _strides(run: Run, tensor: torch.Tensor, attributes: Sequence[Attribute] = (
     axis = run.split_axes(tensor)[0]
     return CannotFollow(
         f"`as_strided` reads the memory of a value of which a rank has {tensor.shape[axis]} of "
-        f"{run.whole_shape(tensor)[axis]} elements along axis {axis}, not as the whole model does",
+        f"{run.full_shape(tensor)[axis]} elements along axis {axis}, not as the whole model does",
         run.origins.get(id(tensor)),
         "gather the value before",
         attributes=attributes,
@@ -183,51 +183,51 @@ def _fitted(
 
 
 def _regrouped(
-    run: Run, tensor: torch.Tensor, whole_in: Shape, whole_out: Shape, sizes: list[int]
+    run: Run, tensor: torch.Tensor, full_in: Shape, full_out: Shape, sizes: list[int]
 ) -> tuple[list[int], Blocks]:
     """The shape that a reshaped tensor must have on a rank, and how its axes are packed."""
     here, known = tuple(tensor.shape), run.blocks.get(id(tensor), {})
-    wanted: list[int] = list(whole_out)
+    wanted: list[int] = list(full_out)
     blocks: Blocks = {}
-    for ins, outs in groups(whole_in, whole_out):
-        split = [i for i in ins if whole_in[i] != here[i]]
+    for ins, outs in groups(full_in, full_out):
+        split = [i for i in ins if full_in[i] != here[i]]
         if not split:
             continue
         if len(split) > 1:
-            if not run.flow.of(tensor).copies or len(outs) > 1:
+            if not run.flow.of(tensor).replicated_shard or len(outs) > 1:
                 raise CannotFollow("this merges two split axes into one")
             # The heads that a rank holds, repeated for its own query heads only.
             wanted[outs[0]] = product(here[i] for i in ins)
             continue
         axis = split[0]
-        packed = known.get(axis, (whole_in[axis],))
-        ahead = product(whole_in[i] for i in ins if i < axis)
+        packed = known.get(axis, (full_in[axis],))
+        ahead = product(full_in[i] for i in ins if i < axis)
         if len(ins) == len(outs) == 1:
             wanted[outs[0]], blocks[outs[0]] = here[axis], packed
             continue
         if len(set(packed)) > 1:
             raise _not_in_parts(run, tensor, packed)
-        if product(whole_in[i] for i in ins) > whole_in[axis]:
+        if product(full_in[i] for i in ins) > full_in[axis]:
             note_even(run, tensor, axis)
-        chosen, outer = _factor(run, tensor, outs, whole_out, ahead * len(packed))
-        rest = product(whole_in[i] for i in ins) // whole_out[chosen]
+        chosen, outer = _factor(run, tensor, outs, full_out, ahead * len(packed))
+        rest = product(full_in[i] for i in ins) // full_out[chosen]
         now = product(here[i] for i in ins)
         if now % rest:
-            count = whole_out[chosen]
+            count = full_out[chosen]
             raise Indivisible(
-                f"this regroups {whole_in[axis]} features in {count} blocks of {rest}, of which "
+                f"this regroups {full_in[axis]} features in {count} blocks of {rest}, of which "
                 f"{dist.get_world_size()} ranks cannot have the same number",
                 run.place(),
                 f"if each block has a share for every rank, shard with parts={count}",
             )
         wanted[chosen] = now // rest
-        blocks[chosen] = (whole_out[chosen] // outer,) * outer
-        note_unit(run, tensor, sizes, chosen, outs, whole_out)
+        blocks[chosen] = (full_out[chosen] // outer,) * outer
+        note_unit(run, tensor, sizes, chosen, outs, full_out)
     return wanted, blocks
 
 
 def _factor(
-    run: Run, tensor: torch.Tensor, outs: list[int], whole_out: Shape, outer: int
+    run: Run, tensor: torch.Tensor, outs: list[int], full_out: Shape, outer: int
 ) -> tuple[int, int]:
     """Which factor of a regrouped axis is split, and in how many blocks it lies packed.
 
@@ -236,7 +236,7 @@ def _factor(
     """
     before = 1
     for axis in outs:
-        size = whole_out[axis]
+        size = full_out[axis]
         if before * size <= outer and outer % (before * size) == 0 and outer > before:
             before *= size
             continue

@@ -52,11 +52,11 @@ def _note_cut(run: Run, tensor: torch.Tensor, axis: int, number: int = 0) -> Non
     path, place = run.origins.get(id(tensor)) or run.flow.of(tensor).source, run.editable_place()
     if path is None or place is None:
         return
-    asked = [shard.parts for shard in run.asked.parameters.get(path, ())]
-    if path in run.asked.layers:
-        asked.append(ratio_of(dict(run.asked.layers[path].keywords)))
+    request = [shard.parts for shard in run.request.parameters.get(path, ())]
+    if path in run.request.layers:
+        request.append(ratio_of(dict(run.request.layers[path].keywords)))
     # One of the blocks may be taken apart further.
-    if reduced(run.blocks.get(id(tensor), {}).get(axis, (1,))) in map(reduced, asked):
+    if reduced(run.blocks.get(id(tensor), {}).get(axis, (1,))) in map(reduced, request):
         run.followed.cuts.add((path, place, number))
 
 

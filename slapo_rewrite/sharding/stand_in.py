@@ -107,7 +107,7 @@ class StandIn:
 
     def propagate(
         self,
-        asked: ShardingRequest,
+        request: ShardingRequest,
         editable: Callable[[str], str | None],
         records: Records,
     ) -> ShardingResult:
@@ -118,24 +118,26 @@ class StandIn:
             CannotFollow: Something does not fit the sharded sizes.
         """
         try:
-            found = propagate(self.small, self._asked(asked), self.inputs, editable, records)
+            found = propagate(
+                self.small, self._request_for(request), self.inputs, editable, records
+            )
         except CannotFollow as error:
             raise self._meant(error) from error
         return self._translated(found)
 
-    def _asked(self, asked: ShardingRequest) -> ShardingRequest:
+    def _request_for(self, request: ShardingRequest) -> ShardingRequest:
         def those_in(values: Mapping[str, Any]) -> dict[str, Any]:
             return {own: values[path] for own, path in self.paths.items() if path in values}
 
         return ShardingRequest(
-            those_in(asked.layers),
-            those_in(asked.parameters),
-            those_in(asked.borders),
-            frozenset(own for own, path in self.paths.items() if path in asked.heads),
-            those_in(asked.attributes),
-            frozenset(own for own, path in self.paths.items() if path in asked.forked),
-            frozenset(own for own, path in self.paths.items() if path in asked.tied_heads),
-            asked.texts,
+            those_in(request.layers),
+            those_in(request.parameters),
+            those_in(request.borders),
+            frozenset(own for own, path in self.paths.items() if path in request.heads),
+            those_in(request.attributes),
+            frozenset(own for own, path in self.paths.items() if path in request.forked),
+            frozenset(own for own, path in self.paths.items() if path in request.tied_heads),
+            request.texts,
         )
 
     def _translated(self, found: ShardingResult) -> ShardingResult:
@@ -153,8 +155,8 @@ class StandIn:
             once={(keys[key], name) for key, name in found.once},
             replicated={keys[key]: name for key, name in found.replicated.items()},
             arguments={replace(a, source=self._path(a.source)) for a in found.arguments},
-            given_parts={(place, paths[path]) for place, path in found.given_parts},
-            given_whole={(place, paths[path]) for place, path in found.given_whole},
+            sharded_calls={(place, paths[path]) for place, path in found.sharded_calls},
+            replicated_calls={(place, paths[path]) for place, path in found.replicated_calls},
             shared={(paths[p], n): self._path(source) for (p, n), source in found.shared.items()},
             readings={
                 replace(r, path=paths[r.path], reader=self._path(r.reader)) for r in found.readings

@@ -56,11 +56,11 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
     if owner is None:
         return None
     size = whole[0][axis]
-    for shard in run.asked.parameters.get(owner, ()):
+    for shard in run.request.parameters.get(owner, ()):
         if _size_of(run, owner, shard.name, shard.axis) == size:
             run.flow.check_own(state, owner)
             run.followed.statistics.add(Statistic(place, function, owner, shard.name))
-            return State(covered=owner)
+            return State(grad_reduced=owner)
     for parameter, tensor in run.tree.nodes[owner].live.named_parameters(recurse=False):
         if tuple(tensor.shape) == (size,):
             raise PlacementError(
@@ -76,4 +76,4 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
 def _size_of(run: Run, owner: str, name: str, axis: int) -> int:
     """The whole size of a split parameter or buffer along its axis."""
     live = run.tree.nodes[owner].live
-    return run.whole_shape(getattr(live, name))[axis]
+    return run.full_shape(getattr(live, name))[axis]

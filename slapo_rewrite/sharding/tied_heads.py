@@ -29,10 +29,12 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
     """
     if name not in {*_PRODUCTS, "linear"} or len(args) != 2 or kwargs.keys() - {"bias"}:
         return None
-    if kwargs.get("bias") is not None or not run.asked.tied_heads:
+    if kwargs.get("bias") is not None or not run.request.tied_heads:
         return None
     x, table = args
-    layers: Iterator[Any] = (m for m in run.layers if str(m._followed_path) in run.asked.tied_heads)
+    layers: Iterator[Any] = (
+        m for m in run.layers if str(m._followed_path) in run.request.tied_heads
+    )
     layer = next((m for m in layers if _is_table(table, m.weight, name == "linear")), None)
     if layer is None or run.flow.of(x).kind != REPLICATE:
         return None
@@ -45,7 +47,7 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
         written = head_of(ast.parse(text_at(place, run.editable).strip(), mode="eval").body)
     except SyntaxError:
         return None
-    if owner is None or written is None or run.asked.borders.get(owner):
+    if owner is None or written is None or run.request.borders.get(owner):
         return None  # or it is stated there what is done
     run.flow.cover(x, path)
     run.followed.tied_heads.add(TiedHead(place, owner, path))

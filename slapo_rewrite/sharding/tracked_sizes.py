@@ -21,13 +21,13 @@ class Attribute:
         cls: The class of the module that has it.
         holder: The class of the nearest module, itself or above, that holds sharded parameters.
         name: The attribute.
-        asked: Whether the schedule itself asks for this rank's share of it.
+        requested: Whether the schedule itself asks for this rank's share of it.
     """
 
     cls: type
     holder: type
     name: str
-    asked: bool = False
+    requested: bool = False
 
 
 class Size(int):

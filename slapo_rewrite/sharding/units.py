@@ -45,7 +45,7 @@ def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
         axis: The axis.
     """
     node = run.tree.nodes.get(run.flow.of(tensor).source or "")
-    if node is not None and run.whole_shape(tensor)[axis] not in run.followed.even:
+    if node is not None and run.full_shape(tensor)[axis] not in run.followed.even:
         run.followed.units.setdefault(layer_key(node), EVEN)
 
 
@@ -61,11 +61,11 @@ def note_step(run: Run, tensor: torch.Tensor, axis: int, step: int) -> None:
     Raises:
         CannotFollow: It is not known what is to be split so.
     """
-    path, whole = run.flow.of(tensor).source or "", run.whole_shape(tensor)[axis]
+    path, whole = run.flow.of(tensor).source or "", run.full_shape(tensor)[axis]
     shards = [
         shard.name
-        for shard in run.asked.parameters.get(path, ())
-        if run.whole_shape(getattr(run.tree.nodes[path].live, shard.name))[shard.axis] == whole
+        for shard in run.request.parameters.get(path, ())
+        if run.full_shape(getattr(run.tree.nodes[path].live, shard.name))[shard.axis] == whole
     ]
     if not shards:
         raise CannotFollow(

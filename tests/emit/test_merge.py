@@ -60,7 +60,7 @@ def command(before, tmp_path, monkeypatch) -> list[str]:
 @pytest.fixture
 def unchanged(before, monkeypatch) -> None:
     """Neither source nor schedule is: what is to be written is known."""
-    monkeypatch.setattr(rewrite_command, "_rewritten", lambda asked: before[1])
+    monkeypatch.setattr(rewrite_command, "_rewritten", lambda request: before[1])
 
 
 def test_edits_survive_a_new_source(command, tmp_path, capsys):
