@@ -191,16 +191,16 @@ def _written_later(rule: Rule, found: RuleMatch) -> str | None:
     """Why a kernel could not go back: it keeps what it is given, where the operations may not."""
     inside, root = {id(node.node) for node in found.match.nodes}, found.match.root.site
     later = [m for m in found.graph.mutations if m.order > root.order and id(m.node) not in inside]
-    for name, value in found.match.values.items() if rule.conditions is BY_KERNEL else ():
+    if rule.conditions is not BY_KERNEL:
+        return None
+    for name, value in found.match.values.items():
         own = value.bases
-        if (
-            value.operation != "parameter"
-        ):  # a call may hand on what it is given: mostly it does not
+        if value.operation != "parameter":
+            # A call may hand on what it is given: mostly it does not.
             own = frozenset(base for base in own if isinstance(base, tuple) and base[0] == "made")
         if any(m.target.bases & own for m in later):
-            return (
-                f"`{found.operands.get(name, name)}` is written to later, and the kernel keeps it"
-            )
+            operand = found.operands.get(name, name)
+            return f"`{operand}` is written to later, and the kernel keeps it"
     return None
 
 
