@@ -41,16 +41,20 @@ class Derived:
 
     Attributes:
         text: The file's text.
+        head: What stands before `schedule` in it.
         title: What the model is.
         groups: What is split.
         share: The share of its parameters that is split.
+        why: Why nothing is checkpointed, where that is so.
         others: What is said of other models of the source, each in words.
     """
 
     text: str
+    head: str
     title: str
     groups: tuple[Group, ...]
     share: float
+    why: str
     others: tuple[str, ...]
 
 
@@ -86,7 +90,7 @@ def derive(source: str, wanted: str = "") -> Derived:
         text = schedule_text(title, head, found, lists, uncounted, cuts, why)
         refused = _refused(source, text)
         if refused is None:
-            return Derived(text, title, found.groups, found.share, others)
+            return Derived(text, head, title, found.groups, found.share, why, others)
         if not found.groups:
             raise refused
         found = _without_one(found, refused, oracle.project.tree.root)
