@@ -313,6 +313,24 @@ def test_a_model_that_is_too_large_to_be_run_is_warned_of(monkeypatch, tmp_path)
     assert not rewritten(tmp_path, source, f"{SPLITTING}    pass\n").warnings
 
 
+DOES_NOT_RUN = "nothing was compared with the original, whose small model does not run: "
+
+
+def test_a_model_that_does_not_run_is_warned_of_and_its_start_compared(tmp_path):
+    schedule = SPLIT.replace("randn(2, 8)", "randn(2, 7)")
+    output = rewritten(tmp_path, DRAWING.replace("ASKED", "False"), schedule)
+    assert any(f"{DOES_NOT_RUN}mat1 and mat2" in warning for warning in output.warnings)
+    words = refused(tmp_path, DRAWING.replace("ASKED", "type(m) is nn.Linear"), schedule, "SR106")
+    assert "in one process it starts otherwise: `up.weight` is off by" in words
+
+
+def test_so_is_one_without_inputs(tmp_path):
+    schedule = f"{SPLITTING}    s['up'].checkpoint()\n".replace("def inputs", "def others")
+    (warning,) = rewritten(tmp_path, DRAWING.replace("ASKED", "False"), schedule).warnings
+    assert f"{DOES_NOT_RUN}no inputs for Model can be made up" in warning
+    assert "define inputs(model) in the schedule" in warning
+
+
 @pytest.mark.parametrize("most", ["MOST_PARAMETERS", "MOST_ELEMENTS"])
 def test_a_small_model_that_is_too_large_to_be_run_is_warned_of(most, monkeypatch, tmp_path):
     source = DRAWING.replace("ASKED", "False")
