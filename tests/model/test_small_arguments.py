@@ -9,7 +9,7 @@ import torch
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.rehearsal import MOST_PARAMETERS
-from slapo_rewrite.model.small_arguments import small_build, small_number
+from slapo_rewrite.model.small_arguments import small_build, small_heads, small_number
 from slapo_rewrite.verify.run import verify
 from tests.rewriting import refused, rewritten
 
@@ -187,6 +187,18 @@ def test_classes_may_be_defined_anew_for_each_model(tmp_path):
 )
 def test_what_cannot_be_made_smaller_is_left(tmp_path, text, plan):
     assert small(tmp_path, text, plan) is None
+
+
+@pytest.mark.parametrize(
+    "counts, heads",
+    [
+        ({"n_head": 32, "n_kv_head": 8, "head_dim": 128}, {"n_head": 8, "n_kv_head": 2}),
+        ({"heads": 12, "kv_heads": 1}, {}),
+        ({"heads": 16, "dim": 4096}, {}),
+    ],
+)
+def test_heads_keep_their_ratio(counts, heads):
+    assert small_heads(counts) == heads
 
 
 @pytest.mark.parametrize(
