@@ -137,7 +137,7 @@ def described(value: object, is_drawn: bool = False) -> ValueKind:
         found = ValueKind("several", None, False, is_drawn, (), parts, keys, "", made_by)
         if all(part.text for part in parts):
             text = found.put_together([part.text for part in parts])
-            return replace(found, parts=(), text=text)
+            return replace(found, parts=(), keys=(), text=text)
         if all(part.kind not in ("record", "other") for part in parts):
             return found
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)

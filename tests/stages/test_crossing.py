@@ -7,6 +7,7 @@ from torch import nn
 from slapo_rewrite.runtime.deepspeed_pipeline import with_all_tracked
 from slapo_rewrite.runtime.stages import check_settings
 from slapo_rewrite.runtime.torch_pipeline import SameSizes, UnshardedPipeline
+from slapo_rewrite.stages.value_kinds import described
 from tests.rewriting import refused, rewritten
 
 SOURCE = """\
@@ -626,3 +627,9 @@ def test_parameters_of_a_list_go_with_the_layers_of_the_same_rounds(tmp_path):
     )
     found = rewritten(tmp_path, text, BY_METHODS_SCHEDULE).files["pipeline.py"]
     assert "self.gates[:2]" in found and "self.gates[2:]" in found
+
+
+def test_a_dictionary_without_tensors_crosses_as_its_text():
+    kind = described({"mask": None, "window": [None]})
+    assert kind.text == "{'mask': None, 'window': [None]}"
+    assert [name for name, _ in kind.named("x")] == ["x"]
