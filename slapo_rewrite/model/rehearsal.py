@@ -177,7 +177,7 @@ def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[i
     """
     if hasattr(getattr(model, "config", None), "to_dict"):
         return WORLD_SIZES[:1]
-    return WORLD_SIZES if supply(schedule, module, MOST_PARAMETERS) else ()
+    return WORLD_SIZES if supply(schedule, module, MOST_PARAMETERS, model) else ()
 
 
 def not_run(

@@ -40,8 +40,8 @@ DATA = {
 SMALL = {**HEADS, **DATA, **COUNTS, **WIDTHS, "size": 64}
 IN_RATIO = "<heads>"  # in a table: heads are in the ratio that they are in
 OTHER = {"": 64}  # whatever a number is called
-# What inputs that are made for the full model may count on is left as it is from the second on.
 FEW = {"layer": 4, "depth": 4}
+# What inputs that are made for the full model may count on is left as it is from the second on.
 WAYS = (
     {**SMALL, **OTHER},
     {**HEADS, **COUNTS, **WIDTHS},
@@ -86,21 +86,25 @@ def small_heads(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: count // by[-1] for name, count in heads.items() if by}
 
 
-def supply(schedule: Any, module: types.ModuleType, largest: int) -> bool:
+def supply(
+    schedule: Any, module: types.ModuleType, largest: int, full: nn.Module | None = None
+) -> bool:
     """Has a schedule build a small model, where it says none and the full one is too large.
 
     Args:
         schedule: The schedule's module.
         module: The module of the source.
         largest: How many parameters a model may have to be run.
+        full: The model, where it is built already.
 
     Returns:
         Whether there is a model that can be run.
     """
     if hasattr(schedule, "verify_model") or hasattr(schedule, small_model.SMALL_BUILD):
         return True
-    with on_meta():
-        full = schedule.model(module)
+    if full is None:
+        with on_meta():
+            full = schedule.model(module)
     sizes = (parameter.numel() for parameter in full.parameters())
     if hasattr(getattr(full, "config", None), "to_dict") or sum(sizes) <= largest:
         return True
