@@ -79,6 +79,10 @@ class PlacementError(Exception):
         self.tensor = tensor
 
 
+class MeetsWhole(PlacementError):
+    """A part beside a value that every rank has whole, and would have to be split as well."""
+
+
 # Operations that read no values: their results depend on shapes alone.
 _SHAPE_ONLY = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
@@ -398,11 +402,10 @@ class Flow:
                 fine &= all(b + end < 0 or shape[b + end] == 1 or b + end in axes for b in back)
         if not fine:
             axes = next((a for a in split if a), [])
-            raise PlacementError(
+            raise MeetsWhole(
                 f"`{name}` joins a part with values that a rank has whole, and what comes out is "
                 f"{f'split along axis {axes[0]}' if axes else 'not split'} by its shape",
-                "split what the whole values are made from as well, or gather the part",
-                part.source,
+                path=part.source,
             )
 
     def joined(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:

@@ -21,6 +21,7 @@ from slapo_rewrite.sharding import (
     split_ops,
     statistics,
     tied_heads,
+    whole_operands,
 )
 from slapo_rewrite.sharding.functional_layers import spelled_call
 from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
@@ -30,6 +31,7 @@ from slapo_rewrite.sharding.placements import (
     PARTIAL,
     REPLICATE,
     SHARD,
+    MeetsWhole,
     PlacementError,
     State,
 )
@@ -157,7 +159,7 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
             f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, with a whole "
             f"value of shape {list(whole.shape)}"
         )
-        hint = "split what the whole value is made from as well, or gather the part"
+        hint = whole_operands.advice(run, given)
     elif part is not None and other is not None and not all(axes):
         message = (
             f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, "
@@ -201,6 +203,8 @@ def _take_in(
             kind = PARTIAL if error.remedy and error.remedy.operation == "all_reduce" else SHARD
             of_kind = (t for t in inputs if run.flow.of(t).kind == kind)
             error.tensor = error.tensor if error.tensor is not None else next(of_kind, None)
+            if isinstance(error, MeetsWhole):
+                error.hint = whole_operands.advice(run, inputs)
             raise
         if before is not None and outputs and outputs[0] is inputs[0]:
             check_in_place(run, name, inputs[0], before)

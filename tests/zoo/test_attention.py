@@ -233,6 +233,43 @@ def test_an_operand_that_is_not_split_with_the_heads_is_named(tmp_path):
     assert "joins a part of shape [2, 2, 5, 4], of `attention.q`, with a whole value" in text
 
 
+@pytest.mark.parametrize(
+    ("made", "used", "advised"),
+    [
+        (
+            "self.bias_u = nn.Parameter(torch.ones(num_heads, 1))",
+            "q = q + self.bias_u.view(1, self.num_heads, 1, 1)",
+            's["attention"].shard("bias_u", axis=0)',
+        ),
+        (
+            "self.table = nn.Parameter(torch.ones(9, num_heads))",
+            "q = q * self.table[torch.arange(T)].permute(1, 0).unsqueeze(-1)",
+            's["attention"].shard("table", axis=1)',
+        ),
+        (
+            "self.near = nn.Embedding(9, num_heads)",
+            "q = q * self.near(torch.arange(T)).permute(1, 0).unsqueeze(-1)",
+            's["attention.near"].shard("weight", axis=1)',
+        ),
+        (
+            "self.shift = nn.Linear(3, dim)",
+            "q = q * self.shift(torch.ones(T, 3)).view(T, -1, self.head_dim).transpose(0, 1)",
+            's["attention.shift"].shard(["weight", "bias"], axis=0)',
+        ),
+    ],
+)
+def test_what_has_to_be_split_with_the_heads_is_said_and_enough(tmp_path, made, used, advised):
+    shape = "B, T, self.num_heads, self.head_dim"
+    body = f"{VIEWS.replace('SHAPE', shape)}\n        {used}"
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    source = source.replace("        self.dim = dim\n", f"        self.dim = dim\n        {made}\n")
+    schedule = SCHEDULE + THREE + ROW
+    assert f"made from as well, {advised}, or gather" in refused(
+        tmp_path, source, schedule, "SR104"
+    )
+    assert rewritten(tmp_path, source, f"{schedule}    {advised}\n")
+
+
 def test_bounds_that_are_half_shares_are_not_taken_for_whole_ones(tmp_path):
     """Of `C + h` with half the heads in `h`, twice is `3 * C`, which is a border as well."""
     body = (
