@@ -21,7 +21,8 @@ class InferSync(Primitive):
     is the head as well, `x @ self.embedding.weight.T`, gives whole logits.
 
     Where no module's border is the place, a value inside `forward` or another method gets the
-    collective, as by `sync(..., of=...)`: keys that all heads share, the weights of experts.
+    collective, as by `sync(..., of=...)`: keys that all heads share, the weights of experts. Of a
+    whole value without gradient that meets a part, a bias of each head say, a rank takes its slice.
 
     The call may stand before the shards that it is about. What a `sync` states is left alone, and
     stated collectives of the modules around count. `slapo-rewrite explain` shows what was inferred.

@@ -355,6 +355,8 @@ class _Crossing:
         finally:
             self.run.depth -= 1
         self.run.whole[id(new)] = whole
+        # What was sliced is one block; it must not meet several that lie packed on a rank.
+        self.run.blocks[id(new)] = {a: (whole[a],) for a in self.run.split_axes(new)}
         return new
 
     def _axis(self) -> int:

@@ -23,19 +23,26 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.operation_places import is_method, place_at
 from slapo_rewrite.sharding.placements import PARTIAL, REPLICATE, PlacementError
 from slapo_rewrite.sharding.rank_state import Run
-from slapo_rewrite.sharding.types import LocalValue, MissingCollective, ModuleBoundary
+from slapo_rewrite.sharding.types import (
+    CannotFollow,
+    LocalValue,
+    MissingCollective,
+    ModuleBoundary,
+)
 
 # The modules that have a value, each with a collective for it.
 Wanted = list[tuple[Node, ModuleBoundary]]
 
 
-def missing_at(run: Run, error: PlacementError) -> Iterator[MissingCollective]:
+def missing_at(run: Run, error: PlacementError | CannotFollow) -> Iterator[MissingCollective]:
     """The collectives that would mend what is wrong at local names of modules' methods.
 
     Each is for the value that an operation was given, or for one that this was made from; those of
     the innermost method come first. The statement is where that method came to.
     """
-    wanted, frames, traceback = error.tensor, [], error.__traceback__
+    slices = getattr(error, "to_scatter", None)
+    wanted = slices[0] if slices else getattr(error, "tensor", None)
+    frames, traceback = [], error.__traceback__
     if wanted is None:
         return
     while traceback is not None:
@@ -48,9 +55,13 @@ def missing_at(run: Run, error: PlacementError) -> Iterator[MissingCollective]:
             continue
         if is_method(type(run.tree.nodes[owner].live), frame.f_code):
             names = {id(v): n for n, v in frame.f_locals.items() if isinstance(v, torch.Tensor)}
-            for tensor in _makers(run, wanted):
+            for tensor in [wanted] if slices else _makers(run, wanted):
                 if (name := names.pop(id(tensor), None)) is not None:
-                    yield _collective(run, owner, tensor, LocalValue(name, place))
+                    value = LocalValue(name, place)
+                    if slices:
+                        yield MissingCollective(owner, "fwd_post", "scatter", slices[1], value)
+                    else:
+                        yield _collective(run, owner, tensor, value)
 
 
 def _collective(run: Run, owner: str, tensor: torch.Tensor, value: LocalValue) -> MissingCollective:

@@ -80,7 +80,13 @@ class PlacementError(Exception):
 
 
 class MeetsWhole(PlacementError):
-    """A part beside a value that every rank has whole, and would have to be split as well."""
+    """A part beside a value that every rank has whole, and would have to be split as well.
+
+    Attributes:
+        to_scatter: The value, where a rank's slice of it would do, and the slice's axis.
+    """
+
+    to_scatter: tuple[torch.Tensor, int] | None = None
 
 
 # Operations that read no values: their results depend on shapes alone.

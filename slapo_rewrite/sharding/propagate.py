@@ -419,6 +419,7 @@ class _Propagation:
                 got, buffers = self._call(self.way)
         except CannotFollow as error:
             error.position, error.repeats = run.position, frozenset(run.repeats)
+            error.at_values = list(missing_at(run, error))
             raise
         except Indivisible:
             raise

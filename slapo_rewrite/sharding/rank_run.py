@@ -173,9 +173,11 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
             f"with a part along axis {axes[1][0]}, of `{source(other)}`"
         )
         hint = "split both along one axis"
-    return CannotFollow(
+    unfit = CannotFollow(
         message, run.source_of((args, kwargs)), hint, attributes=run.attributes_of((args, kwargs))
     )
+    unfit.to_scatter = whole_operands.to_scatter(run, given)
+    return unfit
 
 
 def _take_in(
@@ -205,6 +207,7 @@ def _take_in(
             error.tensor = error.tensor if error.tensor is not None else next(of_kind, None)
             if isinstance(error, MeetsWhole):
                 error.hint = whole_operands.advice(run, inputs)
+                error.to_scatter = whole_operands.to_scatter(run, inputs)
             raise
         if before is not None and outputs and outputs[0] is inputs[0]:
             check_in_place(run, name, inputs[0], before)

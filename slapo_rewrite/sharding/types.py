@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from slapo_rewrite.model.layers import Layer, Unit
 from slapo_rewrite.model.tree import Node
@@ -131,8 +132,8 @@ class MissingCollective:
     Attributes:
         path: The module at whose border it is missing.
         mode: `fwd_post` or `bwd_post`.
-        operation: `all_reduce` or `all_gather`.
-        axis: The axis of an all-gather.
+        operation: `all_reduce`, `all_gather` or `scatter`.
+        axis: The axis that is gathered or scattered.
         value: The value inside the module that it is about, if it is not its argument or result.
     """
 
@@ -394,6 +395,7 @@ class CannotFollow(Exception):
         remedy: The collective that is missing, where that is what is wrong.
         within: The module in whose method the operation stands, or what leads to it.
         at_values: The collectives that would mend it at values inside modules, the nearest first.
+        to_scatter: A whole value that would fit by a rank's slice of it, and the slice's axis.
     """
 
     def __init__(
@@ -417,6 +419,7 @@ class CannotFollow(Exception):
         self.repeats: frozenset[Attribute] = frozenset()
         self.within: str | None = None
         self.at_values: list[MissingCollective] = []
+        self.to_scatter: tuple[Any, int] | None = None
 
 
 class Diverged(CannotFollow):

@@ -1,7 +1,8 @@
-"""What to shard as well, where a whole value meets a part: the parameters that it is made from."""
+"""Where a whole value meets a part: what it is made from that could be split, or a slice of it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,12 +14,12 @@ from slapo_rewrite.sharding.placements import REPLICATE, SHARD
 from slapo_rewrite.sharding.rank_state import Run
 
 _GENERAL = "split what the whole value is made from as well"
-# A value made from more parameters is an activation, of which other layers are to be split.
-_MOST_PARAMETERS = 2
+# What is made from more parameters, or in more steps, is an activation of layers to be split.
+_MOST_PARAMETERS, _MOST_STEPS = 2, 50
 
 
 class _Held(NamedTuple):
-    """A parameter, by the module that holds it and its name there."""
+    """A parameter or buffer, by the module that holds it and its name there."""
 
     path: str
     name: str
@@ -31,9 +32,12 @@ def advice(run: Run, operands: Iterable[torch.Tensor]) -> str:
     parts = [t for t in operands if run.flow.of(t).kind == SHARD]
     sizes = {run.full_shape(t)[axis] for t in parts for axis in run.split_axes(t)}
     held = {
-        id(parameter): _Held(path, name, node.live)
+        id(tensor): _Held(path, name, node.live)
         for path, node in run.tree.nodes.items()
-        for name, parameter in node.live.named_parameters(recurse=False)
+        for name, tensor in (
+            *node.live.named_parameters(recurse=False),
+            *node.live.named_buffers(recurse=False),
+        )
     }
     lines = {
         line: None
@@ -46,13 +50,34 @@ def advice(run: Run, operands: Iterable[torch.Tensor]) -> str:
     )
 
 
+def to_scatter(run: Run, operands: Iterable[torch.Tensor]) -> tuple[torch.Tensor, int] | None:
+    """A whole value of which a rank's slice would fit the part, and the slice's axis.
+
+    It needs no gradient, so that slicing it sends nothing: a mask or a bias for each head. None
+    where there is no such value, or where what a rank has is no slice.
+    """
+    operands = list(operands)
+    part = next((t for t in operands if run.flow.of(t).kind == SHARD), None)
+    axes = run.split_axes(part) if part is not None else []
+    if part is None or len(axes) != 1 or run.flow.of(part).replicated_shard:
+        return None
+    size, axis = run.full_shape(part)[axes[0]], axes[0] - part.dim()
+    if len(run.blocks.get(id(part), {}).get(axes[0], (size,))) > 1:
+        return None
+    for whole in operands:
+        fits = whole.dim() >= -axis and whole.shape[axis] == size
+        if fits and run.flow.of(whole).kind == REPLICATE and not whole.requires_grad:
+            return whole, axis if axis == -1 else axis + whole.dim()
+    return None
+
+
 def _made_from(run: Run, whole: torch.Tensor, held: dict[int, _Held]) -> Iterator[_Held]:
-    """The parameters that a value is made from, but for those before a linear layer."""
+    """The parameters and buffers that a value is made from, but for those before a linear layer."""
     waiting, seen = [whole], {id(whole)}
-    for each in waiting:
+    for each in itertools.islice(waiting, _MOST_STEPS):
         known = [held[key] for key in run.seen_as(each) if key in held]
         yield from known
-        makers = [m for m in run.makers.get(id(each), ()) if m.requires_grad]
+        makers = run.makers.get(id(each), ())
         weights = [m for m in makers if id(m) in held and _is_weight(held[id(m)])]
         for maker in weights or makers:
             if id(maker) not in seen:
@@ -65,7 +90,7 @@ def _is_weight(held: _Held) -> bool:
 
 
 def _lines(found: list[_Held], sizes: set[int]) -> list[str]:
-    """What shards parameters along the axes of a part's full size.
+    """What shards parameters and buffers along the axes of a part's full size.
 
     Nothing where they are many, or one of them has no such axis, or several.
     """

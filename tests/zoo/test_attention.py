@@ -270,6 +270,56 @@ def test_what_has_to_be_split_with_the_heads_is_said_and_enough(tmp_path, made, 
     assert rewritten(tmp_path, source, f"{schedule}    {advised}\n")
 
 
+# A bias of each head (ALiBi, arXiv 2108.12409), made of numbers alone: (heads, 1, T).
+ALIBI = """\
+slopes = 2.0 ** -torch.arange(1, HEADS + 1)
+        bias = (slopes[:, None, None] * torch.arange(T))"""
+SCORES = "(q @ k.transpose(-2, -1) * self.head_dim**-0.5)"
+INFERRED = """\
+    layers["{q,k,v}"].shard(["weight", "bias"], axis=0)
+    layers["out"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def with_bias(used: str, then: str = "") -> str:
+    """Attention with a bias of each head, made and then used so by its scores."""
+    body = f"{VIEWS.replace('SHAPE', 'B, T, self.num_heads, self.head_dim')}\n        {ALIBI}{then}"
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    return source.replace("HEADS", "4").replace(SCORES, used.replace("SCORES", SCORES))
+
+
+@pytest.mark.parametrize(
+    "used", ["(SCORES + bias)", "(SCORES.float() - bias)", "torch.add(SCORES, bias)"]
+)
+def test_of_a_bias_of_each_head_a_rank_takes_its_slice(tmp_path, used):
+    """It is a slice of what every rank has, and needs no gradient: nothing is sent."""
+    changed = changed_lines(rewritten(tmp_path, with_bias(used), SCHEDULE + INFERRED))
+    assert "+        bias = scatter(bias, axis=0)\n" in changed
+
+
+def test_heads_that_lie_in_the_batch_are_no_slice(tmp_path):
+    used = "(SCORES.reshape(-1, T, T) + bias).view(B, -1, T, T)"
+    source = with_bias(used, ".expand(B, HEADS, 1, T).reshape(-1, 1, T)")
+    assert "joins a part of shape [4, 5, 5]" in refused(
+        tmp_path, source, SCHEDULE + INFERRED, "SR104"
+    )
+    stated = '    layers.sync("fwd_post", "scatter", axis=0, of="bias")\n'
+    assert "joins 2 equal parts with one block" in refused(
+        tmp_path, source, SCHEDULE + stated + INFERRED, "SR104"
+    )
+
+
+def test_a_buffer_that_has_to_be_split_with_the_heads_is_named(tmp_path):
+    source = with_bias("(SCORES + self.slopes[:, None, None])").replace(
+        "        self.dim = dim\n",
+        "        self.dim = dim\n        self.register_buffer('slopes', torch.ones(num_heads))\n",
+    )
+    advised = 's["attention"].shard("slopes", axis=0)'
+    assert f"as well, {advised}, or" in refused(tmp_path, source, SCHEDULE + INFERRED, "SR104")
+    assert rewritten(tmp_path, source, f"{SCHEDULE}{INFERRED}    {advised}\n")
+
+
 def test_bounds_that_are_half_shares_are_not_taken_for_whole_ones(tmp_path):
     """Of `C + h` with half the heads in `h`, twice is `3 * C`, which is a border as well."""
     body = (
