@@ -29,6 +29,11 @@ class Change:
     is_parallel: ClassVar[bool] = True
     is_lasting: ClassVar[bool] = False
 
+    @property
+    def reads(self) -> str | None:
+        """The module of the class, by its path from there, that it reads as it will have become."""
+        return None
+
     def group(self, place: Place) -> Hashable:
         """What it is written together with: the same for all changes of one group."""
         return place

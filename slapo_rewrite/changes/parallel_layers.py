@@ -74,7 +74,8 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
     key = layer_key(node)
     if (name := to.followed.replicated.get(key)) and node.owner is not None:
         shared = Unit(f"self.{name}", int(getattr(node.owner.live, name)))
-        layer = replicated(layer, _unit(to, node, shared)) or layer
+        # The text names what may differ between instances, and serves them all.
+        layer = replicated(layer, replace(_unit(to, node, shared), size=0)) or layer
     elif (unit := to.followed.units.get(key)) and layer.name in IN_UNITS:
         layer = replace(layer, unit=_unit(to, node, unit))
     if "parts" not in dict(layer.keywords):

@@ -38,6 +38,11 @@ class ShardAttribute(Change):
 
     layer: str | None = None
 
+    @property
+    def reads(self) -> str | None:
+        """The layer."""
+        return self.layer
+
     def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
         """Sets it there."""
         name = place.attribute
@@ -55,6 +60,11 @@ class DivideByReplicas(Change):
     """
 
     layer: str
+
+    @property
+    def reads(self) -> str | None:
+        """The layer."""
+        return self.layer
 
     def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
         """Divides it there."""

@@ -127,6 +127,7 @@ class _Specializing:
         if not self._has_forward_alone(cls):
             shared -= {FORK}
         shared = {k for k in shared if not self._reaches_others(cls, k)}
+        shared = {k for k in shared if not self._reads_others(definitions, k, shared)}
         edits: list[Edit] = []
         everything = Definition()
         for definition in definitions:
@@ -163,6 +164,19 @@ class _Specializing:
                 reached[node.cls] = any(m in methods for m in run) if methods else within
             is_there = methods or place.made_at is None
             if reached[node.cls] and (is_there or place.made_at in self._present(node)):
+                return True
+        return False
+
+    def _reads_others(
+        self, definitions: list[Definition], place: Place, shared: set[Place]
+    ) -> bool:
+        """Whether a change reads a module that only subclasses make as it will have become."""
+        for definition in definitions:
+            change = definition.changes.get(place)
+            if change is None or change.reads is None:
+                continue
+            node = definition.nodes[0].at(change.reads)
+            if node is not None and self.changes.place_of(node) not in shared:
                 return True
         return False
 

@@ -135,6 +135,42 @@ def test_what_counts_heads_is_right_on_any_number_of_ranks(tmp_path):
     ]
 
 
+def layers(text: str) -> str:
+    """A source with two layers, whose heads differ in size, made by one line."""
+    head, _, _ = text.partition("class Model")
+    return f"""{head}class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(dim, 8, 2) for dim in (32, 64)])
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        return self.layers[1](torch.cat([x, x], -1))
+"""
+
+
+def test_heads_of_different_sizes_are_one_text(tmp_path):
+    schedule = SCHEDULE.replace('"attention"', '"layers.*"')
+    added = lines_added(rewritten(tmp_path, layers(source(8, 2)), schedule))
+    assert added.count("self.n_rep //= self.wk.replicas") == 1
+    assert not any(line.startswith("class") for line in added)
+
+
+def test_heads_are_counted_where_the_layer_that_has_them_is_made(tmp_path):
+    """Whose layers are made in subclasses has whole ones at the end of its own constructor."""
+    schedule = SCHEDULE.replace('"attention"', '"layers.*"').replace(
+        '    a["{wq,wk,wv}"].sync("bwd_post", "all_reduce")\n',
+        '    s["layers"][0]["{wq,wk,wv}"].sync("bwd_post", "all_reduce")\n'
+        '    s["layers"][1].sync("bwd_post", "all_reduce")\n',
+    )
+    output = rewritten(tmp_path, layers(source(8, 2)), schedule)
+    added = "\n".join(lines_added(output))
+    _, *subclasses = added.split("class TensorParallelAttention")
+    assert len(subclasses) == 2
+    assert all("self.n_rep //= self.wk.replicas" in each for each in subclasses)
+    assert added.count("//=") == 2
+
+
 def test_as_many_key_heads_as_query_heads_are_not_replicated(tmp_path):
     added = lines_added(rewritten(tmp_path, source(8, 8), SCHEDULE))
     assert not any("KeyValueParallelLinear" in line or "replicas" in line for line in added)
