@@ -19,11 +19,19 @@ _MOST_PARAMETERS, _MOST_STEPS = 2, 50
 
 
 class _Held(NamedTuple):
-    """A parameter or buffer, by the module that holds it and its name there."""
+    """A parameter or buffer, by the module that holds it and its name there.
+
+    Attributes:
+        path: The module's path.
+        name: The name.
+        module: The module.
+        is_run: Whether it is the weight of a linear layer that gives the value.
+    """
 
     path: str
     name: str
     module: nn.Module
+    is_run: bool = False
 
 
 def advice(run: Run, operands: Iterable[torch.Tensor]) -> str:
@@ -75,8 +83,8 @@ def _made_from(run: Run, whole: torch.Tensor, held: dict[int, _Held]) -> Iterato
     """The parameters and buffers that a value is made from, but for those before a linear layer."""
     waiting, seen = [whole], {id(whole)}
     for each in itertools.islice(waiting, _MOST_STEPS):
-        known = [held[key] for key in run.seen_as(each) if key in held]
-        yield from known
+        for found in (held[key] for key in run.seen_as(each) if key in held):
+            yield found._replace(is_run=each is not whole and _is_weight(found))
         makers = run.makers.get(id(each), ())
         weights = [m for m in makers if id(m) in held and _is_weight(held[id(m)])]
         for maker in weights or makers:
@@ -97,7 +105,7 @@ def _lines(found: list[_Held], sizes: set[int]) -> list[str]:
     lines: dict[str, None] = {}
     for held in found:
         names, axes = f'"{held.name}"', [0]
-        if _is_weight(held):
+        if held.is_run:
             names = names if held.module.bias is None else '["weight", "bias"]'
         else:
             shape = getattr(held.module, held.name).shape

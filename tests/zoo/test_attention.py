@@ -270,6 +270,18 @@ def test_what_has_to_be_split_with_the_heads_is_said_and_enough(tmp_path, made, 
     assert rewritten(tmp_path, source, f"{schedule}    {advised}\n")
 
 
+def test_a_layer_that_is_given_a_part_is_split_over_what_it_is_given(tmp_path):
+    body = f"{VIEWS.replace('SHAPE', 'B, T, -1, self.head_dim')}\n        "
+    body += "q = q * self.gate(v.transpose(1, 2).flatten(2)).view(B, 1, T, 3).sum(-1, keepdim=True)"
+    source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
+    source = source.replace(
+        "        self.dim = dim\n",
+        "        self.dim = dim\n        self.gate = nn.Linear(dim, 3, bias=False)\n",
+    )
+    text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
+    assert 'as well, s["attention.gate"].shard("weight", axis=1), or' in text
+
+
 # A bias of each head (ALiBi, arXiv 2108.12409), made of numbers alone: (heads, 1, T).
 ALIBI = """\
 slopes = 2.0 ** -torch.arange(1, HEADS + 1)
