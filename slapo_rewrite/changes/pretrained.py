@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) 
     _mix_in(files, node, LIBRARY, causes)
 
 
-def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directive]) -> None:
-    """Has transformers treat every model specially that it did, once anything of its file changes.
+def keep_all_treatments(
+    tree: Tree, files: OutputFiles, before: Iterable[Directive], called: Sequence[Directive]
+) -> None:
+    """Has transformers treat every model specially that it did, once anything is called for.
 
     It converts their checkpoints, or initialises what others have to initialise themselves.
 
@@ -45,9 +47,12 @@ def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directi
         tree: The module tree.
         files: What changes in them takes the model's classes out of transformers.
         before: Who else does.
+        called: All that is called for, were it for a share of layers that is none: a knob that
+            says no more than that does not change the weights that training starts with.
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))
+    causes = causes or tuple(called)
     treated = [*converted_models(tree), *_specially_initialised(tree)] if causes else []
     for node in treated:
         _mix_in(files, node, LIBRARY, causes[:1])
