@@ -283,3 +283,36 @@ def test_a_tower_whose_base_class_changes(tmp_path):
     assert "self.language_model = AutoModel.from_config(config.text_config)\n" in text
     assert not (out / "modeling_llama.py").exists()
     assert "self.model.language_model.layers[1:]" in (out / "pipeline.py").read_text()
+
+
+CLASSIFIER = f"""\
+import torch
+from transformers import LlamaConfig
+
+
+def model(m):
+    config = LlamaConfig(num_labels=3, pad_token_id=0, {TEXT})
+    return m.LlamaForSequenceClassification(config)
+
+
+def inputs(model):
+    return {{"input_ids": torch.randint(1, 96, (2, 8)), "labels": torch.tensor([0, 2])}}
+
+
+def schedule(s):
+    s["model.layers"][:].checkpoint()
+"""
+
+
+def test_a_base_class_that_makes_what_is_derived_beside_it(tmp_path):
+    """The two files import one another, so that one is named before it is read to its end."""
+    out, _ = written(tmp_path, "transformers.models.llama.modeling_llama", CLASSIFIER)
+    text = (out / "modeling_layers.py").read_text()
+    assert "\nfrom . import modeling_llama\n" in text
+    assert "modeling_llama.LlamaModel._from_config(config)" in text
+    module = imported(out, "modeling_llama")
+    model = module.LlamaForSequenceClassification(
+        LlamaConfig(num_labels=3, pad_token_id=0, **eval(f"dict({TEXT})"))
+    )
+    assert type(model.model) is module.LlamaModel
+    assert type(model.model.layers[1]) is module.CheckpointedLlamaDecoderLayer
