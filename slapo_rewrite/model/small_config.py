@@ -124,6 +124,8 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
             setattr(config, own, min(value, 64))
         elif name in _AT_MOST and name in numbers:
             setattr(config, own, min(value, _AT_MOST[name]))
+        elif _is_mask(name) and hasattr(config, "apply_spec_augment"):
+            config.apply_spec_augment = False  # what the masks would be made of stays
         elif _is_drawn(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
     if layers or depth is not None:
@@ -134,8 +136,12 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
 
 def _is_drawn(name: str) -> bool:
     """Whether a number says how much of what a step computes is left to chance."""
-    is_masked = name.startswith("mask_") and name.endswith("_prob")  # of speech, which is NumPy's
-    return is_masked or "drop" in name or "jitter" in name
+    return _is_mask(name) or "drop" in name or "jitter" in name
+
+
+def _is_mask(name: str) -> bool:
+    """Likewise of what a model of speech hears, which NumPy draws."""
+    return name.startswith("mask_") and name.endswith("_prob")
 
 
 def _is_uniform(value: Any) -> bool:
