@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.changes.bases import MixIn
-from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import BeforeBases
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.initial import initialises_inside
@@ -63,7 +63,7 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
         home = files.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and files.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
-        stays = home is not None and files.is_other(home) and not home.changes.by_path
+        stays = home is not None and files.is_other(home) and not _is_held(files, home, above)
         if home and base and not stays and (kind != LIBRARY or is_of_library(base)):
             what = "treatment" if kind == LIBRARY else "checkpoints"
             place = BeforeBases(base.__name__, what)
@@ -71,6 +71,13 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
             why = f"`{base.__name__}` starts, reads and writes checkpoints as the original does"
             change = known if kind == ORIGINAL and known else MixIn("pretrained", kind, why)
             home.changes.add(above.path, place, change, causes)
+
+
+def _is_held(files: OutputFiles, home: OutputFile, node: Node) -> bool:
+    """Whether the output has a file besides the model's: it changes, or makes what does."""
+    below = f"{node.path}." if node.path else ""
+    changed = (path for output in files for path in output.changes.by_path)
+    return bool(home.changes.by_path) or any(path.startswith(below) for path in changed)
 
 
 def _specially_initialised(tree: Tree) -> list[Node]:

@@ -316,3 +316,45 @@ def test_a_base_class_that_makes_what_is_derived_beside_it(tmp_path):
     )
     assert type(model.model) is module.LlamaModel
     assert type(model.model.layers[1]) is module.CheckpointedLlamaDecoderLayer
+
+
+INSIDE = f"""\
+import torch
+from transformers import ColModernVBertConfig, ModernBertConfig, ModernVBertConfig
+from transformers import SiglipVisionConfig
+
+
+def model(m):
+    text = ModernBertConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
+                            sep_token_id=2, {TEXT})
+    vision = SiglipVisionConfig(image_size=64, {SMALL})
+    config = ModernVBertConfig(
+        text_config=text, vision_config=vision, image_token_id=95, vocab_size=96
+    )
+    return m.ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=config))
+
+
+def inputs(model):
+    return {{"input_ids": torch.randint(3, 95, (2, 8))}}
+
+
+def loss(outputs):
+    return outputs.embeddings.float().square().add(1).sqrt().mean()
+
+
+def schedule(s):
+    s["vlm.text_model.layers"][:].checkpoint()
+"""
+
+
+def test_a_file_that_only_makes_what_changes(tmp_path):
+    """It is of the output then, and its models start as transformers has its own start.
+
+    So does the small model, or this would be refused.
+    """
+    source = "transformers.models.colmodernvbert.modeling_colmodernvbert"
+    out, text = written(tmp_path, source, INSIDE)
+    assert "class ColModernVBertPreTrainedModel(LibraryModel, PreTrainedModel):\n" in text
+    for name, base in {"modernvbert": "ModernVBert", "modernbert": "ModernBert"}.items():
+        text = (out / f"modeling_{name}.py").read_text()
+        assert f"class {base}PreTrainedModel(LibraryModel, PreTrainedModel):\n" in text
