@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,22 @@ CONTRASTIVE = "return_loss"
 # How many heads are tried.
 MOST_HEADS = 4
 # How many layers a small model may have.
-DEPTHS = (2, 3, 4)
+DEPTHS = (2, 3, 4, 5, 6, 8)
+# What a configuration may leave open by default, and a model cannot do without, with what it is of
+# other numbers of it.
+OPEN: dict[str, Callable[[Any], object]] = {
+    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+    "num_key_value_heads": lambda config: config.num_attention_heads,
+    "num_experts_per_tok": lambda config: 2,
+    "vocab_size": lambda config: 1000,
+    "layer_types": lambda config: ["full_attention"] * config.num_hidden_layers,
+}
 # The pixels on a side of an image, where a configuration speaks of no patches.
 SMALL_IMAGE = 64
 
 # Arguments of a `forward` by the names that they have everywhere, with what may be given for them.
 # `$name` is a number of the configuration, or of a part of it; `$name:3` is 3 where there is none.
-TOKENS = "torch.randint(3, $vocab_size, (2, 16))"
+TOKENS = "torch.randint(3, $vocab_size:100, (2, 16))"
 # What ends in the token that stands for all of the text, as a text tower's row does.
 ENDED = (
     "torch.cat((torch.randint(3, $vocab_size, (2, 15)), torch.full((2, 1), $eos_token_id:2)), 1)"
@@ -104,18 +113,45 @@ def in_order(classes: list[Any]) -> list[Any]:
 def steps_of(cls: Any) -> Iterator[Step]:
     """Training steps of a model of a class, in its default configuration; some may not run.
 
+    Where none does, what that leaves open is said.
+
     Raises:
         Exception: What the constructor of the configuration raises.
     """
     config_class = cls.config_class
-    config = config_class()
-    step = Step(
-        f"{cls.__name__} in its default configuration",
-        (_imported(config_class),),
-        f"m.{cls.__name__}({config_class.__name__}())",
-    )
+    config, imported = config_class(), {_imported(config_class)}
+    words, text = f"{cls.__name__} in its default configuration", f"{config_class.__name__}()"
+    closed = _close(filled := copy.deepcopy(config))
+    try:
+        yield from _steps(cls, config, words, text, imported)
+    except Exception:  # no model is made of it
+        if not closed:
+            raise
+    if closed:
+        words = f"{cls.__name__} with {', '.join(closed)} beside what is so by default"
+        text = _construction(filled, imported)
+        yield from _steps(cls, filled, words, text, imported)
+
+
+def _close(config: Any) -> list[str]:
+    """Says in a configuration and its parts what they leave open; gives the names of that."""
+    found = []
+    for part in _parts(config):
+        for name, value in OPEN.items():
+            if getattr(part, name, 0) is None:
+                with contextlib.suppress(AttributeError):
+                    setattr(part, name, value(part))
+                    found.append(f"`{name}`")
+    return [*dict.fromkeys(found)]
+
+
+def _steps(
+    cls: Any, config: Any, title: str, text: str, imported: set[tuple[str, str]]
+) -> Iterator[Step]:
+    """The steps of a model in a configuration, which a text makes of what is imported."""
+    step = Step(title, tuple(sorted(imported)), f"m.{cls.__name__}({text})")
     with on_meta():
-        model = cls(config_class())
+        model = cls(copy.deepcopy(config))
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
     small = _small(cls, config, {*map(type, model.modules())})

@@ -65,7 +65,7 @@ class Oracle:
                 lower(
                     project.tree,
                     plan.states,
-                    len(plan.directives),
+                    plan.directives,
                     (),
                     project.sources,
                     self._inputs,

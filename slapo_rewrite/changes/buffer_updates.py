@@ -45,12 +45,17 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     return updates
 
 
+# Torch's own change nothing but buffers; those of transformers collect what is given back, and
+# nothing once the model's `forward` has ended.
+_HARMLESS = ("torch.nn.utils.", "transformers.utils.output_capturing")
+
+
 def _check_hooks(node: Node, cause: Directive) -> None:
-    """Refuses hooks inside of a module; torch's own change nothing but buffers."""
+    """Refuses hooks inside of a module that may do something again where they run twice."""
     for path, module in node.live.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         homes = [str(getattr(hook, "__module__", "")) for hook in hooks]
-        own = [home for home in homes if not home.startswith("torch.nn.utils.")]
+        own = [home for home in homes if not home.startswith(_HARMLESS)]
         if path and own:  # those of the module itself run around what is computed again
             raise errors.Unsupported(
                 f"`{node.path}.{path}` has a hook, which would run twice",

@@ -239,12 +239,14 @@ class UseSubclass(Construction):
         name: The class.
         original: The one that it is derived from, or that it is.
         module: Where the output has it, beside the file with the construction site; None for in it.
+        is_above: Whether that one imports this file, and holds nothing yet when this is read.
         lookup: How the construction finds the original, where it does not name it.
     """
 
     name: str
     original: str
     module: str | None = None
+    is_above: bool = False
     lookup: Lookup | None = None
 
     is_parallel = False
@@ -285,7 +287,10 @@ class UseSubclass(Construction):
 
     def reference(self, imports: Imports, causes: Causes) -> str:
         """How the file with the construction site refers to the class."""
-        return self.name if self.module is None else imports.helper(self.module, self.name, causes)
+        if self.module is None:
+            return self.name
+        refer = imports.within if self.is_above else imports.helper
+        return refer(self.module, self.name, causes)
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""

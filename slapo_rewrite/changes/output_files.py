@@ -20,7 +20,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
-from slapo_rewrite.changes.construction import Construction
+from slapo_rewrite.changes.construction import Construction, UseSubclass
 from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
@@ -214,6 +214,20 @@ class OutputFiles:
     def of_file(self, file: SourceFile) -> OutputFile:
         """A file; the model file's for one that may not be rewritten."""
         return self.main if is_torch(file.name) else self._open(file)
+
+    def use_at(self, making: SourceFile, home: SourceFile, name: str, original: str) -> UseSubclass:
+        """The change by which one file makes a class of another, or of its own.
+
+        Args:
+            making: The file with the construction site.
+            home: The file that has the class in the output.
+            name: The class.
+            original: The one that it is derived from, or that it is.
+        """
+        if home is making:
+            return UseSubclass(name, original)
+        is_above = any(m.startswith(f"{making.name}.") for m in home.imports.values())
+        return UseSubclass(name, original, self.stem(home), is_above)
 
     def holds(self, filename: str) -> bool:
         """Whether a file is one that is rewritten."""

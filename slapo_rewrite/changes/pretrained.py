@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.changes.bases import MixIn
-from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import BeforeBases
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.initial import initialises_inside
@@ -36,8 +36,10 @@ def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) 
     _mix_in(files, node, LIBRARY, causes)
 
 
-def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directive]) -> None:
-    """Has transformers treat every model specially that it did, once anything of its file changes.
+def keep_all_treatments(
+    tree: Tree, files: OutputFiles, before: Iterable[Directive], called: Sequence[Directive]
+) -> None:
+    """Has transformers treat every model specially that it did, once anything is called for.
 
     It converts their checkpoints, or initialises what others have to initialise themselves.
 
@@ -45,9 +47,12 @@ def keep_all_treatments(tree: Tree, files: OutputFiles, before: Iterable[Directi
         tree: The module tree.
         files: What changes in them takes the model's classes out of transformers.
         before: Who else does.
+        called: All that is called for, were it for a share of layers that is none: a knob that
+            says no more than that does not change the weights that training starts with.
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))
+    causes = causes or tuple(called)
     treated = [*converted_models(tree), *_specially_initialised(tree)] if causes else []
     for node in treated:
         _mix_in(files, node, LIBRARY, causes[:1])
@@ -58,7 +63,7 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
         home = files.of(above.cls)
         own = [c for c in above.cls.__mro__ if home and files.of(c) is home]
         base = next((c for c in reversed(own) if is_pretrained(c)), None)
-        stays = home is not None and files.is_other(home) and not home.changes.by_path
+        stays = home is not None and files.is_other(home) and not _is_held(files, home, above)
         if home and base and not stays and (kind != LIBRARY or is_of_library(base)):
             what = "treatment" if kind == LIBRARY else "checkpoints"
             place = BeforeBases(base.__name__, what)
@@ -66,6 +71,13 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
             why = f"`{base.__name__}` starts, reads and writes checkpoints as the original does"
             change = known if kind == ORIGINAL and known else MixIn("pretrained", kind, why)
             home.changes.add(above.path, place, change, causes)
+
+
+def _is_held(files: OutputFiles, home: OutputFile, node: Node) -> bool:
+    """Whether the output has a file besides the model's: it changes, or makes what does."""
+    below = f"{node.path}." if node.path else ""
+    changed = (path for output in files for path in output.changes.by_path)
+    return bool(home.changes.by_path) or any(path.startswith(below) for path in changed)
 
 
 def _specially_initialised(tree: Tree) -> list[Node]:

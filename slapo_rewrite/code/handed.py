@@ -25,8 +25,9 @@ from slapo_rewrite.code.subgraphs import (
 _SHARING = """
 view view_as reshape reshape_as transpose swapaxes swapdims t adjoint permute movedim unsqueeze
 squeeze flatten unflatten ravel expand expand_as chunk split tensor_split unbind select narrow
-diagonal unfold detach contiguous to type type_as float double half bool long int values items get
+diagonal unfold detach contiguous to type type_as float double half bool long int values items
 """
+_TAKING = ("get", "pop", "popitem", "popleft", "setdefault")  # something out of what they belong to
 _Values = frozenset[object]
 _NONE: _Values = frozenset()
 # What a value is called that was handed on by one way alone, and one that is part of another.
@@ -88,6 +89,8 @@ class Handed:
     ) -> Obstacle | None:
         """The first thing that changes what was handed on, or arguments that count as that."""
         self._found.clear()
+        if function.args.kwarg is not None:  # a dictionary of this call's own, and what is in it
+            self._held[function.args.kwarg.arg] = frozenset({next(self._numbers)})
         self._through(function.body, _State({}, frozenset(given)))
         return self._found[0] if self._found else None
 
@@ -185,8 +188,11 @@ class Handed:
         if is_added or not state.handed:
             return
 
+        handed = state.handed | _parts(state.handed)
+
         def root(expr: ast.expr) -> str | None:
-            is_handed = self._values(expr, state) & state.handed
+            values = self._values(expr, state)
+            is_handed = not values.isdisjoint(handed)
             return ast.unparse(expr) if is_handed else None
 
         found = changing(statement, root)
@@ -223,9 +229,11 @@ class Handed:
                 return self._holding([ast.Starred(each) for each in args], state)
             case ast.Starred(value=value):  # what is in it, not the list itself
                 values = self._values(value, state)
-                return frozenset(
-                    v for v in self._whole(values) if v not in values or _base(v) not in self._held
-                )
+                inside = (v for v in self._whole(values) if v not in values or not self._holds(v))
+                return _parts(values).union(inside)
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _TAKING:
+                taken = [ast.Starred(value), *values_given(expr)]
+                return _NONE.union(*(self._values(each, state) for each in taken))
             case ast.IfExp(body=one, orelse=other):
                 return self._values(one, state) | self._values(other, state)
             case ast.BoolOp(values=parts):
@@ -243,8 +251,9 @@ class Handed:
             case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp()):
                 # An element: what is added to the list afterwards does not change it.
                 values = self._values(value, state)
-                return (self._whole(values) - values) | {(PART, each) for each in values}
-        return self._whole(state.of(key))
+                return (self._whole(values) - values) | _parts(values)
+        values = self._whole(state.of(key))
+        return values | _parts(values)
 
     def _holding(self, parts: Iterable[ast.expr], state: _State) -> _Values:
         """A new value that holds others."""
@@ -258,11 +267,24 @@ class Handed:
         for holder in map(_base, holders):
             self._held[holder] = self._held.get(holder, _NONE) | held
 
+    def _holds(self, value: object) -> bool:
+        """Whether it is known what a value holds, as that of a list or a dictionary is."""
+        return _base(value) in self._held
+
     def _whole(self, values: _Values) -> _Values:
         """Some values, and what they hold."""
         held = _NONE.union(*(self._held.get(_base(value), _NONE) for value in values))
         held |= {(HANDED, value) for value in held if _base(value) == value}
         return values if held <= values else self._whole(values | held)
+
+
+def _parts(values: _Values) -> _Values:
+    """What stands for an element of each of some values, or for a part of that."""
+    return frozenset(each if _is_part(each) else (PART, each) for each in values)
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, tuple) and value[0] == PART
 
 
 def _is_made(function: ast.expr) -> bool:

@@ -192,7 +192,7 @@ class _Emission:
         self.lowered = lower(
             project.tree,
             plan.states,
-            len(plan.directives),
+            plan.directives,
             merged_causes(*(change.causes for change in project.changes)),
             project.sources,
             self._step_inputs,

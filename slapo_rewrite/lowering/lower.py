@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +80,7 @@ class Lowered:
 def lower(
     tree: Tree,
     states: Mapping[str, ModuleRequests],
-    number: int,
+    directives: Sequence[Directive],
     before: Causes,
     sources: Sources,
     step_inputs: MakeInputs,
@@ -93,7 +93,7 @@ def lower(
     Args:
         tree: The module tree.
         states: What was asked of each module path.
-        number: How many directives asked for it.
+        directives: All that was called for, of which nothing may have come.
         before: Those that have changed the source already.
         sources: The source files.
         step_inputs: Makes the keyword arguments of one training step.
@@ -105,7 +105,7 @@ def lower(
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
-    lowering = _Lowering(tree, dict(states), number, before, sources, thorough)
+    lowering = _Lowering(tree, dict(states), directives, before, sources, thorough)
     return lowering.run(step_inputs, small, records or Records())
 
 
@@ -114,13 +114,13 @@ class _Lowering:
         self,
         tree: Tree,
         states: dict[str, ModuleRequests],
-        number: int,
+        directives: Sequence[Directive],
         before: Causes,
         sources: Sources,
         thorough: bool,
     ) -> None:
         self.tree, self.states, self.thorough = tree, states, thorough
-        self.number, self.before = number, before
+        self.directives, self.before = directives, before
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 
@@ -160,7 +160,7 @@ class _Lowering:
                 self.states = few
                 with alike.reduced():
                     followed = self._follow_small(small, error)
-        self.states, inferred = named(self.states, self.number)
+        self.states, inferred = named(self.states, len(self.directives))
         with reduced():
             asked = self._asked()
             shortened = alike.shortened if reduced == alike.reduced else nullcontext
@@ -213,7 +213,7 @@ class _Lowering:
         for path, layer in layers.items():
             place_full_sizes(to, self.tree.nodes[path], layer)
         cuts = (state.cut.cause for state in self.states.values() if state.cut)
-        keep_all_treatments(self.tree, self.files, (*self.before, *cuts))
+        keep_all_treatments(self.tree, self.files, (*self.before, *cuts), self.directives)
 
     def _owners(self, asked: ShardingRequest) -> dict[str, list[Directive]]:
         """The modules that hold what is sharded, with who asked for that."""

@@ -17,7 +17,6 @@ from slapo_rewrite.changes.around_forward import FORK, RECOMPUTE, WRAPPERS
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.change_set import Held, held, stands_in_its_class
 from slapo_rewrite.changes.class_writer import ClassWriter
-from slapo_rewrite.changes.construction import UseSubclass
 from slapo_rewrite.changes.definition import Definition, merged, shared_changes
 from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
@@ -86,8 +85,8 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
             continue
         assert home is not None
         if making.changes.made_at(node, at) is None:
-            name, beside = node.cls.__name__, None if home is making else files.stem(home.file)
-            making.changes.at_site(node, UseSubclass(name, name, beside), why)
+            name = node.cls.__name__
+            making.changes.at_site(node, files.use_at(making.file, home.file, name, name), why)
 
 
 def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:

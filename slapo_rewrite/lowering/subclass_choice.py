@@ -321,10 +321,11 @@ class SubclassChoice:
                 )
             self._check_super(node.cls, causes)
             places = self.files.making(node).changes
-            beside = None if places.file is self.file else self.files.stem(self.file)
-            what: Change = UseSubclass(name, original, beside)
+            used = self.files.use_at(places.file, self.file, name, original)
+            what: Change = used
             made = places.made_at(node, places.site(node, causes)[0])
-            if beside and isinstance(made, ReplaceModule):  # a class that stands in another's place
+            # A class that stands in another's place.
+            if used.module and isinstance(made, ReplaceModule):
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
 

@@ -6,7 +6,8 @@ import itertools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -15,24 +16,27 @@ def initialises_inside(model: Any, module: nn.Module) -> bool:
     own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
     if next(own, None) is not None:
         return False
-    writes = _Writes()
     try:
-        with torch.no_grad(), writes:
+        with torch.no_grad(), _NoWrites(), _AsIfStored():
             model._init_weights(module)
-    except Exception:  # as it may without memory: taken for something that matters
+    except Exception:  # or it fails without memory: taken for something that matters
         return True
-    return writes.found
+    return False
 
 
-class _Writes(TorchDispatchMode):
-    """Notices whether any operation inside changes a tensor.
-
-    Attributes:
-        found: Whether one did.
-    """
-
-    found: bool = False
+class _NoWrites(TorchDispatchMode):
+    """Fails at the first operation that changes a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or bool(func._schema.is_mutable)
+        if func._schema.is_mutable:
+            raise RuntimeError("it writes")
+        return func(*args, **(kwargs or {}))
+
+
+class _AsIfStored(TorchFunctionMode):
+    """Has tensors without memory say that they have some: `trunc_normal_` leaves others alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
         return func(*args, **(kwargs or {}))

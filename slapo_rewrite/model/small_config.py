@@ -37,6 +37,11 @@ _INNER = (
     "ffn_hidden_size", "inner_dim", "dense_ffn_hidden_size", "dim_ff", "d_inner",
     "intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size",
 )  # fmt: skip
+# Of layers of a state space: how many heads there are, and how wide each is.
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"),
+    ("mamba_num_heads", "mamba_head_dim"),
+)  # fmt: skip
 POSITIONS = (
     "max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_ctx",
     "max_sequence_length", "max_seq_len", "max_source_positions", "max_target_positions",
@@ -52,7 +57,7 @@ _AT_MOST = {  # sizes that stand alone
     "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16, "num_hidden_groups": 2,
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0, "num_queries": 16, "mamba_num_heads": 8, "mamba_chunk_size": 8,
-    "ssm_state_size": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "n_groups": 2, "ssm_state_size": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 
 
@@ -124,6 +129,8 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
             setattr(config, own, min(value, 64))
         elif name in _AT_MOST and name in numbers:
             setattr(config, own, min(value, _AT_MOST[name]))
+        elif _is_mask(name) and hasattr(config, "apply_spec_augment"):
+            config.apply_spec_augment = False  # what the masks would be made of stays
         elif _is_drawn(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
     if layers or depth is not None:
@@ -134,8 +141,12 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
 
 def _is_drawn(name: str) -> bool:
     """Whether a number says how much of what a step computes is left to chance."""
-    is_masked = name.startswith("mask_") and name.endswith("_prob")  # of speech, which is NumPy's
-    return is_masked or "drop" in name or "jitter" in name
+    return _is_mask(name) or "drop" in name or "jitter" in name
+
+
+def _is_mask(name: str) -> bool:
+    """Likewise of what a model of speech hears, which NumPy draws."""
+    return name.startswith("mask_") and name.endswith("_prob")
 
 
 def _is_uniform(value: Any) -> bool:
@@ -163,9 +174,17 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
     if heads >= 4 and small_kv * ratio % 4:  # four ranks divide the queries
         ratio *= 4 // math.gcd(4, small_kv * ratio)
     small_heads = small_kv * ratio
-    # Where the heads together are not as wide as the model, they stay so.
-    small_hidden = small_heads * (HEAD_SIZE if size * heads == hidden else HEAD_SIZE + 8)
-    new = {}
+    # Where the heads together are not as wide as the model, they stay so. The six numbers of a box
+    # on a page share the width.
+    is_wide = size * heads != hidden or "max_2d_position_embeddings" in numbers
+    small_hidden = small_heads * (HEAD_SIZE + 8 if is_wide else HEAD_SIZE)
+    expand = numbers.get("expand") or numbers.get("mamba_expand") or 1
+    if expand > 1 and size * heads == expand * hidden:
+        small_hidden = small_heads * HEAD_SIZE // expand
+    new: dict[str, int] = {}
+    for count, width in _STATE_HEADS:
+        if numbers.get(count, 0) * numbers.get(width, 0) == expand * hidden:
+            new |= {count: expand * small_hidden // HEAD_SIZE, width: HEAD_SIZE}
     for name, value in numbers.items():
         if name in _HEADS and value:
             new[name] = small_heads if value >= 4 else value
@@ -177,7 +196,9 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
         elif name == "rotary_dim" and value:
             new[name] = max(2, HEAD_SIZE * value // size // 2 * 2)
         elif name in _WIDTHS and value:
-            new[name] = small_hidden if value == hidden else small_hidden // 2
+            new[name] = small_hidden * (value // hidden) if value >= hidden else small_hidden // 2
+        elif name in ("coordinate_size", "shape_size"):
+            new[name] = value * small_hidden // hidden
         elif name in _INNER and value:
             new[name] = max(8, round(min(value / hidden, 4.0) * small_hidden / 8) * 8)
     return new
@@ -233,9 +254,11 @@ def _shrink_rotary(config: Any) -> None:
     rotary = getattr(config, "rope_parameters", None)
     if not isinstance(rotary, dict):
         return
+    heads = getattr(config, "num_attention_heads", None)
+    own = config.hidden_size // heads if heads and not hasattr(config, "head_dim") else HEAD_SIZE
     takes_sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
     for parameters in (rotary, *(v for v in rotary.values() if isinstance(v, dict))):
-        frequencies = int(HEAD_SIZE * float(parameters.get("partial_rotary_factor") or 1.0)) // 2
+        frequencies = int(own * float(parameters.get("partial_rotary_factor") or 1.0)) // 2
         if takes_sections and "rope_type" in parameters:  # without them it takes a large head's
             parameters.setdefault("mrope_section", [1, 1, 1])
         for name, value in parameters.items():

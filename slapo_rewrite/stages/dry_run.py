@@ -122,7 +122,11 @@ class Trial:
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
     def paths_of(self, held: Held) -> list[str]:
-        """The paths in the small model of what a stage holds: a module's, or those of layers."""
+        """The paths in the small model of what a stage holds: a module's, or those of layers.
+
+        Raises:
+            CannotCut: It has no such module or parameter.
+        """
         match ast.parse(held.text, mode="eval").body:
             case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
                 listed = ast.unparse(layers)
@@ -131,6 +135,14 @@ class Trial:
                 first = self.depth(listed, ast.literal_eval(lower)) if lower else 0
                 stop = self.depth(listed, ast.literal_eval(upper)) if upper else len(names)
                 return [f"{held.path}.{name}" for name in names[first:stop]]
+        try:
+            attrgetter(held.path)(self.model)
+        except AttributeError as error:
+            raise errors.CannotCut(
+                f"the small model has no `{held.path}`, which a stage would hold",
+                at=self.cause,
+                hint="let verify_model(m) in the schedule make one that has it",
+            ) from error
         return [held.path]
 
     def scene(self) -> dict[str, Any]:
@@ -507,6 +519,8 @@ def is_close(one: Any, other: Tensor) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two values are equal, those inside tuples and data classes among them."""
+    if one is other:  # of which not all may be read: a field that differs between layers, say
+        return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
         return same and torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
@@ -519,7 +533,7 @@ def is_same(one: Any, other: Any) -> bool:
     if dataclasses.is_dataclass(one):
         names = [field.name for field in dataclasses.fields(one)]
         return all(is_same(getattr(one, name), getattr(other, name)) for name in names)
-    return one is other or bool(one == other)
+    return bool(one == other)
 
 
 def own_containers(scene: Mapping[str, Any]) -> dict[str, Any]:

@@ -258,7 +258,8 @@ def test_a_head_that_computes_a_loss_comes_first(tmp_path):
     text = derive("transformers.models.wav2vec2.modeling_wav2vec2").text
     assert "m.Wav2Vec2ForCTC(" in text and "def loss(" not in text
     assert '"labels": torch.randint(' in text
-    assert "mask_time_prob=0.0" in text  # drawn by NumPy, as dropout is by torch
+    # What it hears is masked by what NumPy draws; it keeps the parameter that the mask is made of.
+    assert "apply_spec_augment=False" in text and "mask_time_prob" not in text
 
 
 def test_the_class_may_be_named(tmp_path):

@@ -58,6 +58,20 @@ CHANGED = {
     "take(x)\ngetattr(x, y)[0] = 1": "getattr(x, y)[0]",
     "h = x.add_(1)\ntake(h)\nx.mul_(2)": "x",
     "h = F.relu(x, inplace=True)\ntake(h)\nx.mul_(2)": "x",
+    "take(x)\nx[0].add_(1)": "x[0]",
+    "take(x)\nx[0][1] = 2": "x[0][1]",
+    "take(*x)\nx[0].add_(1)": "x[0]",
+    "take(y[0])\ny[i].add_(1)": "y[i]",
+    "take(y[0])\nv = y.pop(0)\nv.add_(1)": "v",
+    "take(y['k'])\nv = y.get('k')\nv.add_(1)": "v",
+    "take(x)\nv = y.get('k', x)\nv.add_(1)": "v",
+    "take(y[0])\nfor v in y:\n    v.add_(1)": "v",
+    "take(**more)\nmore['k'].add_(1)": "more['k']",
+    "take(**more)\nv = more.pop('k')\nv.add_(1)": "v",
+    "if y:\n    take(**more)\nmore['k'].add_(1)": "more['k']",
+    "take(**more)\nfor v in more.values():\n    v.add_(1)": "v",
+    "take(more)\nmore.pop('k')": "more",
+    "v = more\ntake(v)\nmore['k'] = x": "more['k']",
 }
 LEFT = [
     "ctx = {}\nctx['k'] = x\ntake(ctx)",
@@ -77,18 +91,21 @@ LEFT = [
     "for n in y:\n    x = take(x)\nx += 1",
     "if y:\n    x = take(x)\nx += 1",
     "self.n = []\ntake(self.m)\nself.n.append(1)",
+    "take(**more)\nv = more.pop('k', None)\nmore['l'] = v",
+    "if y:\n    take(x, **more)\nmore.update(k=x)",
 ]
 
 
 def changed(body: str) -> str | None:
-    text = f"def forward(self, x, y):\n{textwrap.indent(body, '    ')}"
+    text = f"def forward(self, x, y, **more):\n{textwrap.indent(body, '    ')}"
     (function,) = ast.parse(text).body
     assert isinstance(function, ast.FunctionDef)
 
     def handed(node: ast.expr) -> list[ast.expr]:
         if not (isinstance(node, ast.Call) and is_name(node.func, "take")):
             return []
-        return [*node.args, *(keyword.value for keyword in node.keywords)]
+        named = (k.value if k.arg else ast.Starred(k.value) for k in node.keywords)
+        return [*node.args, *named]
 
     found = Handed(handed).changed_later(function)
     return found.words if found else None

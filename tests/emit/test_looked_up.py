@@ -283,3 +283,78 @@ def test_a_tower_whose_base_class_changes(tmp_path):
     assert "self.language_model = AutoModel.from_config(config.text_config)\n" in text
     assert not (out / "modeling_llama.py").exists()
     assert "self.model.language_model.layers[1:]" in (out / "pipeline.py").read_text()
+
+
+CLASSIFIER = f"""\
+import torch
+from transformers import LlamaConfig
+
+
+def model(m):
+    config = LlamaConfig(num_labels=3, pad_token_id=0, {TEXT})
+    return m.LlamaForSequenceClassification(config)
+
+
+def inputs(model):
+    return {{"input_ids": torch.randint(1, 96, (2, 8)), "labels": torch.tensor([0, 2])}}
+
+
+def schedule(s):
+    s["model.layers"][:].checkpoint()
+"""
+
+
+def test_a_base_class_that_makes_what_is_derived_beside_it(tmp_path):
+    """The two files import one another, so that one is named before it is read to its end."""
+    out, _ = written(tmp_path, "transformers.models.llama.modeling_llama", CLASSIFIER)
+    text = (out / "modeling_layers.py").read_text()
+    assert "\nfrom . import modeling_llama\n" in text
+    assert "modeling_llama.LlamaModel._from_config(config)" in text
+    module = imported(out, "modeling_llama")
+    model = module.LlamaForSequenceClassification(
+        LlamaConfig(num_labels=3, pad_token_id=0, **eval(f"dict({TEXT})"))
+    )
+    assert type(model.model) is module.LlamaModel
+    assert type(model.model.layers[1]) is module.CheckpointedLlamaDecoderLayer
+
+
+INSIDE = f"""\
+import torch
+from transformers import ColModernVBertConfig, ModernBertConfig, ModernVBertConfig
+from transformers import SiglipVisionConfig
+
+
+def model(m):
+    text = ModernBertConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
+                            sep_token_id=2, {TEXT})
+    vision = SiglipVisionConfig(image_size=64, {SMALL})
+    config = ModernVBertConfig(
+        text_config=text, vision_config=vision, image_token_id=95, vocab_size=96
+    )
+    return m.ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=config))
+
+
+def inputs(model):
+    return {{"input_ids": torch.randint(3, 95, (2, 8))}}
+
+
+def loss(outputs):
+    return outputs.embeddings.float().square().add(1).sqrt().mean()
+
+
+def schedule(s):
+    s["vlm.text_model.layers"][:].checkpoint()
+"""
+
+
+def test_a_file_that_only_makes_what_changes(tmp_path):
+    """It is of the output then, and its models start as transformers has its own start.
+
+    So does the small model, or this would be refused.
+    """
+    source = "transformers.models.colmodernvbert.modeling_colmodernvbert"
+    out, text = written(tmp_path, source, INSIDE)
+    assert "class ColModernVBertPreTrainedModel(LibraryModel, PreTrainedModel):\n" in text
+    for name, base in {"modernvbert": "ModernVBert", "modernbert": "ModernBert"}.items():
+        text = (out / f"modeling_{name}.py").read_text()
+        assert f"class {base}PreTrainedModel(LibraryModel, PreTrainedModel):\n" in text

@@ -117,18 +117,24 @@ def test_one_rank_computes_at_a_time():
 
 
 def test_a_class_that_transformers_initialises_by_its_package_is_given_back(tmp_path):
-    """Where nothing changes it is of no package of transformers', and draws other weights there."""
+    """Where nothing is called for: it is of no package of transformers', and draws other weights.
+
+    A share that comes to no layer is called for.
+    """
     schedule = tmp_path / "s.py"
     schedule.write_text(
         "import torch\nfrom transformers import Wav2Vec2BertConfig\n\n\ndef model(m):\n"
         "    return m.Wav2Vec2BertModel(Wav2Vec2BertConfig(num_hidden_layers=2))\n\n\n"
         "def inputs(model):\n    return {'input_features': torch.randn(2, 16, 160)}\n\n\n"
-        "def schedule(s, again=False):\n    if again:\n"
-        "        s['encoder.layers'][:].checkpoint()\n"
+        "def schedule(s, again=-1.0):\n    if again >= 0:\n"
+        "        s['encoder.layers'][:again].checkpoint()\n"
     )
     source = "transformers.models.wav2vec2_bert.modeling_wav2vec2_bert"
     assert "LibraryModel" not in rewrite(source, str(schedule)).diff(0)
-    assert "LibraryModel" in rewrite(source, str(schedule), ["again=true"]).diff(0)
+    for share in ("0.0", "1.0"):
+        assert "(LibraryModel, PreTrainedModel)" in rewrite(
+            source, str(schedule), [f"again={share}"]
+        ).diff(0)
 
 
 TURNING = """\

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.processes import run
@@ -429,3 +430,48 @@ def test_what_is_called_a_cache_elsewhere_is_passed_on(tmp_path):
     constant = NAMED_CACHE.replace("cache.append(x)", "pass").replace("=[]", "=[x]")
     assert "kwargs.pop" not in changed_lines(rewritten(tmp_path, constant, schedule))
     refused(tmp_path, NAMED_CACHE.replace("mean", "sum"), schedule, "SR106")
+
+
+HOOKED = """\
+import torch
+from transformers import CLIPVisionConfig
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+
+def model(m):
+    config = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2,
+        image_size=16, patch_size=8,
+    )
+    model = m.CLIPVisionModel(config)
+    if {collects}:
+        maybe_install_capturing_hooks(model)
+    else:
+        for layer in model.encoder.layers:
+            layer.self_attn.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def inputs(model):
+    return {{"pixel_values": torch.randn(2, 3, 16, 16), "output_attentions": {collects}}}
+
+
+def loss(outputs):
+    return outputs.last_hidden_state.square().mean()
+
+
+def schedule(s):
+    s["encoder.layers"][:].checkpoint()
+"""
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_hooks_that_collect_what_is_given_back(collects, tmp_path):
+    """Backbones of transformers have them from the start, others once attentions are asked for."""
+    (tmp_path / "s.py").write_text(HOOKED.format(collects=collects))
+    arguments = "transformers.models.clip.modeling_clip", str(tmp_path / "s.py")
+    if collects:
+        assert "class CheckpointedCLIPEncoderLayer(" in rewrite(*arguments).diff(0)
+    else:
+        with pytest.raises(errors.Unsupported, match="self_attn` has a hook"):
+            rewrite(*arguments)

@@ -1,9 +1,12 @@
 """Where no stage can end: said with the model's line, the schedule's, and what to do."""
 
+import dataclasses
+
 import pytest
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.stages.dry_run import is_same
 from tests.rewriting import refused, rewritten
 from tests.stages.cases import for_torch
 
@@ -514,3 +517,60 @@ def test_a_file_that_is_called_as_one_of_the_output(tmp_path):
     (tmp_path / "s.py").write_text(SCHEDULE.format(cut='s["first"]'))
     output = rewrite(str(tmp_path / "stages.py"), str(tmp_path / "s.py"))
     assert "class Inner" in output.files["stages_model.py"] and "stages.py" in output.files
+
+
+MASKED = """\
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, masked=True, width=8):
+        super().__init__()
+        self.is_masked = masked
+        if masked:
+            self.mask = nn.Parameter(torch.ones(width))
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+
+    def hidden(self, x, mask=None):
+        return x if mask is None else x + mask * self.mask
+
+    def forward(self, x):
+        x = self.hidden(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+def test_a_small_model_without_what_a_stage_holds(tmp_path):
+    schedule = SCHEDULE.format(cut='s["layers"][1]').replace(', "y": torch.randn(2, 1)', "")
+    schedule += """
+
+def verify_model(m):
+    return m.Model(masked=False)
+
+
+def loss(outputs):
+    return outputs.square().mean()
+"""
+    text = refused(tmp_path, MASKED, schedule, "SR310")
+    assert "the small model has no `mask`, which a stage would hold" in text
+    whole = schedule.replace("masked=False", "")
+    assert "self.mask" in rewritten(tmp_path, MASKED, whole).files["pipeline.py"]
+
+
+def test_a_value_of_which_not_all_may_be_read_is_itself():
+    """A configuration of transformers whose layers differ refuses to give what differs."""
+
+    @dataclasses.dataclass
+    class Config:
+        width: int = 8
+
+        def __getattribute__(self, name):
+            if name == "width":
+                raise ValueError("it differs between layers")
+            return super().__getattribute__(name)
+
+    config = Config()
+    assert is_same({"config": config}, {"config": config})

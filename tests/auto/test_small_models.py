@@ -1,0 +1,46 @@
+"""Configurations and inputs that are made up for models of transformers, so that a step runs."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from slapo_rewrite.auto.hugging_face_model import steps_of
+from slapo_rewrite.auto.step import first_that_runs
+
+# By what each needs: what the default leaves open, a layer that comes late, as many heads of a
+# state space as its width asks for, a width that six numbers of a box share, sections of a head.
+NEEDING = {
+    "ministral.MinistralForCausalLM": "MinistralConfig(head_dim=128)",
+    "nemotron.NemotronForCausalLM": "NemotronConfig(num_key_value_heads=48)",
+    "deepseek_v2.DeepseekV2ForCausalLM": "DeepseekV2Config(num_experts_per_tok=2)",
+    "lfm2_moe.Lfm2MoeForCausalLM": "Lfm2MoeConfig(layer_types=['full_attention', ",
+    "esm.EsmForSequenceClassification": "EsmConfig(vocab_size=1000)",
+    "hunyuan_vl.HunYuanVLForConditionalGeneration": "HunYuanVLTextConfig(head_dim=128)",
+    "jamba.JambaForCausalLM": "JambaConfig()",
+    "mamba2.Mamba2ForCausalLM": "Mamba2Config()",
+    "zamba2.Zamba2ForCausalLM": "Zamba2Config()",
+    "lilt.LiltForTokenClassification": "LiltConfig()",
+    "layoutlmv3.LayoutLMv3ForSequenceClassification": "LayoutLMv3Config()",
+    "glm4v_moe.Glm4vMoeForConditionalGeneration": "Glm4vMoeConfig()",
+    "canine.CanineForSequenceClassification": "CanineConfig()",
+}
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_a_step_of_a_small_model_runs(name):
+    family, _, head = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    step, why = first_that_runs(steps_of(getattr(module, head)), module)
+    assert step is not None, why
+    assert NEEDING[name] in step.model
+    is_default = NEEDING[name].endswith("Config()")
+    assert step.title.endswith("in its default configuration") is is_default
+
+
+def test_what_a_configuration_leaves_open_is_said():
+    module = importlib.import_module("transformers.models.nemotron.modeling_nemotron")
+    step, _ = first_that_runs(steps_of(module.NemotronForCausalLM), module)
+    title = "NemotronForCausalLM with `num_key_value_heads` beside what is so by default"
+    assert step is not None and step.title == title
