@@ -167,12 +167,25 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
 class OnMeta(TorchFunctionMode):
     """Answers what asks for values, and makes one operator of what is one on a GPU.
 
+    Inside, what a model makes without naming a device (`torch.arange(n)`) has no values either.
+
     Args:
         is_gpu: Whether it is a GPU that the step is to run on; a CPU has other operators.
     """
 
     def __init__(self, is_gpu: bool = True) -> None:
+        super().__init__()
         self.instead = ON_GPU if is_gpu else ON_CPU
+        self.device = torch.device("meta")
+
+    def __enter__(self) -> OnMeta:
+        self.device.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.device.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from slapo_rewrite.model.calls import around_layer, forward_as_call
 from slapo_rewrite.model.layers import Layer, Unit, layer_below, replicated
@@ -96,30 +97,45 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
     plain = vars(function)["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        given = list(tensors((args, kwargs)))
+        if run.depth:
+            return plain.__func__(cls, *args, **kwargs)
+        if cls is CheckpointFunction:  # the gradient is that of the function that it is given
+            computed, _, *operands = args
+            return computed(*operands)
+        given, before = list(tensors((args, kwargs))), len(run.alive)
         states = [run.flow.of(t) for t in given]
-        state = next((s for s in states if s.kind != REPLICATE), None)
-        if state is not None and not run.depth:
-            raise PlacementError(
-                f"`{cls.__name__}` is given "
-                f"{'a part' if state.kind == SHARD else 'a partial sum'}, "
-                "and what its own `backward` does with the gradient cannot be followed",
-                "gather the value before" if state.kind == SHARD else REDUCE,
-                state.source,
-                remedy=MissingCollective.sum_of(state.source)
-                if state.kind == PARTIAL
-                else MissingCollective.whole_of(state.source, state.axis),
-            )
+        _check_function(cls, states)
+        run.flow.check_backward(f"the `backward` of `{cls.__name__}`", given)
         result = plain.__func__(cls, *args, **kwargs)
-        if not run.depth:
-            known = run.flow.joined(cls.__name__, given, states)
-            for tensor in tensors(result):
-                run.flow.set(tensor, known)
-                run.alive.append(tensor)
+        _check_function(cls, [run.flow.of(t) for t in run.alive[before:]])
+        known = run.flow.joined(cls.__name__, given, states)
+        for tensor in tensors(result):
+            run.flow.set(tensor, known)
+            run.alive.append(tensor)
         return result
 
     function.apply = classmethod(apply)
     undo.append(lambda: setattr(function, "apply", plain))
+
+
+def _check_function(cls: type, states: Iterable[State]) -> None:
+    """Refuses what a function with a `backward` of its own is given, or makes, where it is split.
+
+    Inside it nothing needs a gradient, so that none would be found missing.
+    """
+    state = next((s for s in states if s.kind != REPLICATE), None)
+    if state is None:
+        return
+    is_part = state.kind == SHARD
+    raise PlacementError(
+        f"`{cls.__name__}` works on {'a part' if is_part else 'a partial sum'}, "
+        "and what its own `backward` does with the gradient cannot be followed",
+        "gather the value before" if is_part else REDUCE,
+        state.source,
+        remedy=MissingCollective.whole_of(state.source, state.axis)
+        if is_part
+        else MissingCollective.sum_of(state.source),
+    )
 
 
 def _places(run: Run) -> dict[int, list[tuple[dict[str, nn.Module | None], str]]]:

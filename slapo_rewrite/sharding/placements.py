@@ -347,6 +347,8 @@ class Flow:
         """
         if name not in _TELLING:
             return
+        if name == "register_hook":
+            self.check_backward(f"`{name}`", inputs)
         state = next((s for t in inputs if (s := self.of(t)).kind != REPLICATE), None)
         if state is not None:
             raise PlacementError(
@@ -355,6 +357,25 @@ class Flow:
                 state.source,
                 remedy=MissingCollective.sum_of(state.source) if state.kind == PARTIAL else None,
             )
+
+    def check_backward(self, what: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Refuses a gradient computed by other means than torch's where it is a summand.
+
+        What torch computes of a gradient is linear in it, so that sums may be added up later.
+
+        Raises:
+            PlacementError: The value's gradient is added up before it only.
+        """
+        for tensor in inputs:
+            path = self.of(tensor).grad_reduced
+            if path is not None and tensor.requires_grad:
+                raise PlacementError(
+                    f"{what} is given the gradient of this value, which is a summand on each rank: "
+                    f"it is added up further back, for `{path or 's'}`",
+                    "add it up behind this, where the value meets the parts: infer_sync() finds "
+                    "where",
+                    path,
+                )
 
     def _check_known(
         self,

@@ -86,6 +86,11 @@ def same_numbers(original: nn.Module, model: nn.Module) -> None:
             "a = torch.cat([x] * 8)\nb = a.view(-1)\nc = b.exp()\nd = torch.cat([c, c])\nreturn d",
             ["del a", "del b"],
         ),
+        # A tensor that is made without naming a device.
+        (
+            "a = torch.cat([x * torch.arange(8)] * 8)\nb = a.exp()\nc = b.exp()\nreturn c",
+            ["del a"],
+        ),
         # Nothing is made afterwards, or nothing as large at once as before.
         ("a = torch.cat([x] * 8)\nb = a.exp()\nreturn b", []),
         ("a = torch.cat([x] * 8)\nb = a.exp()\nreturn b.sum()", []),

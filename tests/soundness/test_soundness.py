@@ -11,6 +11,7 @@ import torch
 
 from tests.marks import long
 from tests.soundness.cases import WHOLE_MODELS, cases
+from tests.soundness.followed import FOLLOWED
 from tests.soundness.fuzz import GENERATORS
 from tests.soundness.ordinary import ORDINARY
 from tests.soundness.pairs import DEFECTS, REFUSED, RIGHT, WARNED, Judge
@@ -34,6 +35,13 @@ def test_what_was_wrong_is_refused_or_right(ranks, name):
     worlds = (2, 3, 4) if name in WHOLE_MODELS else (2, 4)
     verdict = Judge(ranks, worlds)(CASES[name])
     assert verdict.kind in (RIGHT, REFUSED, WARNED), f"{verdict.kind}\n{verdict.text}"
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_followed_is_right_without_a_run(ranks, name):
+    pair, kinds = FOLLOWED[name]
+    verdict = Judge(ranks, (2, 4), is_run=False)(pair)
+    assert verdict.kind == kinds, f"{verdict.kind}\n{verdict.text}"
 
 
 @pytest.mark.parametrize("name", ORDINARY)

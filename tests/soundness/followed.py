@@ -1,0 +1,103 @@
+"""What the static check alone has to see, or not to be in the way of: no model is run before.
+
+What is run may by chance say nothing: a gradient too small to be clamped, a branch not taken.
+"""
+
+from __future__ import annotations
+
+from tests.soundness.cases import X, net
+from tests.soundness.ops import schedule_text
+from tests.soundness.pairs import REFUSED, RIGHT, Pair
+
+
+def block(init: str, body: str, lines: list[str], top: str = "") -> Pair:
+    """A layer norm, then a module `mlp` of layers `up` and `down` of which a rank has its part."""
+    source = f"""
+{top}class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        {init or "pass"}
+
+    def forward(self, x):
+        {body}
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), MLP()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+"""
+    shards = [
+        's["inner.mlp.up"].shard(["weight", "bias"], 0)',
+        's["inner.mlp.down"].shard("weight", 1)',
+    ]
+    return Pair(net(source), schedule_text(X, [*shards, *lines]))
+
+
+SUM = 's["inner.mlp.down"].sync("fwd_post", "all_reduce")'
+AROUND = ['s["inner.mlp"].sync("bwd_post", "all_reduce")', SUM]
+INFERRED = ["s.infer_sync()"]
+CLIP = """\
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-0.1, 0.1)
+
+
+"""
+AGAIN = """\
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, f):
+        ctx.f = f
+        ctx.save_for_backward(x)
+        return f(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.f(x).backward(g)
+        return x.grad, None
+
+
+"""
+CLIPPED = "return self.down(F.gelu(self.up(Clip.apply(x))))"
+HOOKED = """x = x * 1.0
+        x.register_hook(lambda g: g.clamp(-0.1, 0.1)) if x.requires_grad else None
+        return self.down(F.gelu(self.up(x)))"""
+PRE = "self.pre = nn.LayerNorm(8)"
+GATE = "self.gate = nn.Linear(8, 1)"
+REENTRANT = "return checkpoint(lambda z: {}, x, use_reentrant=True)"
+IMPORT = "from torch.utils.checkpoint import checkpoint\n\n\n"
+GATED = REENTRANT.format("self.down(F.gelu(self.up(z)) * self.gate(z))")
+PREPARED = REENTRANT.format("self.down(F.gelu(self.up(self.pre(z))))")
+FOLLOWED = {
+    "summands clamped by a function": (block("", CLIPPED, AROUND, CLIP), REFUSED),
+    "a sum clamped by a function": (block("", CLIPPED, INFERRED, CLIP), RIGHT),
+    "summands clamped by a hook": (block("", HOOKED, AROUND), REFUSED),
+    "a sum clamped by a hook": (block("", HOOKED, INFERRED), RIGHT),
+    "a reentrant checkpoint around a norm, nothing summed": (
+        block(PRE, PREPARED, [SUM], IMPORT),
+        REFUSED,
+    ),
+    "a reentrant checkpoint around a norm": (block(PRE, PREPARED, AROUND, IMPORT), RIGHT),
+    "a reentrant checkpoint around a gate": (block(GATE, GATED, INFERRED, IMPORT), RIGHT),
+    "a function that computes again, nothing summed": (
+        block(
+            PRE,
+            "return Again.apply(x, lambda z: self.down(F.gelu(self.up(self.pre(z)))))",
+            [SUM],
+            AGAIN,
+        ),
+        REFUSED,
+    ),
+}
