@@ -290,6 +290,10 @@ class NothingFits(RewriteError, code="SR605"):
     """No way to train a model fits the memory that there is."""
 
 
+class BadHardware(RewriteError, code="SR606"):
+    """A table of a GPU is not what `plan --gpu FILE.toml` reads."""
+
+
 def unwritable(path: object, error: OSError) -> OutputUnwritable:
     """The refusal of a file or folder that the system does not let be written."""
     return OutputUnwritable(f"cannot write `{path}`: {error.strerror or error}")

@@ -289,7 +289,8 @@ def _plan() -> Parser:
     parser.option(
         "--gpu",
         "NAME",
-        "what they are: v100, a100, h100 (default), h200, b200; or measure: this machine's",
+        "what they are: v100, a100, h100 (default), h200, b200; measure: this machine's; or a "
+        "table of your own, FILE.toml",
         default="h100",
     )
     parser.number("--batch", "rows of a step", "B", required=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
@@ -41,15 +42,17 @@ def plan_command(options: argparse.Namespace) -> int:
 def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Planned:
     """Imports what it takes, which takes long itself, and plans."""
     from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
-    from slapo_rewrite.simulate.hardware import hardware, known_gpus
+    from slapo_rewrite.simulate.hardware import hardware, known_gpus, own_hardware
 
     if options.gpu == "measure":
         from slapo_rewrite.plan.measured_machine import measured_machine
 
         progress("measuring this machine")
         gpu = measured_machine(min(options.nodes_of, options.gpus), options.precision)
-    elif options.gpu in known_gpus():
-        gpu = hardware(options.gpu, options.precision)
+    elif options.gpu.lower() in known_gpus():
+        gpu = hardware(options.gpu.lower(), options.precision)
+    elif options.gpu.endswith(".toml"):
+        gpu = own_hardware(Path(options.gpu), options.precision)
     else:
         raise unknown_gpu(options.gpu, known_gpus())
     wanted = Wanted(

@@ -52,8 +52,9 @@ class Predicted:
         seconds: A step.
         memory: Bytes that the fullest rank holds at most.
         states: Bytes of these for parameters, gradients and the optimizer.
-        bubble: The share of the step in which ranks wait for others of their pipeline.
-        shares: The share of the step that each kind of work takes on the slowest stage.
+        bubble: The share of the step in which ranks wait for others of their pipeline, on average.
+        shares: The share of the step that each kind of work takes on the slowest stage, its own
+            waiting among them: 1 in all.
     """
 
     way: Way
@@ -185,9 +186,12 @@ class Predictor:
         shares = {k: v * way.micro_batches / total for k, v in work.items()}
         sends = 2 * pipe.send(stages[slowest].sent) if way.pipeline > 1 else 0.0
         shares[SENDS] = way.micro_batches * sends / total
-        busy = sum(s.forward + s.backward for s in stages) * way.micro_batches / way.pipeline
-        bubble = max(0.0, (seconds - busy) / total - shares[SENDS])
-        shares |= {BUBBLE: bubble, REPLICAS: reduced / total, STEP: optimizer / total}
+        each = [(s.forward + s.backward) * way.micro_batches for s in stages]
+        bubble, waiting = (
+            max(0.0, (seconds - busy) / total - shares[SENDS])
+            for busy in (sum(each) / way.pipeline, each[slowest])
+        )
+        shares |= {BUBBLE: waiting, REPLICAS: reduced / total, STEP: optimizer / total}
         if way.zero == 3:
             waits = stages[slowest].forward + stages[slowest].backward
             waits -= sum(work.values())

@@ -62,8 +62,9 @@ def _title(planned: Planned) -> str:
     wanted = planned.wanted
     ways = len(planned.best) + len(planned.others)
     tokens = f" of {wanted.sequence} tokens" if wanted.sequence else ""
+    rows = f"{wanted.batch} row{'s' * (wanted.batch > 1)}"
     return (
-        f"{wanted.batch} rows{tokens} a step on {wanted.gpus} x {wanted.hardware.title}, "
+        f"{rows}{tokens} a step on {wanted.gpus} x {wanted.hardware.title}, "
         f"{gib(wanted.memory)} each: {len(planned.best)} of {ways} ways fit"
     )
 

@@ -23,7 +23,7 @@ from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.balance import stage_ends
-from slapo_rewrite.simulate.byte_sizes import byte_size, gib
+from slapo_rewrite.simulate.byte_sizes import byte_size, gib, shown_size
 from slapo_rewrite.simulate.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -350,6 +350,11 @@ def _nothing(planned: Planned) -> errors.RewriteError:
         )
     least = planned.others[0]
     missing = least.memory - wanted.memory
+    if wanted.memory < 2**20:  # of a GPU
+        raise errors.UsageError(
+            f"`--memory` of {shown_size(wanted.memory)} holds no model",
+            hint="a number without a unit is one of bytes: write 80GiB, say",
+        )
     return errors.NothingFits(
         f"nothing fits {have}: the smallest, {described(least.way)}, needs {gib(least.memory)} a "
         f"rank, {gib(missing)} too much",
@@ -390,5 +395,6 @@ def unknown_gpu(name: str, known: Sequence[str]) -> Any:
     """The refusal of a name that the table does not have."""
     return errors.UsageError(
         f"there is no GPU `{name}` in the table",
-        hint=errors.did_you_mean(name, known) or f"it has {', '.join(known)}, or measure",
+        hint=errors.did_you_mean(name, known)
+        or f"it has {', '.join(known)}; or measure, or a table of your own, FILE.toml",
     )

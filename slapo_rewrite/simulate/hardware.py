@@ -104,6 +104,66 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
+def own_table(path: Path) -> dict[str, Any]:
+    """A table of somebody's own, of one GPU; what it says nothing of is as in the tool's.
+
+    Raises:
+        BadHardware: It cannot be read, or is no such table.
+    """
+    try:
+        own = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise errors.BadHardware(f"`{path}` is not TOML: {error}") from None
+    except (OSError, ValueError) as error:
+        raise errors.BadHardware(
+            f"cannot read `{path}`: {getattr(error, 'strerror', error)}"
+        ) from None
+    table = _table()
+    hint = f"write it as the tool's own: {Path(__file__).with_suffix('.toml')}"
+    gpus = own.get("gpus")
+    if not isinstance(gpus, dict) or len(gpus) != 1:
+        raise errors.BadHardware(f"`{path}` has to have one table [gpus.NAME]", hint=hint)
+    (name,) = gpus
+    like = {f"gpus.{name}": (gpus[name], table["gpus"]["h100"])}
+    like |= {key: (own[key], table[key]) for key in own.keys() - {"gpus"} if key in table}
+    if unknown := own.keys() - table.keys():
+        raise errors.BadHardware(
+            f"`{path}` has [{min(unknown)}]", hint=errors.did_you_mean(min(unknown), table) or hint
+        )
+    for where, (row, model) in like.items():
+        _check_row(path, where, row, model, hint)
+    row = {"source": str(path), **gpus[name]}
+    return {key: {**table[key], **own.get(key, {})} for key in table} | {"gpus": {name: row}}
+
+
+OPTIONAL = ("fp32", "tf32", "source")  # of a row
+
+
+def _check_row(path: Path, where: str, row: Any, like: dict[str, Any], hint: str) -> None:
+    """Refuses what is missing, unknown, or of another kind than in the tool's own table."""
+    if not isinstance(row, dict):
+        raise errors.BadHardware(f"`{path}`: `{where}` is no table", hint=hint)
+    for key, value in row.items():
+        if key not in like:
+            raise errors.BadHardware(
+                f"`{path}`: [{where}] has `{key}`", hint=errors.did_you_mean(key, like) or hint
+            )
+        is_right = isinstance(value, str)
+        if not isinstance(like[key], str):
+            is_right = type(value) in (int, float) and 0 < value < math.inf
+        if not is_right:
+            needed = "a text" if isinstance(like[key], str) else "a number above 0"
+            raise errors.BadHardware(f"`{path}`: `{key}` of [{where}] is not {needed}", hint=hint)
+    missing = [key for key in like if key not in row and key not in OPTIONAL]
+    if where.startswith("gpus.") and missing:
+        raise errors.BadHardware(f"`{path}`: [{where}] has no `{missing[0]}`", hint=hint)
+    if row.get("precision", "bf16") not in (*HALF, "fp32", "tf32"):
+        raise errors.BadHardware(
+            f"`{path}`: `precision` of [{where}] is `{row['precision']}`",
+            hint="it is bf16, fp16, fp32 or tf32",
+        )
+
+
 def known_gpus() -> list[str]:
     """The names in the table."""
     return list(_table()["gpus"])
@@ -122,7 +182,21 @@ def hardware(name: str, precision: str | None = None) -> Hardware:
         KeyError: There is none of that name.
         UsageError: Such a GPU does not compute in this precision.
     """
-    table = _table()
+    return _of_table(_table(), name, precision)
+
+
+def own_hardware(path: Path, precision: str | None = None) -> Hardware:
+    """The one GPU of a table of somebody's own.
+
+    Raises:
+        BadHardware: It is no such table.
+        UsageError: Such a GPU does not compute in this precision.
+    """
+    table = own_table(path)
+    return _of_table(table, next(iter(table["gpus"])), precision)
+
+
+def _of_table(table: dict[str, Any], name: str, precision: str | None) -> Hardware:
     row, reached, network = table["gpus"][name], table["reached"], table["network"]
     precision = precision or row["precision"]
     flops = row.get("flops" if precision in HALF else precision)
@@ -139,7 +213,7 @@ def hardware(name: str, precision: str | None = None) -> Hardware:
         precision,
         (
             f"{row['title']}: {flops / 1e12:.3g} Tflop/s ({precision}), "
-            f"{row['bandwidth'] / 1e12:.2f} TB/s, NVLink {row['link'] / 1e9:.0f} GB/s a direction "
+            f"{row['bandwidth'] / 1e12:.2f} TB/s, links {row['link'] / 1e9:.0f} GB/s a direction "
             f"({row['source']})",
             f"network {network['bandwidth'] * 8 / 1e9:.0f} Gb/s for each GPU",
             f"of these figures a model gets {share}",

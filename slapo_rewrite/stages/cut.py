@@ -153,7 +153,10 @@ def _tried(
     held = held_by(stages, model)
     paths = [[path for part in parts for path in trial.paths_of(part)] for parts in held]
     sizes = sizes_of(stages, held, model, defining, at)
-    trial.check([run(text, world) for text in texts], stages, paths, sizes)
+    # A list stays in a stage that has none of its layers in a model which is not as deep.
+    idle = [[part.path for part in parts if not trial.paths_of(part)] for parts in held]
+    shells = [[*own, *lists] for own, lists in zip(sizes, idle, strict=True)]
+    trial.check([run(text, world) for text in texts], stages, paths, shells)
     shared = ties_of(held, model)
     if by_name:
         check_rows(stages, trial.inputs, at)

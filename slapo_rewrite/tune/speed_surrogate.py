@@ -10,9 +10,11 @@ far apart that the others do not explain them; then the search goes on to where 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,9 @@ LEVEL = 0.25  # the variance of how far the throughput of all points is from tha
 FAR = 1e5  # the reach along the other columns, of what belongs to one
 
 
+Numbers = NDArray[np.intp]
+
+
 @dataclass(frozen=True)
 class Predicted:
     """What one process says of the logarithm of the throughput.
@@ -38,19 +43,21 @@ class Predicted:
     Attributes:
         weight: How well it explains the trials; the weights of all sum to 1.
         mean: For each point.
-        covariance: Of the points, without a figure's noise.
-        noise: The variance of that.
+        variance: For each point, without a figure's noise.
+        covariance: Likewise of some points, by their numbers.
+        noise: The variance of a figure's noise.
     """
 
     weight: float
     mean: Floats
-    covariance: Floats
+    variance: Floats
+    covariance: Callable[[Numbers], Floats]
     noise: float
 
     @property
     def deviation(self) -> Floats:
         """For each point, the noise of a figure included."""
-        return np.sqrt(self.covariance.diagonal().clip(0) + self.noise)
+        return np.sqrt(self.variance.clip(0) + self.noise)
 
 
 class SpeedSurrogate:
@@ -61,13 +68,12 @@ class SpeedSurrogate:
     """
 
     def __init__(self, coordinates: Floats) -> None:
-        x = coordinates - 0.5
+        self._x = x = coordinates - 0.5
         smooth = [
             _smooth(x.shape[1], reach, height)
             for reach, height in itertools.product(REACHES, HEIGHTS)
         ]
-        self._processes = [(kernel(x), 1.0) for kernel in smooth]
-        self._processes.append((_hilly(x.shape[1])(x), HILLY))
+        self._processes = [*((kernel, 1.0) for kernel in smooth), (_hilly(x.shape[1]), HILLY)]
 
     def predict(
         self, numbers: Sequence[int], throughputs: Sequence[float], prior: Floats
@@ -80,21 +86,24 @@ class SpeedSurrogate:
             prior: For each point the logarithm of its throughput as it is predicted without any
                 trial, but for a constant.
         """
-        tried = list(numbers)
+        tried = np.array(numbers)
         logarithms = np.log(throughputs)
         offset = prior + (logarithms - prior[tried]).mean()
         left = logarithms - offset[tried]
         found = []
-        for (covariance, belief), noise in itertools.product(self._processes, np.square(NOISES)):
-            known = covariance[np.ix_(tried, tried)] + noise * np.eye(len(tried))
-            factor = cho_factor(known, lower=True)
-            solved = cho_solve(factor, left)
-            evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum() + np.log(belief)
-            across = covariance[:, tried]
-            rest = covariance - across @ cho_solve(factor, across.T)
-            # Trials that lie further apart than a process allows say that all may.
-            spread = max(1.0, left @ solved / len(tried))
-            found.append((evidence, offset + across @ solved, rest * spread, float(noise)))
+        for kernel, belief in self._processes:
+            # Never of all points with all points: there may be thousands.
+            across, alone = kernel(self._x, self._x[tried]), kernel.diag(self._x)
+            for noise in np.square(NOISES):
+                factor = cho_factor(across[tried] + noise * np.eye(len(tried)), lower=True)
+                solved = cho_solve(factor, left)
+                evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum() + np.log(belief)
+                # Trials that lie further apart than a process allows say that all may.
+                spread = max(1.0, left @ solved / len(tried))
+                told = np.einsum("ij,ji->i", across, cho_solve(factor, across.T))
+                rest = functools.partial(self._rest, kernel, across, factor, spread)
+                mean, variance = offset + across @ solved, (alone - told) * spread
+                found.append((evidence, mean, variance, rest, float(noise)))
         weights = np.exp([each[0] - max(found, key=lambda one: one[0])[0] for each in found])
         weights /= weights.sum()
         return [
@@ -102,10 +111,17 @@ class SpeedSurrogate:
             for weight, (_, *rest) in zip(weights, found, strict=True)
         ]
 
+    def _rest(
+        self, kernel: Kernel, across: Floats, factor: Any, spread: float, numbers: Numbers
+    ) -> Floats:
+        """The covariance of some points that the trials leave."""
+        own = across[numbers]
+        return np.asarray((kernel(self._x[numbers]) - own @ cho_solve(factor, own.T)) * spread)
+
 
 def samples(
     predicted: Sequence[Predicted],
-    numbers: NDArray[np.intp],
+    numbers: Numbers,
     count: int,
     random: np.random.Generator,
 ) -> Floats:
@@ -118,7 +134,7 @@ def samples(
     rows = []
     for each, times in zip(predicted, np.bincount(drawn, minlength=len(predicted)), strict=True):
         if times:
-            values, vectors = np.linalg.eigh(each.covariance[np.ix_(numbers, numbers)])
+            values, vectors = np.linalg.eigh(each.covariance(numbers))
             root = vectors * np.sqrt(values.clip(0))
             rows.append(each.mean[numbers] + random.normal(size=(times, len(numbers))) @ root.T)
     return np.concatenate(rows)

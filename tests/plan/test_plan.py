@@ -15,7 +15,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.plan import planning
 from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.project import Project
-from slapo_rewrite.simulate.hardware import Link, hardware, known_gpus
+from slapo_rewrite.simulate.hardware import Link, hardware, known_gpus, own_hardware
 from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds, simulate
 from tests.marks import long, release
 from tests.plan.small_models import source_of, written_schedule
@@ -129,6 +129,17 @@ def test_a_plan_says_what_it_found_and_assumed(tmp_path, capsys):
     assert told == f"--nproc-per-node 8 my.py {configured}\n"
 
 
+def test_what_a_step_is_spent_on_is_all_of_it(tmp_path, capsys):
+    """The bubble of all ranks stood beside the work of the slowest: 154% in all."""
+    fixed = ["--set", "pipeline_stages=2", "--set", "tensor_parallel=false"]
+    assert planned(tmp_path, *fixed, "--json") == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert any(each["bubble"] > each["shares"]["bubble"] + 0.01 for each in plans)
+    assert [sum(each["shares"].values()) for each in plans] == pytest.approx(
+        [1.0] * len(plans), 1e-2
+    )
+
+
 @pytest.mark.long
 def test_less_memory_is_bought_with_time(tmp_path, capsys):
     found = []
@@ -145,7 +156,9 @@ def test_less_memory_is_bought_with_time(tmp_path, capsys):
     "more, said",
     [
         (["--gpu", "h1000"], "there is no GPU `h1000`"),
+        (["--gpu", "none.toml"], "cannot read `none.toml`"),
         (["--memory", "lots"], "`--memory lots` is no size"),
+        (["--memory", "80"], "a number without a unit is one of bytes"),
         (["--memory", "1MiB"], "nothing fits 8 x 1.00 MiB: the smallest"),
         (["--batch", "3"], "a batch of 3 cannot be divided over 8 GPUs"),
         (["--gpus", "0"], "--gpus is at least 1"),
@@ -191,6 +204,55 @@ def test_every_gpu_of_the_table_says_where_its_figures_are_from():
         gpu = hardware(name)
         assert "data sheet" in gpu.said[0] and gpu.memory > 2**34
         assert gpu.inside.bandwidth > gpu.outside.bandwidth
+
+
+OWN = """\
+[gpus.mine]
+title = "A card of ours"
+flops = 100e12
+bandwidth = 1e12
+memory = 48e9
+link = 30e9
+precision = "bf16"
+
+[network]
+bandwidth = 12.5e9
+"""
+
+
+def test_a_table_of_ones_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    own, theirs = own_hardware(path), hardware("h100")
+    assert (own.title, own.memory, own.device.flops) == ("A card of ours", 48e9, 0.7 * 100e12)
+    assert own.outside == Link(theirs.outside.latency, 0.67 * 12.5e9)
+    assert own.inside.latency == theirs.inside.latency
+    assert str(path) in own.said[0] and "100 Gb/s" in own.said[1]
+    with pytest.raises(errors.UsageError, match="computes nothing in tf32"):
+        own_hardware(path, "tf32")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[gpus.mine]", "[gpus.mine", "is not TOML: .* line 1"),
+        ("[gpus.mine]", "[gpu.mine]", r"has to have one table \[gpus.NAME\]"),
+        ("[network]", "[gpus.other]", r"has to have one table \[gpus.NAME\]"),
+        ("flops", "flop", r"\[gpus.mine\] has `flop`"),
+        ("memory = 48e9\n", "", r"\[gpus.mine\] has no `memory`"),
+        ("48e9", '"48GB"', "`memory` of .* is not a number above 0"),
+        ("= 12.5e9", "= nan", r"`bandwidth` of \[network\] is not a number above 0"),
+        ("[network]", "[net]", r"has \[net\]"),
+        ('"bf16"', '"fp8"', "`precision` of .* is `fp8`"),
+        ('"A card of ours"', "7", "`title` of .* is not a text"),
+    ],
+)
+def test_tables_that_are_none(old, new, said, tmp_path):
+    path = tmp_path / "mine.toml"
+    assert OWN.count(old) == 1
+    path.write_text(OWN.replace(old, new))
+    with pytest.raises(errors.BadHardware, match=said):
+        own_hardware(path)
 
 
 def test_stages_that_are_fixed_are_the_plans_and_what_is_launched_says_which_rank_is_what(

@@ -99,3 +99,10 @@ def test_each_stage_is_tried_with_its_own_layers_alone(tmp_path, monkeypatch):
     (tmp_path / "s.py").write_text(case.schedule)
     rewrite(case.source, str(tmp_path / "s.py"))
     assert tried
+
+
+def test_a_small_model_may_have_none_of_a_stages_layers():
+    """It has three, and one layer of twelve is in the first stage: the list was gone with it."""
+    settings = ("pipeline_stages=4", "tensor_parallel=false", "pipeline_engine=torch")
+    output = rewrite("tests/models/gpt.py", "tests/models/gpt_schedule.py", settings)
+    assert "self.transformer.h[:1]" in output.files["pipeline.py"]
