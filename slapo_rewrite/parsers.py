@@ -268,7 +268,7 @@ def _tune() -> Parser:
         default=0.9,
     )
     parser.number("--seed", "of random numbers", least=0, default=0)
-    parser.flag("--json", "print the result as JSON")
+    _add_json(parser, "the result")
     parser.path(
         "--replay",
         "GRID",
@@ -313,7 +313,7 @@ def _plan() -> Parser:
         "OUT",
         "a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
     )
-    parser.flag("--json", "print the plan as JSON")
+    _add_json(parser, "the plan")
     parser.path("--plot", "FILE", "draw time against memory (.png, .svg)")
     return parser
 
