@@ -22,8 +22,9 @@ help:
 	@echo 'make bench      measure, and write benchmark/results/'
 
 $(READY): pyproject.toml setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo '== making $(VENV), once; some minutes, most of them for torch'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,8 +97,7 @@ def _rewrite() -> Parser:
         "",
         "Rewrite a PyTorch model file as a schedule says.",
         f"slapo-rewrite {BERT} --set ckpt_ratio=0.5 -o out",
-        "other commands (each has a --help of its own):\n  "
-        + "\n  ".join(f"slapo-rewrite {name}" for name in PARSERS if name),
+        "other commands (each has a --help of its own):\n" + _others(),
     )
     parser.source()
     parser.option(
@@ -116,8 +116,8 @@ def _rewrite() -> Parser:
     parser.several("--set", "K=V", "set a knob (repeatable)", default=[])
     parser.flag(
         "--diff",
-        "print the unified diff, write nothing; it is kept in ~/.cache/slapo-rewrite for the "
-        "next time, but with SLAPO_REWRITE_CACHE=0",
+        "print the unified diff, write nothing; unless SLAPO_REWRITE_CACHE=0 it is kept in "
+        "~/.cache/slapo-rewrite for the next time",
     )
     parser.flag("--check", "exit 1 if OUT is not current, write nothing")
     parser.flag("--verify", "run original against rewritten afterwards")
@@ -139,6 +139,14 @@ def _rewrite() -> Parser:
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     _add_json(parser, "what --check found, or what was written")
     return parser
+
+
+def _others() -> str:
+    """The other commands, each with what it does."""
+    words = {name: str(make().description) for name, make in PARSERS.items() if name}
+    return "\n".join(
+        f"  slapo-rewrite {name:<10}  {re.split('[.;:]', does)[0]}" for name, does in words.items()
+    )
 
 
 def _verify() -> Parser:
@@ -260,7 +268,7 @@ def _tune() -> Parser:
         default=0.9,
     )
     parser.number("--seed", "of random numbers", least=0, default=0)
-    parser.flag("--json", "print the result as JSON")
+    _add_json(parser, "the result")
     parser.path(
         "--replay",
         "GRID",
@@ -306,7 +314,7 @@ def _plan() -> Parser:
         "OUT",
         "a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
     )
-    parser.flag("--json", "print the plan as JSON")
+    _add_json(parser, "the plan")
     parser.path("--plot", "FILE", "draw time against memory (.png, .svg)")
     return parser
 

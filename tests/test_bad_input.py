@@ -156,6 +156,8 @@ def test_unknown_path(run: Run):
 
 def test_unknown_index(run: Run):
     assert "`layers` has 4 modules: there is no [7]" in run('s["layers"][7].checkpoint()')
+    assert "`layers` has 4 modules: there is no [-5]" in run('s["layers"][-5].checkpoint()')
+    assert "`layers` has 4 modules: there is no [5:9]" in run('s["layers"][5:9].checkpoint()')
     assert "is a Linear, not a module list" in run('s["head"][0].checkpoint()')
 
 
@@ -186,6 +188,7 @@ def test_knob_of_another_type(run: Run):
 
 def test_unknown_primitive_and_argument(run: Run):
     assert "did you mean `shard`?" in run('s["head"].shrad("weight", axis=0)')
+    assert 'a module is selected by its path: s["layers"]\n' in run("s.layers.checkpoint()")
     text = run('s["head"].shard("weight", axes=0)')
     assert "`shard` takes no argument `axes`" in text and "did you mean `axis`" in text
     assert "missing a required argument: 'axis'" in run('s["head"].shard("weight")')
@@ -212,6 +215,9 @@ def test_an_argument_of_another_type(run: Run, call: str, words: str):
 def test_axis_out_of_range(run: Run):
     text = run('s["head"].shard("weight", axis=2)')
     assert "`head.weight` has shape [30, 12]: there is no axis 2" in text
+    assert "its axes are 0 to 1" in text
+    text = run('s["norm"].shard("weight", axis=1)')
+    assert "its only axis is 0" in text
 
 
 def test_parts_that_do_not_divide(run: Run):

@@ -10,6 +10,7 @@ import pytest
 
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.diff_hunks import coloured
+from slapo_rewrite.parsers import PARSERS
 from slapo_rewrite.verify import run
 
 SOURCE = """\
@@ -50,6 +51,15 @@ def schedule(s):
 """
 
 REWRITE = ["net.py", "--schedule", "s.py"]
+
+
+def test_help_says_what_each_command_does(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for name in filter(None, PARSERS):
+        does = re.search(rf"^  slapo-rewrite {name} +(\w.*)$", shown, re.M)
+        assert does and str(PARSERS[name]().description).startswith(does[1])
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """What README.md and docs/ show is what the tool does; `tests/documents.py` says how it is run."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from benchmark import (
 )
 from slapo_rewrite import cli
 from slapo_rewrite.primitives import registry
+from slapo_rewrite.primitives.page import described
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import bundled
 from slapo_rewrite.schedule.plan import Plan
@@ -118,6 +120,15 @@ def test_the_table_of_primitives_is_whole():
     assert {
         re.match(r"\.(\w+)\(", code)[1] for code in table("docs/schedules.md", "primitive")
     } == set(registry())
+
+
+@pytest.mark.parametrize("code", table("docs/schedules.md", "primitive"))
+def test_the_table_of_primitives_calls_arguments_as_they_are_called(code):
+    name, shown = re.fullmatch(r"\.(\w+)(\(.*\))", code).groups()
+    call = described(name).call.removeprefix(name)
+    own, known = (inspect.signature(eval(f"lambda {text[1:-1]}: 0")) for text in (shown, call))
+    known = {each.name: each.default for each in known.parameters.values()}
+    assert {each.name: each.default for each in own.parameters.values()}.items() <= known.items()
 
 
 def test_the_table_of_commands_names_every_command():

@@ -100,7 +100,7 @@ class Construction(Change):
         text.replace(
             site.value,
             lambda node: _choice(node, by_change, site, test, text, first_apart),
-            f"choose by {'share' if regions else 'index'} for `{site.path}`",
+            f"choose the class of `{site.path}` by {'share' if regions else 'index'}",
         )
         variable = _counter(site, text, level)
 

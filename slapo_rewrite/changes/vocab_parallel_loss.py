@@ -24,6 +24,7 @@ from slapo_rewrite.directive import Causes
 from slapo_rewrite.sharding import ParallelLoss, TiedHead, head_of
 
 MODULE = "vocab_parallel_loss"
+GATHERED = "gather the logits where training computes no loss"
 PLAIN = "vocab_parallel_cross_entropy"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 # What a vocabulary-parallel loss takes by name.
@@ -162,7 +163,7 @@ class _Gathers:
             insert = self.text.insert_before if returned else self.text.insert_after
             insert(node, f"if {' or '.join(conditions)}:\n    {line()}", why)
 
-        why, method = "whole logits", self.method
+        why, method = GATHERED, self.method
         is_read = any(_reads_after(method, name, self.statement))
         if isinstance(self.statement, ast.Return):
             loads = _names(self.statement, name, ast.Load)
@@ -238,7 +239,7 @@ class _Gathers:
         edit = in_else(self.text.file, node, line)
         if any(each.start == edit.start for each in self.text.at(node).around):
             edit = in_else(self.text.file, node, line, opened=True)
-        self.text.place(node, edit, "whole logits")
+        self.text.place(node, edit, GATHERED)
 
 
 def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:

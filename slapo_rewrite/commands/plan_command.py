@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
-from slapo_rewrite.commands.answers import DONE, check_installed, say, working
+from slapo_rewrite.commands.answers import DONE, check_installed, say, tell, working
 from slapo_rewrite.commands.work_out import is_auto, work_out
 
 if TYPE_CHECKING:
@@ -27,16 +27,17 @@ def plan_command(options: argparse.Namespace) -> int:
         from slapo_rewrite.plan.pareto_plot import draw
 
         draw(planned, options.plot)
-    from slapo_rewrite.plan.plan_table import rendered
+    if not options.json:
+        from slapo_rewrite.plan.plan_table import rendered
 
-    print(planned.as_json() if options.json else rendered(planned))
+        print(rendered(planned))
     if options.output is not None:
         from slapo_rewrite.plan.plan_files import write_plan
 
         with working(f"rewriting {options.source}"):
             names = write_plan(planned, options.output)
         say(f"wrote {options.output}: {', '.join(names)}")
-    return DONE
+    return tell(DONE, reason="done", **planned.as_json()) if options.json else DONE
 
 
 def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Planned:

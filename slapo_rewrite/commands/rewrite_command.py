@@ -44,7 +44,8 @@ def rewrite_command(options: argparse.Namespace) -> int:
         options.support.absolute().name if options.support is not None else None,
     )
     if options.check:
-        return _check(options, options.output, options.support, request)
+        remedy = "the same without --check writes it anew"
+        return _check(options, options.output, options.support, request, remedy)
     if options.diff:
         return _diff(options, request)
     warnings = current.up_to_date(options.output, request, options.support)
@@ -104,7 +105,9 @@ def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
         tidy(options.support)
 
 
-def _check(options: argparse.Namespace, out: Path, shared: Path | None, request: Request) -> int:
+def _check(
+    options: argparse.Namespace, out: Path, shared: Path | None, request: Request, remedy: str
+) -> int:
     """Answers from hashes where nothing changed, without importing torch."""
     from slapo_rewrite.emit import current, record
 
@@ -124,7 +127,7 @@ def _check(options: argparse.Namespace, out: Path, shared: Path | None, request:
     if not wrong:
         return answered(options, DONE, f"{out} is current", reason="current")
     reasons = list(current.reasons(content, request))
-    words = "\n".join([*reasons, f"not current: {', '.join(wrong)}"])
+    words = "\n".join([*reasons, f"not current: {', '.join(wrong)}", remedy])
     return answered(options, NO, words, reason="not current", files=wrong, inputs=reasons)
 
 
@@ -233,7 +236,7 @@ def update_command(options: argparse.Namespace) -> int:
     if shared is not None:
         tidy(shared)
     if options.check:
-        return _check(options, out, shared, request)
+        return _check(options, out, shared, request, f"slapo-rewrite update {out} writes it anew")
     if (warnings := current.up_to_date(out, request, shared)) is not None:
         return _up_to_date(options, out, warnings)
     reasons = list(current.reasons(content, request))

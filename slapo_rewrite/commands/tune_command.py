@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from slapo_rewrite import errors
-from slapo_rewrite.commands.answers import DONE, NO, check_installed, say, working
+from slapo_rewrite.commands.answers import DONE, NO, check_installed, say, tell, working
 from slapo_rewrite.commands.work_out import is_auto
 
 
@@ -60,11 +60,8 @@ def _replay(options: argparse.Namespace) -> int:
     with working(f"replaying {options.replay}"):
         results = replayed(grid, names, options.seeds or 20, options.confidence, options.seed)
     if options.json:
-        import json
-
-        print(json.dumps({**grid.summary(), "strategies": results}, indent=1))
-    else:
-        print(rendered(grid, results))
+        return tell(DONE, reason="done", **grid.summary(), strategies=results)
+    print(rendered(grid, results))
     return DONE
 
 
@@ -90,12 +87,11 @@ def _search(options: argparse.Namespace) -> int:
     )
     with working(f"tuning {schedule}"):
         searched = tune(wanted, say)
+    code = DONE if searched.best is not None else NO
     if options.json:
-        import json
-
-        print(json.dumps(searched.as_json(), indent=1))
-    else:
-        print(searched.render())
-        if searched.best is not None:
-            print(f"the surface is drawn in {options.output / SURFACE}")
-    return DONE if searched.best is not None else NO
+        reason = "done" if code == DONE else "no point ran"
+        return tell(code, reason=reason, **searched.as_json())
+    print(searched.render())
+    if searched.best is not None:
+        print(f"the surface is drawn in {options.output / SURFACE}")
+    return code

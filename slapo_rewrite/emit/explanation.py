@@ -31,8 +31,7 @@ def explain(out: Path, place: str | None) -> str:
         f"note: {name} was edited by hand since; its line numbers may be off" for name in edited
     ]
     if place is None:
-        changes = content.get("changes", ())
-        lines += [line for change in changes for line in _change(out, content, change)]
+        lines += _changes(content)
         name = content["schedule"]["name"]
         own = (d for d in content.get("directives", ()) if "outcome" in d)
         lines += [f"{name}:{d['line']}  {d['text']}: {d['outcome']}" for d in own]
@@ -117,12 +116,20 @@ def _added(out: Path, name: str) -> set[int]:
     return {number for hunk in hunks(diff) if hunk.file == name for number in hunk.added}
 
 
-def _change(out: Path, content: dict[str, Any], change: dict[str, Any]) -> list[str]:
-    span = change["lines"]
-    where = change["file"]
-    if span:
-        where += f":{span[0]}" + (f"-{span[1]}" if span[1] > span[0] else "")
-    return [f"{where}  {change['why']}", *_causes(content, change)]
+def _changes(content: dict[str, Any]) -> list[str]:
+    """Every change with its causes; files that are there for the same ones stand together."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for change in content.get("changes", ()):
+        where, span = change["file"], change["lines"]
+        if span:
+            where += f":{span[0]}" + (f"-{span[1]}" if span[1] > span[0] else "")
+        said = (change["why"], *_causes(content, change))
+        together.setdefault((where if span else "", *said), []).append(where)
+    return [
+        line
+        for (_, why, *causes), places in together.items()
+        for line in (f"{', '.join(places)}  {why}", *causes)
+    ]
 
 
 def _rule(content: dict[str, Any], note: dict[str, Any]) -> list[str]:

@@ -346,11 +346,14 @@ class _Lowering:
         shares = [share.cause.at for state in self.states.values() for share in state.shares]
         causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
+        hint = error.hint
+        if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
+            hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
         return errors.UnfollowableSize(
             str(error).replace("``", "`s`"),
             at=places[0] if places else None,
             also=places[1:],
-            hint=error.hint,
+            hint=hint,
         )
 
     def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:

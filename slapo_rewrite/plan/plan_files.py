@@ -42,7 +42,7 @@ def write_plan(planned: Planned, folder: Path) -> list[str]:
     texts = {
         CONFIGURATION: json.dumps(configuration(planned, best), indent=2) + "\n",
         LAUNCH: launch(planned, best, settings, folder, set(output.files)),
-        PLAN: planned.as_json() + "\n",
+        PLAN: json.dumps(planned.as_json(), indent=1) + "\n",
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

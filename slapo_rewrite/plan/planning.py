@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import sys
@@ -104,27 +103,22 @@ class Planned:
         own = [f"{k}={v}" for k, v in values.items() if k in self.knobs - fixed]
         return [*self.wanted.fixed, *own]
 
-    def as_json(self) -> str:
+    def as_json(self) -> dict[str, object]:
         """All of it, for programs."""
         wanted = self.wanted
-        return json.dumps(
-            {
-                "gpus": wanted.gpus,
-                "gpu": wanted.hardware.name,
-                "memory_bytes": round(wanted.memory),
-                "batch": wanted.batch,
-                "sequence": wanted.sequence,
-                "precision": wanted.precision,
-                "products": wanted.hardware.precision,
-                "plans": [
-                    {**p.as_json(), "settings": self.settings(p.way)} for p in self.best[:10]
-                ],
-                "do_not_fit": [p.as_json() for p in self.others[:10]],
-                "refused": {str(ranks): why for ranks, why in self.refused.items()},
-                "assumptions": self.assumptions,
-            },
-            indent=1,
-        )
+        return {
+            "gpus": wanted.gpus,
+            "gpu": wanted.hardware.name,
+            "memory_bytes": round(wanted.memory),
+            "batch": wanted.batch,
+            "sequence": wanted.sequence,
+            "precision": wanted.precision,
+            "products": wanted.hardware.precision,
+            "plans": [{**p.as_json(), "settings": self.settings(p.way)} for p in self.best[:10]],
+            "do_not_fit": [p.as_json() for p in self.others[:10]],
+            "refused": {str(ranks): why for ranks, why in self.refused.items()},
+            "assumptions": self.assumptions,
+        }
 
 
 @collector_paused()

@@ -243,9 +243,11 @@ class Shard(Primitive):
         if not -len(shape) <= axis < len(shape):
             raise errors.BadAxis(
                 f"`{node.path}.{name}` has shape {list(shape)}: there is no axis {axis}",
-                hint=f"its axes are 0 to {len(shape) - 1}"
-                if shape
-                else "a scalar cannot be sharded",
+                hint="a scalar cannot be sharded"
+                if not shape
+                else f"its axes are 0 to {len(shape) - 1}"
+                if len(shape) > 1
+                else "its only axis is 0",
             )
         axis %= len(shape)
         parts = self._parts(call, node, name, shape[axis])

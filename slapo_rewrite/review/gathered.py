@@ -86,7 +86,7 @@ class Review:
             what = f"FAILED: {found.failures[0]}"
         else:
             what = f"NOT EQUAL in {found.failed} of {found.compared} comparisons"
-        return f"Verified at world {worlds}: {what}."
+        return f"Verified at {worlds}: {what}."
 
 
 def gathered(

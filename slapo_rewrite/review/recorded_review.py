@@ -217,13 +217,18 @@ def _rules(content: Mapping[str, Any], calls: Sequence[Call]) -> list[RuleOutcom
 def _verification(content: Mapping[str, Any] | None) -> Verification | None:
     if content is None:
         return None
-    worlds = [str(world) for world in content["worlds"]]
+    worlds = [_world(world) for world in content["worlds"]]
     names = dict.fromkeys(row["check"] for row in content["checks"])
-    of = {(str(row["world"]), row["check"]): row for row in content["checks"]}
+    of = {(_world(row["world"]), row["check"]): row for row in content["checks"]}
     checks = tuple(Check(n, tuple(of.get((world, n)) for world in worlds)) for n in names)
-    failures = tuple(f"{each['world']}: {each['what']}" for each in content["failures"])
+    failures = tuple(f"{_world(each['world'])}: {each['what']}" for each in content["failures"])
     changed = bool(content["changed"])
     return Verification(content["verdict"], tuple(worlds), checks, failures, changed)
+
+
+def _world(recorded: int | str) -> str:
+    """A world size, or the layout of a pipeline, in words."""
+    return f"world {recorded}" if isinstance(recorded, int) else f"pipeline {recorded}"
 
 
 def _schedule_text(content: Mapping[str, Any], schedule: str | None) -> str | None:

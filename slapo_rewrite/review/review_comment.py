@@ -85,12 +85,12 @@ def _rules(review: Review) -> Iterator[str]:
 def _wrong(review: Review) -> Iterator[str]:
     found = review.recorded.verification
     assert found is not None
-    yield from (f"- world {words}" for words in found.failures)
+    yield from (f"- {words}" for words in found.failures)
     for check in found.checks:
         for world, cell in zip(found.worlds, check.cells, strict=True):
             if cell is not None and not cell["ok"]:
                 by = f" by {cell['error']}, of at most {cell['limit']}" if "limit" in cell else ""
-                yield f"- {check.name} at world {world}{by}"
+                yield f"- {check.name} at {world}{by}"
 
 
 def _predicted(review: Review) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _predicted(review: Review) -> Iterator[str]:
     models = prediction.models
     rows = [[kind, *(size(m.memory[kind]) for m in models)] for kind in models[0].memory]
     rows += [["**memory**", *(size(model.predicted.memory) for model in models)]]
-    rows += [[kind, *(duration(m.seconds[kind]) for m in models)] for kind in models[0].seconds]
+    rows += [[kind, *(duration(m.seconds[kind]) for m in models)] for kind in prediction.spent]
     rows += [["**step**", *(duration(model.predicted.seconds) for model in models)]]
     yield from _table(("", *(model.name for model in models)), rows)
     yield f"\nCounted, not measured: a step with {prediction.batch}, in bfloat16, on H200s."

@@ -29,7 +29,7 @@ TOKEN = "t-"  # begins the classes of tokens, which the page has names of its ow
 # What text and lines are drawn in; the page's own colour stands for it in the end.
 _INK = "#010203"
 # Told apart by people who do not see all colours (Okabe and Ito 2008), on white and on black.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
@@ -112,7 +112,7 @@ def drawn(review: Review) -> dict[str, Markup]:
         return {}
     names = [model.name for model in prediction.models]
     memory = [{k: v / 1e9 for k, v in model.memory.items()} for model in prediction.models]
-    seconds = [{k: v * 1e3 for k, v in model.seconds.items()} for model in prediction.models]
+    seconds = [{k: model.seconds[k] * 1e3 for k in prediction.spent} for model in prediction.models]
     found = {
         "memory": bars(names, memory, "GB", "memory"),
         "time": bars(names, seconds, "ms", "time"),
@@ -134,11 +134,10 @@ def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str
     with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure, axes = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)), layout="constrained")
         left = [0.0] * len(names)
-        colours = dict(zip(amounts[0], COLOURS, strict=False))
-        kinds = [kind for kind in colours if any(each[kind] for each in amounts)]
-        for kind in kinds:
+        kinds = list(amounts[0])
+        for kind, colour in zip(kinds, COLOURS[: len(kinds)], strict=True):
             widths = [each[kind] for each in amounts]
-            axes.barh(names, widths, left=left, label=kind, color=colours[kind], height=0.62)
+            axes.barh(names, widths, left=left, label=kind, color=colour, height=0.62)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for place, total in enumerate(left):
             axes.text(total, place, f" {total:.3g} {unit}", va="center")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_rewrite.primitives.page import first_line
+from slapo_rewrite.primitives.page import first_line, rules
 
 IMPORT = "import what is used below"
 
@@ -54,10 +54,12 @@ class Reason:
 
     @property
     def by_primitive(self) -> dict[str, list[Call]]:
-        """The calls of each primitive, by what it does."""
+        """The calls of each primitive, by what it does; where a rule fired, by what that does."""
+        name = self.what.strip("`")
+        rule = first_line(name) if name in rules() else ""
         found: dict[str, list[Call]] = {}
         for call in self.calls:
-            found.setdefault(call.does, []).append(call)
+            found.setdefault(rule or call.does, []).append(call)
         return found
 
     @property

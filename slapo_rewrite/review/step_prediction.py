@@ -99,6 +99,12 @@ class Prediction:
     stages: Stages | None
     remarks: tuple[str, ...]
 
+    @property
+    def spent(self) -> list[str]:
+        """What any of the models takes time for."""
+        kinds = self.models[0].seconds
+        return [kind for kind in kinds if any(model.seconds[kind] for model in self.models)]
+
 
 def predicted(models: Models) -> Prediction:
     """Predicts a step.

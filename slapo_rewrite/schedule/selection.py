@@ -101,13 +101,16 @@ class Selection:
                 nodes += items[taken.start : taken.stop]
                 self._warn_of(share, len(taken), len(items))
                 continue
-            try:
-                picked = items[key]
-            except IndexError:
+            if isinstance(key, slice):
+                picked = items[key]  # may be none, as in `[:0]`, but not from behind the end
+                exists = bool(picked) or key.start is None or key.start <= len(items)
+            elif exists := -len(items) <= key < len(items):
+                picked = [items[key]]
+            if not exists:
                 raise errors.UnknownPath(
-                    f"{node.shown} has {len(items)} modules: there is no [{key}]"
-                ) from None
-            nodes += picked if isinstance(picked, list) else [picked]
+                    f"{node.shown} has {len(items)} modules: there is no [{shown}]"
+                )
+            nodes += picked
         said = f"{self._said}[{shown}]"
         return Selection(self._plan, nodes, said, (*self._shares, *shares))
 
@@ -197,9 +200,12 @@ class Selection:
             raise AttributeError(name)
         primitive = primitives.registry().get(name)
         if primitive is None:
+            is_module = any(name in node.children for node in self._nodes)
             raise errors.UnknownPrimitive(
                 f"there is no primitive `{name}`",
-                hint=errors.did_you_mean(name, primitives.registry())
+                hint=f'a module is selected by its path: {self._said}["{name}"]'
+                if is_module
+                else errors.did_you_mean(name, primitives.registry())
                 or "the primitives are " + ", ".join(primitives.registry()),
             )
 

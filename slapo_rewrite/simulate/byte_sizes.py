@@ -32,5 +32,5 @@ def gib(size: float) -> str:
 
 def shown_size(size: float) -> str:
     """A number of bytes of any order, to be read."""
-    unit = next(unit for unit in ("GiB", "MiB", "B") if size >= UNITS[unit] or unit == "B")
-    return f"{size / UNITS[unit]:.2f} {unit}"
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= UNITS[unit]), None)
+    return f"{size / UNITS[unit]:.2f} {unit}" if unit else f"{size:.0f} B"

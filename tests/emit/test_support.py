@@ -278,7 +278,10 @@ def test_explain_and_diff(capsys):
     assert write("one") == 0
     capsys.readouterr()
     assert main(["explain", "models/one"]) == 0
-    assert "../support/tensor_parallel.py  what the model file calls" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    names = ("guards", "loading", "shards", "tensor_parallel")
+    files = ", ".join(f"../support/{name}.py" for name in names)
+    assert f"{files}  what the model file calls\n" in shown
     lines = held("one")["net.py"].splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "self.down = " in line)
     assert main(["explain", "models/one", f"net.py:{number}"]) == 0

@@ -261,8 +261,10 @@ def test_stages_that_are_fixed_are_the_plans_and_what_is_launched_says_which_ran
     plain = ["--set", "fuse=false", "--set", "sequence_parallel=false", "--set", "ckpt_ratio=0"]
     out = tmp_path / "out"
     assert planned(tmp_path, *plain, "--set", "pipeline_stages=2", "--json", "-o", out) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
-    assert {each["pipeline"] for each in plans} == {2}
+    told = json.loads(capsys.readouterr().out)
+    assert (told.pop("exit"), told.pop("reason")) == (0, "done")
+    assert told == json.loads((out / "plan.json").read_text())
+    assert {each["pipeline"] for each in told["plans"]} == {2}
     script = (out / "launch.sh").read_text()
     assert "pipeline.build(..., topology=topology)" in script and "num_pp=2" in script
     assert " 0.000 s" not in script

@@ -22,7 +22,7 @@ from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.model.step_profile import BEFORE, Amount, Part, Place, Profile
 from slapo_rewrite.schedule.load import ScheduleFile
-from slapo_rewrite.simulate.byte_sizes import byte_size
+from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
 from slapo_rewrite.simulate.recompute_search import RecomputeSearch
 from slapo_rewrite.simulate.step_memory import Unfolded, states
 from tests.marks import all_but
@@ -343,3 +343,8 @@ def test_no_more_is_counted_of_a_deep_model(tmp_path, monkeypatch, depth):
     rewritten(tmp_path, source, HEAD + BUDGET.format("1GiB"))
     parts = [part for profile in counted for part in profile.forward.values()]
     assert len(counted) == 3 and sum(part.operators for part in parts) < 70
+
+
+def test_sizes_are_shown_in_the_unit_that_they_fill():
+    shown = [shown_size(size) for size in (512, 1009152, 3.55 * 2**20, 2**31)]
+    assert shown == ["512 B", "985.50 KiB", "3.55 MiB", "2.00 GiB"]

@@ -33,12 +33,12 @@ class OnForward(Place):
 
 
 @dataclass(frozen=True)
-class RecordForward(Requested):
+class ProfileForward(Requested):
     """`forward` is a range of its own in torch's profiler."""
 
     label: str
 
-    prefix = "Recorded"
+    prefix = "Profiled"
     says = "that is a range of its own in a profile"
     is_parallel = False
 
@@ -53,29 +53,29 @@ class RecordForward(Requested):
         def make(made: cst.FunctionDef) -> cst.FunctionDef:
             return made.with_changes(decorators=[*made.decorators, decorator])
 
-        text.replace(forward, make, "recorded")
+        text.replace(forward, make, "profiled")
 
 
-class Record(Primitive):
+class Profile(Primitive):
     """Have a module's `forward` be a range of its own in torch's profiler."""
 
-    name = "record"
+    name = "profile"
 
     @staticmethod
     def takes(label: str) -> None: ...
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         check_called(call, node)
-        if earlier := [cause for _, cause in state.asks(RecordForward)]:
+        if earlier := [cause for _, cause in state.asks(ProfileForward)]:
             raise errors.ConflictingEdits(
-                f"`{node.path}` is recorded already", at=call.directive.at, cause=earlier
+                f"`{node.path}` is profiled already", at=call.directive.at, cause=earlier
             )
-        return state.asking(RecordForward(call.arguments["label"]), call.directive)
+        return state.asking(ProfileForward(call.arguments["label"]), call.directive)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(primitives.registry(), Record.name, Record())
+    monkeypatch.setitem(primitives.registry(), Profile.name, Profile())
 
 
 def ranges(stack):
@@ -86,7 +86,7 @@ def ranges(stack):
 
 def test_in_place_where_all_modules_have_it(tmp_path):
     output = rewritten(
-        tmp_path, STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].record("block")\n'
+        tmp_path, STACK, MODEL + 'def schedule(s):\n    s["blocks.*"].profile("block")\n'
     )
     assert changed_lines(output) == (
         '+from torch.profiler import record_function\n+    @record_function("block")\n'
@@ -96,22 +96,22 @@ def test_in_place_where_all_modules_have_it(tmp_path):
 
 def test_in_a_subclass_where_some_have_it(tmp_path):
     output = rewritten(
-        tmp_path, STACK, MODEL + 'def schedule(s):\n    s["blocks"][-1].record("last")\n'
+        tmp_path, STACK, MODEL + 'def schedule(s):\n    s["blocks"][-1].profile("last")\n'
     )
     lines = changed_lines(output)
-    assert "+class RecordedBlock(Block):\n" in lines
+    assert "+class ProfiledBlock(Block):\n" in lines
     assert '+    """A `Block` that is a range of its own in a profile."""\n' in lines
     assert ranges(imported(written(tmp_path, output)).Stack(4, depth=4)) == ["last"]
 
 
 def test_beside_other_primitives(tmp_path):
-    text = 'def schedule(s):\n    s["blocks.*"].record("block")\n    s["blocks"][:2].checkpoint()\n'
+    text = 'def schedule(s):\n    s["blocks.*"].profile("block")\n    s["blocks"][:2].checkpoint()\n'
     stack = imported(written(tmp_path, rewritten(tmp_path, STACK, MODEL + text))).Stack(4, depth=4)
     assert ranges(stack) == ["block"] * 6  # two of four are computed again
 
 
 def test_what_it_refuses_is_told_with_both_lines(tmp_path):
-    text = 'def schedule(s):\n    s["blocks.*"].record("a")\n    s["blocks"][0].record("b")\n'
+    text = 'def schedule(s):\n    s["blocks.*"].profile("a")\n    s["blocks"][0].profile("b")\n'
     error = refused(tmp_path, STACK, MODEL + text, "SR306")
-    assert "`blocks.0` is recorded already" in error
-    assert 's["blocks"][0].record("b")' in error and 's["blocks.*"].record("a")' in error
+    assert "`blocks.0` is profiled already" in error
+    assert 's["blocks"][0].profile("b")' in error and 's["blocks.*"].profile("a")' in error

@@ -170,6 +170,8 @@ def test_every_changed_line_is_there_and_linked_to_the_schedule(gpt, page):
         assert links and all(link.startswith("#schedule-") for link in links), part.text
     swiglu = next(p for p in changed.all("article", "part") if "becomes a ColumnParallel" in p.text)
     assert "Split one or several parameters of a module" in swiglu.text
+    (loss,) = [r.text for r in changed.all("li") if r.text.startswith("cross_entropy")]
+    assert loss.startswith("cross_entropy Compute the cross entropy of a vocabulary in one kernel")
 
 
 def test_lines_of_the_schedule_lead_to_what_they_caused(page):
@@ -228,7 +230,11 @@ def test_the_prediction_is_told_with_and_without(page):
     assert rows["weights"] == ["248.9 MB", "248.9 MB", "125.3 MB"]
     assert rows["tensor-parallel communication"][1] == "0"
     assert rows["tensor-parallel communication"][2] != "0"
+    assert "bubble" not in rows and "gradient all-reduce" not in rows, "there is none"
     assert len(section.all("svg")) == 3
+    drawn = {text.text for text in section.all("figure")[1].all("text")}
+    assert set(rows) & {"compute", "memory traffic", "optimizer"} <= drawn
+    assert {f"{float(step.split()[0]):.3g} ms" for step in rows["step"]} <= drawn
     assert {"weights", "rewritten, a rank of 2", "stage 1"} <= {t.text for t in section.all("text")}
 
 
@@ -269,20 +275,27 @@ def test_a_verification_is_told(net):
         {"world": 1, "check": "loss", "ok": True, "error": 0.0, "limit": 1e-5},
         {"world": 2, "check": "loss", "ok": False, "error": "inf", "limit": 1e-5},
         {"world": 2, "check": "keeps tied parameters tied", "ok": True},
+        {"world": "pp2 tp2", "check": "loss", "ok": True, "error": 0.0, "limit": 1e-5},
     ]
-    found = {"verdict": "not equal", "worlds": [1, 2], "changed": [], "checks": checks}
+    found = {"verdict": "not equal", "worlds": [1, 2, "pp2 tp2"], "changed": [], "checks": checks}
     path = net / "out" / record.NAME
     path.write_text(record.with_verification(path.read_text(), {**found, "failures": []}))
     page = reported()
     section = page.one(id="verification")
-    assert [th.text for th in section.all("th")] == ["Check", "world 1", "world 2"]
+    assert [th.text for th in section.all("th")] == [
+        "Check",
+        "world 1",
+        "world 2",
+        "pipeline pp2 tp2",
+    ]
     rows = [[td.text for td in row.all("td")] for row in section.all("tr")[1:]]
     assert rows == [
-        ["loss", "ok 0.0 of 1e-05", "WRONG inf of 1e-05"],
-        ["keeps tied parameters tied", "", "ok"],
+        ["loss", "ok 0.0 of 1e-05", "WRONG inf of 1e-05", "ok 0.0 of 1e-05"],
+        ["keeps tied parameters tied", "", "ok", ""],
     ]
     last = page.one(id="summary").all("li")[-1].text
-    assert last == "Verified at world 1, 2: NOT EQUAL in 1 of 3 comparisons."
+    worlds = "world 1, world 2, pipeline pp2 tp2"
+    assert last == f"Verified at {worlds}: NOT EQUAL in 1 of 4 comparisons."
 
 
 def test_hand_edits_are_told_apart(net):

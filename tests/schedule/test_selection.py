@@ -80,6 +80,8 @@ def test_slices_by_fractions_are_rounded_down(s):
     assert layers[0.25:0.75].paths == ["layers.1", "layers.2"]
     assert layers[:0.74].paths == ["layers.0", "layers.1"]
     assert layers[: 3 * 0.25]["attn.q"].paths == [f"layers.{i}.attn.q" for i in range(3)]
+    assert layers[:0].paths == layers[4:].paths == layers[-9:0].paths == []
+    assert layers[9::-3].paths == ["layers.3", "layers.0"]
     assert layers[:0.0].paths == [] and layers[:1.0].paths == s["layers.*"].paths
     assert s["layers.*.mlp"][: 2 / 3].paths == [
         f"layers.{i}.mlp.{n}" for i in range(4) for n in "01"

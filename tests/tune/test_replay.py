@@ -90,7 +90,7 @@ def test_as_json(capsys):
     arguments = ["tune", "--replay", str(PUBLISHED), "--seeds", "2", "--strategy", "random"]
     assert cli.main([*arguments, "--strategy", "exhaustive", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["points"] == 91
+    assert (said["exit"], said["reason"], said["points"]) == (0, "done", 91)
     assert said["best"] == {
         "knobs": {"batch_size": 144, "ckpt_ratio": 0.5},
         "throughput": 130.9,

@@ -105,6 +105,7 @@ def edit(path, old, new):
 def test_all_points_are_tried_but_those_that_are_excluded(folder, capsys):
     assert cli.main([*SEARCH, "--strategy", "exhaustive", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
+    assert (said["exit"], said["reason"]) == (0, "done")
     assert said["best"]["knobs"] == {"ratio": 1.0, "batch": 4}
     assert said["best"]["throughput"] == pytest.approx(4 / (1 + 16 / 3))
     outcomes = {tuple(t["knobs"].values()): t["outcome"] for t in said["trials"]}

@@ -98,6 +98,14 @@ def test_syncs_that_do_not(syncs, words, tmp_path):
     assert words in refused(tmp_path, SOURCE, SCHEDULE + syncs, "SR104")
 
 
+def test_what_is_missing_is_said_to_be_inferred_where_nothing_is(tmp_path):
+    advice = "`s.infer_sync()` after the shards adds what is missing; by hand, add it up"
+    assert advice in refused(tmp_path, SOURCE, SCHEDULE + "    down" + FORWARD, "SR104")
+    syncs = "    up" + BACKWARD + "    mlp" + BACKWARD + "    down" + FORWARD
+    assert "infer_sync" not in refused(tmp_path, SOURCE, SCHEDULE + syncs, "SR104")
+    assert rewritten(tmp_path, SOURCE, SCHEDULE + "    s.infer_sync()\n").warnings == []
+
+
 def test_the_input_of_a_layer_split_over_its_inputs_must_be_a_part(tmp_path):
     schedule = SCHEDULE.replace('    up.shard(["weight", "bias"], axis=0)\n', "")
     text = refused(tmp_path, SOURCE, schedule + "    down" + FORWARD, "SR104")
