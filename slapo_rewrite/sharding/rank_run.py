@@ -133,7 +133,11 @@ class RankRun(TorchFunctionMode):
         if shapes(output):
             entry = run.next_entry(func)
             entry.choose(tensors(output))
-            _take_in(run, name, entry, args, kwargs, output, blocks)
+            try:
+                _take_in(run, name, entry, args, kwargs, output, blocks)
+            except (CannotFollow, PlacementError):
+                run.position -= 1  # it did not fit
+                raise
         elif name == "__setitem__":
             check_assigned(run, run.next_entry(func), args)
         else:

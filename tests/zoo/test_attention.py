@@ -310,6 +310,17 @@ def test_of_a_bias_of_each_head_a_rank_takes_its_slice(tmp_path, used):
     assert "+        bias = scatter(bias, axis=0)\n" in changed
 
 
+def test_of_two_ways_the_one_that_comes_further_is_mended(tmp_path):
+    """With a rank's heads in the attribute the scale is wrong; without, a bias is not sliced yet."""
+    source = with_bias("(q @ k.transpose(-2, -1) * (C // self.num_heads) ** -0.5 + bias)")
+    source = source.replace(
+        "view(B, T, self.num_heads, self.head_dim)", "view(B, T, self.num_heads, -1)"
+    )
+    changed = changed_lines(rewritten(tmp_path, source, SCHEDULE + INFERRED))
+    assert "+        bias = scatter(bias, axis=0)\n" in changed
+    assert "part_size(self.num_heads), -1)" in changed
+
+
 def test_heads_that_lie_in_the_batch_are_no_slice(tmp_path):
     used = "(SCORES.reshape(-1, T, T) + bias).view(B, -1, T, T)"
     source = with_bias(used, ".expand(B, HEADS, 1, T).reshape(-1, 1, T)")
