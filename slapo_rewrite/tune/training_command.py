@@ -195,6 +195,6 @@ def _fails(
     return errors.RunFails(
         f"{what}\n  $ {command}\n{tail}".rstrip(),
         hint=hint
-        or f"all of it is in {log}; have `space(knobs)` return False for points that cannot run. "
-        "The trials so far are kept",
+        or f"all of it is in {log}; set the command right, or have `space(knobs)` return False for "
+        "points that cannot run. The trials so far are kept",
     )

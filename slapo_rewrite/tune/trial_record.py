@@ -124,7 +124,9 @@ class TrialRecord:
         try:
             first, *lines = (json.loads(line) for line in whole.splitlines())
             differing = [name for name in SAME if first.get(name) != head.get(name)]
-            if differing:
+            if differing and not lines and "format" in first:  # nothing of that search ran
+                whole = json.dumps(head) + "\n"
+            elif differing:
                 raise errors.OtherTrials(
                     f"`{self.path}` holds trials of another " + ", ".join(differing), hint=hint
                 )

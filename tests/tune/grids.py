@@ -66,6 +66,16 @@ def proportional():
     return grid(axes, lambda batch_size, ckpt_ratio: batch_size * (1 - 0.3 * ckpt_ratio))
 
 
+def reverse():
+    """Names that tell nothing, and what saves memory is the larger value of one knob."""
+
+    def throughput(tiles, resident):
+        value = (1 + 0.4 * resident) * (1.2 - tiles / 100)
+        return value if 10 * resident + 20 - tiles <= 17 else 0.0
+
+    return grid({"tiles": list(range(1, 21)), "resident": [n / 5 for n in range(6)]}, throughput)
+
+
 def timed(seconds=60.0, memory=60.0, recomputed=1.0, batch_counts=True):
     """Runs of so many steps end in time if steps are short: what saves memory takes longer."""
 
@@ -111,4 +121,5 @@ KINDS = {
     "little memory": lambda: batches(memory=17.0),
     "words": words,
     "proportional": proportional,
+    "reverse": reverse,
 }

@@ -136,6 +136,13 @@ def test_a_search_goes_on_where_it_ended(folder, capsys):
     assert "trials of another schedule" in refused(capsys, *SEARCH)
 
 
+def test_a_command_that_never_ran_may_be_set_right(folder, capsys):
+    """The folder was then said to hold trials of another run, of which there were none."""
+    assert "not found" in refused(capsys, *SEARCH[:-1], f"no{RUN}")
+    assert cli.main([*SEARCH, "--strategy", "random", "--trials", "1"]) == 0
+    assert "trials of another run" in refused(capsys, *SEARCH[:-1], f"no{RUN}")
+
+
 def test_two_searches_in_one_folder(folder, capsys):
     path = folder / "tuned/trials.jsonl"
     with recording(path, {}, KnobSpace([Axis("ratio", (0.0,))])):
