@@ -27,6 +27,8 @@ from slapo_rewrite.directive import Directive
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _CLOSED = (*_SCOPES, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TAKING_TURNS = (*_CLOSED, ast.IfExp, ast.BoolOp)
+# Statements that need not compute what stands in them once.
+_HOLDING = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match, ast.Assert)
 
 
 def inline_edits(
@@ -178,8 +180,9 @@ class _Site:
         names = self._names(given)
         replaced: dict[ast.Name, str] = {}
         lead: list[str] = []
+        late = self._read_where_given(given)
         for name, value in given.items():
-            self._pass(name, value, names, replaced, lead)
+            self._pass(name, value, names, late.get(name), replaced, lead)
         for name in (*self.body.loads, *self.body.stores):
             for node in (*self.body.loads.get(name, ()), *self.body.stores.get(name, ())):
                 if name == self.body.me:
@@ -267,42 +270,63 @@ class _Site:
                 return True
         return any(name in names_in(value) for other, value in given.items() if other != name)
 
+    def _early(self, name: str) -> list[ast.Name]:
+        """Where the body reads what it was given by a name: before it binds that anew."""
+        loads, first = self.body.loads.get(name, []), self.body.statements[0]
+        if name not in self.body.stores:
+            return loads
+        binds = isinstance(first, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == name for t in first.targets
+        )
+        return [n for n in loads if within(first, n)] if binds else []
+
+    def _read_where_given(self, given: dict[str, ast.expr]) -> dict[str, ast.Name]:
+        """Where arguments that are computed can stand in the body, as nothing is called before.
+
+        They are computed in the call's order there, and after those that are bound to a name.
+        """
+        first, found = self.body.statements[0], dict[str, ast.Name]()
+        if isinstance(first, _HOLDING):
+            return found
+        before = [n for n in ast.walk(first) if isinstance(n, ast.Call)]
+        turns = [n for n in ast.walk(first) if isinstance(n, _TAKING_TURNS)]
+        end = _end_of(first)
+        for name, value in reversed(given.items()):
+            if isinstance(value, (ast.Name, ast.Constant)):
+                continue  # it is the same wherever it stands
+            reads = self._early(name)
+            if not reads and isinstance(value, ast.Attribute) and name not in self.body.stores:
+                continue  # nobody computes it
+            if len(reads) != 1 or not within(first, reads[0]):
+                break
+            if any(within(each, reads[0]) for each in turns) or _end_of(reads[0]) > end:
+                break
+            end = reads[0].lineno, reads[0].col_offset
+            if any(_end_of(each) <= end for each in before):
+                break
+            found[name] = reads[0]
+        return found
+
     def _pass(
         self,
         name: str,
         value: ast.expr,
         names: dict[str, str],
+        late: ast.Name | None,
         replaced: dict[ast.Name, str],
         lead: list[str],
     ) -> None:
         """Puts an argument where the body reads it, or binds it to a name before."""
         text = self.file.segment(value)
-        loads = self.body.loads.get(name, [])
-        first = self.body.statements[0]
-        stored = name in self.body.stores
-        if stored:
-            # Up to the line that binds the name anew, the body reads what it was given.
-            early = [n for n in loads if within(first, n)]
-            binds = isinstance(first, ast.Assign) and any(
-                isinstance(t, ast.Name) and t.id == name for t in first.targets
-            )
-            simple = isinstance(value, (ast.Name, ast.Constant)) or len(early) == 1
-            if binds and simple and early:
-                replaced.update({n: self._fitting(text, value, n) for n in early})
+        reads = self._early(name)
+        if isinstance(value, (ast.Name, ast.Constant)):
+            if reads or name not in self.body.stores:
+                replaced.update({n: self._fitting(text, value, n) for n in reads})
                 return
-        elif isinstance(value, (ast.Name, ast.Constant)):
-            replaced.update({n: self._fitting(text, value, n) for n in loads})
+        elif late is not None:
+            replaced[late] = self._fitting(text, value, late)
             return
-        elif (
-            len(loads) == 1
-            and within(first, loads[0])
-            and not isinstance(first, (ast.For, ast.While, ast.If, ast.With, ast.Try))
-        ):
-            closed = [n for n in ast.walk(first) if isinstance(n, _TAKING_TURNS)]
-            if not any(within(c, loads[0]) for c in closed):
-                replaced[loads[0]] = self._fitting(text, value, loads[0])
-                return
-        elif not loads and isinstance(value, ast.Attribute):
+        elif not self.body.loads.get(name) and isinstance(value, ast.Attribute):
             return
         target = names.get(name, name)
         if target != text:
@@ -382,3 +406,7 @@ class _Site:
         whole = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
         _, outer = next(self.file.around(self.call))
         return isinstance(outer, whole) or (isinstance(outer, ast.Call) and self.call in outer.args)
+
+
+def _end_of(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0

@@ -127,6 +127,17 @@ def test_ways_to_call(tmp_path, call, line):
     assert f"+        {line}" in changed_lines(rewritten(tmp_path, source(call), schedule))
 
 
+def test_arguments_are_computed_in_the_order_of_the_call(tmp_path):
+    """They may draw random numbers."""
+    call = "x = self.mlp(torch.rand_like(x), torch.rand_like(y))"
+    text = changed_lines(rewritten(tmp_path, source(call), SCHEDULE + INLINE))
+    assert text.splitlines()[1:4] == [
+        "+        mlp_x = torch.rand_like(x)",
+        "+        residual = torch.rand_like(y)",
+        "+        mlp_y = self.mlp.up(mlp_x)",
+    ]
+
+
 def test_it_goes_on_inside_and_says_why(tmp_path):
     lines = INLINE + '    blocks.inline("mlp.act")\n'
     output = rewritten(tmp_path, source("x = self.mlp(x, x)"), SCHEDULE + lines)
