@@ -105,7 +105,9 @@ def test_in_a_subclass_where_some_have_it(tmp_path):
 
 
 def test_beside_other_primitives(tmp_path):
-    text = 'def schedule(s):\n    s["blocks.*"].profile("block")\n    s["blocks"][:2].checkpoint()\n'
+    text = (
+        'def schedule(s):\n    s["blocks.*"].profile("block")\n    s["blocks"][:2].checkpoint()\n'
+    )
     stack = imported(written(tmp_path, rewritten(tmp_path, STACK, MODEL + text))).Stack(4, depth=4)
     assert ranges(stack) == ["block"] * 6  # two of four are computed again
 
