@@ -158,6 +158,14 @@ def test_unknown_index(run: Run):
     assert "`layers` has 4 modules: there is no [7]" in run('s["layers"][7].checkpoint()')
     assert "`layers` has 4 modules: there is no [-5]" in run('s["layers"][-5].checkpoint()')
     assert "`layers` has 4 modules: there is no [5:9]" in run('s["layers"][5:9].checkpoint()')
+    for path, right in (
+        ("layers.[0-3].qkv", 's["layers"][0:4]["qkv"]'),
+        ("layers[2].qkv", 's["layers"][2]["qkv"]'),
+        ("layers[0-1]", 's["layers"][0:2]'),
+        ("layers[0:1]", 's["layers"][0:1]'),
+    ):
+        hint = f"elements are selected by an index: {right}\n"
+        assert hint in run(f's["{path}"].shard("weight", axis=0)')
     assert "is a Linear, not a module list" in run('s["head"][0].checkpoint()')
 
 

@@ -20,7 +20,7 @@ from slapo_rewrite import cli
 from slapo_rewrite.primitives import registry
 from slapo_rewrite.primitives.page import described
 from slapo_rewrite.project import Project
-from slapo_rewrite.schedule.load import bundled
+from slapo_rewrite.schedule.load import ScheduleFile, bundled
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
 from tests.documents import TARGETS, Reader, read
@@ -143,6 +143,16 @@ def test_the_table_of_commands_names_every_command():
 def test_every_bundled_schedule_is_named():
     text = (ROOT / "docs/schedules.md").read_text()
     assert set(re.findall(r"\(\.\./rules/schedules/(\w+)\.py\)", text)) == set(bundled())
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_the_table_of_knobs_is_that_of_the_bundled_schedules(name):
+    row = re.search(
+        r"^\| `sequence_parallel` \|.*$", (ROOT / "docs/schedules.md").read_text(), re.M
+    )
+    lacking = {"sequence_parallel"} if name == "t5" and "not for T5" in row[0] else set()
+    _, *own = inspect.signature(ScheduleFile.load(name).module.schedule).parameters
+    assert set(own) == set(table("docs/schedules.md", "knob")) - lacking
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

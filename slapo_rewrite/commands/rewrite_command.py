@@ -44,7 +44,7 @@ def rewrite_command(options: argparse.Namespace) -> int:
         options.support.absolute().name if options.support is not None else None,
     )
     if options.check:
-        remedy = "the same without --check writes it anew"
+        remedy = "the same without --check makes it current"
         return _check(options, options.output, options.support, request, remedy)
     if options.diff:
         return _diff(options, request)
@@ -236,7 +236,7 @@ def update_command(options: argparse.Namespace) -> int:
     if shared is not None:
         tidy(shared)
     if options.check:
-        return _check(options, out, shared, request, f"slapo-rewrite update {out} writes it anew")
+        return _check(options, out, shared, request, f"slapo-rewrite update {out} makes it current")
     if (warnings := current.up_to_date(out, request, shared)) is not None:
         return _up_to_date(options, out, warnings)
     reasons = list(current.reasons(content, request))

@@ -31,7 +31,7 @@ OBVIOUS: dict[str, Callable[[Predicted], bool]] = {
 def rendered(planned: Planned, width: int = 118) -> str:
     """The best ways, why obvious others lose, and what is assumed."""
     table = Table(box=None, title=_title(planned), title_justify="left")
-    for column in ("", "tensor", "pipe", "data", "ZeRO", "rows", "again", "", "ms", "of best",
+    for column in ("", "tensor", "pipe", "data", "ZeRO", "rows", "recomputed", "", "ms", "of best",
                    "bubble", "memory", "bound by"):  # fmt: skip
         table.add_column(column, justify="left" if column == "bound by" else "right")
     best = planned.best[0].seconds

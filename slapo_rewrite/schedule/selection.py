@@ -80,8 +80,20 @@ class Selection:
             known = [with_wildcards(path) for path in known]
         return errors.UnknownPath(
             f"no module `{pattern}` below `{self._said}`",
-            hint=errors.did_you_mean(pattern, known) or _children_hint(self._nodes[0]),
+            hint=self._indexed(pattern)
+            or errors.did_you_mean(pattern, known)
+            or _children_hint(self._nodes[0]),
         )
+
+    def _indexed(self, pattern: str) -> str | None:
+        """A hint for a path with an index in it, `layers.[0-3].up` as `tree` writes it."""
+        found = re.fullmatch(r"([^\[]+?)\.?\[(\d+)(?:([-:])(\d+))?\](?:\.(.+))?", pattern)
+        if found is None:
+            return None
+        path, first, to, last, inside = found.groups()
+        index = f"{first}:{int(last) + (to == '-')}" if to else first
+        rest = f'["{inside}"]' if inside else ""
+        return f'elements are selected by an index: {self._said}["{path}"][{index}]{rest}'
 
     def _by_index(self, key: int | slice) -> Selection:
         ends = self._fractions(key) if isinstance(key, slice) else None

@@ -268,7 +268,7 @@ def test_a_check_writes_nothing(capsys):
     before = contents()
     shown = update(capsys, "--check", code=1)
     assert "the schedule s.py has changed" in shown and "not current: net.py" in shown
-    assert shown.endswith("\nslapo-rewrite update out writes it anew\n")
+    assert shown.endswith("\nslapo-rewrite update out makes it current\n")
     assert contents() == before
     assert "give one" in update(capsys, "--check", "--force", code=2)
 

@@ -311,7 +311,7 @@ def test_of_a_bias_of_each_head_a_rank_takes_its_slice(tmp_path, used):
 
 
 def test_of_two_ways_the_one_that_comes_further_is_mended(tmp_path):
-    """With a rank's heads in the attribute the scale is wrong; without, a bias is not sliced yet."""
+    """A rank's heads in the attribute make the scale wrong; without, a bias is not sliced yet."""
     source = with_bias("(q @ k.transpose(-2, -1) * (C // self.num_heads) ** -0.5 + bias)")
     source = source.replace(
         "view(B, T, self.num_heads, self.head_dim)", "view(B, T, self.num_heads, -1)"
