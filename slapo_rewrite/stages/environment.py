@@ -135,8 +135,8 @@ class Environment:
             case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Attribute() as named]) if (
                 self.global_at(node.func) is getattr
             ):
-                before, step = self.chain(owner), self._of_class(named)
-                return None if before is None or step is None else [*before, step]
+                before, said = self.chain(owner), self._of_class(named)
+                return None if before is None or said is None else [*before, said]
             case ast.Name(id=name) if name == self.me:
                 return []
             case ast.Name(id=name):
