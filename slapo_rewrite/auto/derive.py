@@ -23,6 +23,7 @@ from slapo_rewrite.auto.shard_groups import Found, Group
 from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.locate import locate
+from slapo_rewrite.emit.construct import UNFIT
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.model.path_patterns import modules_at
@@ -233,15 +234,19 @@ def _checkpointed(node: Node) -> str | None:
 
 
 def _refused(source: str, text: str) -> errors.RewriteError | None:
-    """Why the tool would not carry out a schedule; None where it does, its last checks included."""
+    """Why the tool would not carry out a schedule; None where it does, its last checks included.
+
+    What was worked out has to have been compared, too.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "schedule.py"
         file.write_text(text, encoding="utf-8")
         try:
-            rewrite(source, str(file))
+            output = rewrite(source, str(file))
         except errors.RewriteError as error:
             return error
-    return None
+    unfit = next((warning for warning in output.warnings if UNFIT in warning), None)
+    return errors.Unsupported(unfit) if unfit is not None else None
 
 
 def _without_one(found: Found, refused: errors.RewriteError, root: Node) -> Found:

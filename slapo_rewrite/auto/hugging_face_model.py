@@ -138,7 +138,7 @@ def _close(config: Any) -> list[str]:
     found = []
     for part in _parts(config):
         for name, value in OPEN.items():
-            if getattr(part, name, 0) is None:
+            if vars(part).get(name, 0) is None:
                 with contextlib.suppress(AttributeError):
                     setattr(part, name, value(part))
                     found.append(f"`{name}`")

@@ -248,8 +248,12 @@ class Handed:
         match expr:
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")):
                 return state.of(key)
-            case ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp()):
-                # An element: what is added to the list afterwards does not change it.
+            case (
+                ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp())
+                | ast.Attribute(value=ast.Attribute(ast.Name("self"), "config") as value)
+            ):
+                # An element: what is added to the list afterwards does not change it. So it is with
+                # what a configuration says, and is told afterwards.
                 values = self._values(value, state)
                 return (self._whole(values) - values) | _parts(values)
         values = self._whole(state.of(key))

@@ -29,6 +29,8 @@ from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
 
+# How it is told that no number of ranks fits the small model.
+UNFIT = "what is split was not compared with the original: the small model does not fit"
 TOO_LARGE = (
     f"the small model has more than {MOST_PARAMETERS:,} parameters, or inputs of more than "
     f"{MOST_ELEMENTS:,} elements, so that the last check, a run against the original, was left "
@@ -137,9 +139,8 @@ class Construction:
         if unfit:
             tried = " or ".join(map(str, self.sizes))
             draft.warnings.append(
-                "what is split was not compared with the original: the small model does not fit "
-                f"{tried} ranks ({unfit}): define a verify_model(m) that does, and verify the "
-                "output"
+                f"{UNFIT} {tried} ranks ({unfit}): define a verify_model(m) that does, and verify "
+                "the output"
             )
 
     def _rehearsed(self, emitted: Emitted) -> str:

@@ -254,8 +254,9 @@ def _shrink_rotary(config: Any) -> None:
     rotary = getattr(config, "rope_parameters", None)
     if not isinstance(rotary, dict):
         return
-    heads = getattr(config, "num_attention_heads", None)
-    own = config.hidden_size // heads if heads and not hasattr(config, "head_dim") else HEAD_SIZE
+    said = vars(config)
+    hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
+    own = hidden // heads if hidden and heads and "head_dim" not in said else HEAD_SIZE
     takes_sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
     for parameters in (rotary, *(v for v in rotary.values() if isinstance(v, dict))):
         frequencies = int(own * float(parameters.get("partial_rotary_factor") or 1.0)) // 2

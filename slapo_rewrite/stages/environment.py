@@ -132,11 +132,27 @@ class Environment:
                 return None if before is None else [*before, step]
             case ast.Subscript(value=owner, slice=index):
                 return self._layer(owner, index)
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Attribute() as named]) if (
+                self.global_at(node.func) is getattr
+            ):
+                before, said = self.chain(owner), self._of_class(named)
+                return None if before is None or said is None else [*before, said]
             case ast.Name(id=name) if name == self.me:
                 return []
             case ast.Name(id=name):
                 return steps_of(self.values.get(name, UNKNOWN))
         return None
+
+    def _of_class(self, node: ast.Attribute) -> str | None:
+        """The text that an attribute of a module's class is, which no module has of its own."""
+        if not (steps := self.chain(node)):
+            return None
+        try:
+            owner = self.object_at(steps[:-1])
+        except AttributeError:
+            return None
+        value = None if steps[-1] in vars(owner) else getattr(type(owner), steps[-1], None)
+        return value if isinstance(value, str) else None
 
     def _layer(self, owner: ast.expr, index: ast.expr) -> list[str] | None:
         """What leads to the layer of a list that has a number, where that is known."""

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import nn
 
+from slapo_rewrite.auto.derive import derive
 from slapo_rewrite.auto.plain_model import steps_of
 
 
@@ -57,3 +58,75 @@ def test_sizes_of_a_plain_class_are_made_small_in_their_ratio():
 def test_what_is_none_or_made_by_default_stays_so_in_a_small_model():
     step = next(steps_of(Net, sys.modules[__name__]))
     assert step.twin == "m.Net(config=m.Config(dim=64), num_heads=4, embed_dim=64)"
+
+
+INSIDE_ANOTHER = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Wrapped(nn.Module):
+    def __init__(self, width, out):
+        super().__init__()
+        self.linear = nn.Linear(width, out, bias=False)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width, size):
+        super().__init__()
+        self.size = size
+        self.q, self.k = Wrapped(width, width), Wrapped(width, width)
+        self.v, self.out = Wrapped(width, width), Wrapped(width, width)
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+
+    def forward(self, x):
+        shape = (*x.shape[:2], -1, self.size)
+        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + self.out(y.flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, width, size):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width, size) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+GIVEN = """\
+import torch
+
+
+def model(m):
+    return m.Model(1024, 128)
+
+
+def verify_model(m):
+    return m.Model(64, 16)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8, model.blocks[0].up.in_features)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+"""
+
+
+def test_what_the_small_model_cannot_tell_is_left_whole(tmp_path):
+    """What makes the layers does not know how wide a head is, so it is written as a number."""
+    source, step = tmp_path / "inside.py", tmp_path / "step.py"
+    source.write_text(INSIDE_ANOTHER)
+    step.write_text(GIVEN)
+    text = derive(str(source), str(step)).text
+    assert '"*.up"].shard(' in text and '{q,k,v}.linear"].shard(' not in text
+    assert "the small model does not fit 2" in " ".join(text.replace("#", "").split())

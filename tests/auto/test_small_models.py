@@ -25,6 +25,7 @@ NEEDING = {
     "layoutlmv3.LayoutLMv3ForSequenceClassification": "LayoutLMv3Config()",
     "glm4v_moe.Glm4vMoeForConditionalGeneration": "Glm4vMoeConfig()",
     "canine.CanineForSequenceClassification": "CanineConfig()",
+    "gemma4_unified.Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedConfig()",
 }
 
 

@@ -71,6 +71,8 @@ CHANGED = {
     "if y:\n    take(**more)\nmore['k'].add_(1)": "more['k']",
     "take(**more)\nfor v in more.values():\n    v.add_(1)": "v",
     "take(more)\nmore.pop('k')": "more",
+    "take(self.config)\nself.config.k = 1": "self.config.k",
+    "take(self.config.k)\nself.config.k.append(1)": "self.config.k",
     "v = more\ntake(v)\nmore['k'] = x": "more['k']",
 }
 LEFT = [
@@ -92,6 +94,7 @@ LEFT = [
     "if y:\n    x = take(x)\nx += 1",
     "self.n = []\ntake(self.m)\nself.n.append(1)",
     "take(**more)\nv = more.pop('k', None)\nmore['l'] = v",
+    "take(x, y if y else self.config.k)\nself.config.l = 1",
     "if y:\n    take(x, **more)\nmore.update(k=x)",
 ]
 

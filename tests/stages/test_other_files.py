@@ -6,7 +6,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.rank_layout import Layout
 from slapo_rewrite.verify.run import verify
-from tests.rewriting import refused
+from tests.rewriting import refused, rewritten
 from tests.stages.cases import for_torch
 from tests.stages.test_refusals import SCHEDULE, written
 from tests.stages.test_text import method
@@ -104,3 +104,50 @@ def test_a_local_name_that_hides_one_of_its_file(tmp_path):
     text = refused(tmp_path, path.read_text(), schedule.read_text(), "SR310")
     assert "`shifted` of stage_tower_hidden is also a local name" in text
     assert "give the local one another name" in text
+
+
+CLASSIFIER = """\
+import torch
+from transformers import LlamaConfig
+
+
+def model(m):
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        num_hidden_layers=4, num_labels=3, pad_token_id=0, max_position_embeddings=32,
+    )
+    return m.LlamaForSequenceClassification(config)
+
+
+def inputs(model):
+    return {"input_ids": torch.randint(1, 96, (4, 8)), "labels": torch.tensor([0, 2, 1, 1])}
+
+
+def schedule(s):
+    s["model.layers"][1].cut_pipeline_stage(target="torch")
+"""
+
+
+def test_a_module_whose_name_the_class_says(tmp_path):
+    """`getattr(self, self.base_model_prefix)(...)`, as classifiers of transformers call theirs."""
+    (tmp_path / "s.py").write_text(CLASSIFIER)
+    output = rewrite("transformers.models.llama.modeling_llama", str(tmp_path / "s.py"))
+    assert "    for decoder_layer in self.model.layers[2:]:" in output.files["pipeline.py"]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_module_whose_name_may_be_another(is_own, tmp_path):
+    """What an instance has set may be set again; what its class says is the same for all."""
+    source = written("x = self.first(x)", "x = getattr(self, self.named)(x)")
+    of_class = 'class Model(nn.Module):\n    named = "inner"\n\n'
+    source = source.replace("class Model(nn.Module):\n", of_class)
+    if is_own:
+        line = '        self.named = "inner"\n        self.first ='
+        source = source.replace("        self.first =", line)
+    schedule = for_torch(SCHEDULE.format(cut='s["inner"]["a"]'))
+    if is_own:
+        text = refused(tmp_path, source, schedule, "SR310")
+        assert "training does not call it by this name" in text
+    else:
+        output = rewritten(tmp_path, source, schedule)
+        assert "self.inner.a(" in output.files["pipeline.py"]
