@@ -40,10 +40,9 @@ def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
 
 
 def _is_gather(line: Line) -> bool:
-    (statement,) = ast.parse(line.text).body
-    inner = [statement]
-    if isinstance(statement, ast.If) and not statement.orelse:
-        inner = statement.body
+    inner = ast.parse(line.text).body  # several where a call was written out
+    if len(inner) == 1 and isinstance(inner[0], ast.If) and not inner[0].orelse:
+        inner = inner[0].body
     return (
         len(inner) == 1
         and isinstance(inner[0], ast.Assign)

@@ -10,6 +10,8 @@ OUTCOMES = report.read(zoo.NAME)["families"]
 
 def test_the_readme_shows_the_committed_outcomes():
     assert report.marked(zoo.NAME, zoo.table(OUTCOMES)) in report.README.read_text()
+    readme = report.FOLDER.parent / "README.md"
+    assert zoo.summary(OUTCOMES) in " ".join(readme.read_text().split())
 
 
 def test_every_original_is_given_back_by_an_empty_schedule():

@@ -6,7 +6,10 @@ from pathlib import Path
 import black
 import pytest
 
+from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.stages.flat import Flat, Line
+from slapo_rewrite.stages.set_apart import with_loss_apart
 from tests.rewriting import refused, rewritten
 from tests.stages.cases import CASES, for_torch
 from tests.stages.test_refusals import SCHEDULE, written
@@ -330,3 +333,13 @@ def test_for_torch_a_loss_of_an_argument_that_is_called_as_the_result(tmp_path):
     )
     text = rewritten(tmp_path, source, FOR_TORCH.format(cut='s["first"]')).files["pipeline.py"]
     assert method(text, 1, "loss").startswith("def loss(self, x, given_x):")
+
+
+def test_a_line_of_several_statements_gathers_no_logits():
+    at = errors.Span("model.py", 1)
+    gather = Line("logits = whole_logits(h, self.head)", at)
+    both = Line("h = self.body(x)\nh = h * 2", at)
+    flat = with_loss_apart(Flat(("x",), [both, gather], "loss(logits)", {}), lambda t: "body" in t)
+    *before, last = flat.lines
+    assert [line.text for line in before][-1:] == [both.text]
+    assert last.text == f"if not self.training:\n    {gather.text}"
