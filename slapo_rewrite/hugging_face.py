@@ -37,3 +37,8 @@ def names_of_caches(module: str) -> tuple[str, ...]:
     known = vars(sys.modules[module]).values() if module in sys.modules else ()
     has = any(isinstance(v, type) and v.__module__ == CACHE_CLASSES for v in known)
     return (*CACHES, CACHE) if has else CACHES
+
+
+# Where the hooks are from that collect what modules give back: nothing once the model's `forward`
+# has ended, so that they may run twice.
+COLLECTING = "transformers.utils.output_capturing"

@@ -13,6 +13,7 @@ from slapo_rewrite.changes.save_policy import SavePolicy
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.handed import ANY_OF_SELF, Handed
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.hugging_face import COLLECTING
 from slapo_rewrite.model.tree import Node
 
 # What torch computes with buffers it does not change, but for these.
@@ -45,9 +46,8 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     return updates
 
 
-# Torch's own change nothing but buffers; those of transformers collect what is given back, and
-# nothing once the model's `forward` has ended.
-_HARMLESS = ("torch.nn.utils.", "transformers.utils.output_capturing")
+# Torch's own change nothing but buffers.
+_HARMLESS = ("torch.nn.utils.", COLLECTING)
 
 
 def _check_hooks(node: Node, cause: Directive) -> None:
