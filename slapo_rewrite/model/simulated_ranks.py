@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,7 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
             cause = error.__cause__ if isinstance(error, UnfitError) else error
             words = f"{type(cause).__name__}: {cause}".splitlines()[0]
             raise OtherNumbersError(1, "", 1.0, f"it fails: {words}") from error
+    shown = sys.excepthook  # each rank has what fails say its number, once more
     install()
     isolate(True)
     try:
@@ -84,6 +86,7 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
         group.reset()
         isolate(False)
         uninstall()
+        sys.excepthook = shown
     for unfit in (error for error in failures if isinstance(error, UnfitError)):
         raise unfit
     failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
