@@ -359,7 +359,7 @@ class GatherTiedHead(Change):
                 made: cst.BaseExpression, name: str = name, layer: str = ast.unparse(embedding)
             ) -> cst.BaseExpression:
                 assert isinstance(made, (cst.BinaryOperation, cst.Call))
-                x = made.left if isinstance(made, cst.BinaryOperation) else made.args[0].value
+                x = made.left if isinstance(made, cst.BinaryOperation) else made.args[-2].value
                 return call_of(name, x, layer)
 
             text.replace(node, make, "whole logits of a split table")

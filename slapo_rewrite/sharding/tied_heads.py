@@ -7,6 +7,7 @@ gets the sum of its gradients, and the parts of the logits are gathered.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,10 @@ from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import TiedHead
 
 _PRODUCTS = {"matmul", "__matmul__", "mm"}
-_TRANSPOSED = {"T", "mT", "t()", "transpose(0, 1)", "transpose(1, 0)", "transpose(-1, -2)"}
+_AXES = {"0, 1", "1, 0", "-1, -2", "-2, -1"}
+_TRANSPOSED = {"t": {""}, "transpose": _AXES, "swapaxes": _AXES, "permute": {"1, 0"}}
+# What `einsum` calls a product of features with the rows of a table.
+_EQUATION = re.compile(r"(?P<rows>\w*|\.\.\.)(\w),(\w)\2->(?P=rows)\3")
 
 
 def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -27,7 +31,11 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
     Raises:
         PlacementError: The gradient of the input is summed already.
     """
-    if name not in {*_PRODUCTS, "linear"} or len(args) != 2 or kwargs.keys() - {"bias"}:
+    if name == "einsum":
+        args = args[1:]
+    elif name not in {*_PRODUCTS, "linear"}:
+        return None
+    if len(args) != 2 or kwargs.keys() - {"bias"}:
         return None
     if kwargs.get("bias") is not None or not run.request.tied_heads:
         return None
@@ -35,7 +43,7 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
     layers: Iterator[Any] = (
         m for m in run.layers if str(m._followed_path) in run.request.tied_heads
     )
-    layer = next((m for m in layers if _is_table(table, m.weight, name == "linear")), None)
+    layer = next((m for m in layers if _is_table(table, m.weight, name not in _PRODUCTS)), None)
     if layer is None or run.flow.of(x).kind != REPLICATE:
         return None
     frame = calling_frame()
@@ -76,20 +84,51 @@ def _is_table(tensor: Any, weight: torch.Tensor, as_it_is: bool) -> bool:
 def head_of(product: ast.AST) -> ast.expr | None:
     """The embedding by whose table a product is written, if it is written so that that shows."""
     match product:
-        case ast.BinOp(op=ast.MatMult(), right=table):
+        case ast.BinOp(op=ast.MatMult(), left=x, right=table):
             transposed = True
-        case ast.Call(func=function, args=[_, table]):
-            transposed = getattr(function, "attr", getattr(function, "id", "")) in _PRODUCTS
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[x, table]):
+            transposed = name in _PRODUCTS
+        case ast.Call(args=[ast.Constant(value=str(equation)), x, table]):
+            found = _EQUATION.fullmatch(equation.replace(" ", ""))
+            letters = "".join(found.groups()) if found else "--"
+            if len(letters.replace(".", "")) > len({*letters} - {"."}):
+                return None
+            transposed = False
         case _:
             return None
-    if transposed:
-        text = ast.unparse(table)
-        way = next((way for way in _TRANSPOSED if text.endswith(f".weight.{way}")), None)
-        if way is None:
-            return None
-        table = ast.parse(text.removesuffix(f".{way}"), mode="eval").body
-    if not isinstance(table, ast.Attribute) or table.attr != "weight":
+    table, turned = _below(table, x)
+    if turned is not transposed or not isinstance(table, ast.Attribute) or table.attr != "weight":
         return None
     # What a call gives need not be the embedding, although its `weight` is the table.
     named = isinstance(table.value, ast.Name | ast.Attribute | ast.Subscript)
     return table.value if named else None
+
+
+def _below(factor: ast.expr, x: ast.expr) -> tuple[ast.expr, bool]:
+    """What a factor is of, in the other one's type or as it is, and whether that is transposed."""
+    turns: bool | None = True
+    match factor:
+        case ast.Attribute(value=inner, attr="T" | "mT"):
+            pass
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), args=[inner, *to]):
+            turns = _turns(name, to)
+        case ast.Call(func=ast.Attribute(value=inner, attr=name), args=to):
+            is_cast = (name == "type_as" and _alike(to, [x])) or (
+                name == "to" and _alike(to, [ast.Attribute(x, "dtype", ast.Load())])
+            )
+            turns = False if is_cast else _turns(name, to)
+        case _:
+            return factor, False
+    if turns is None:
+        return factor, False
+    table, turned = _below(inner, x)
+    return table, turns is not turned
+
+
+def _turns(name: str, axes: list[ast.expr]) -> bool | None:
+    """Whether an operation transposes a table; None where it is another one."""
+    return True if ", ".join(map(ast.unparse, axes)) in _TRANSPOSED.get(name, ()) else None
+
+
+def _alike(some: list[ast.expr], others: list[ast.expr]) -> bool:
+    return [*map(ast.dump, some)] == [*map(ast.dump, others)]

@@ -188,7 +188,7 @@ def looked_up(logits: str, head: str = "") -> str:
 
 def test_the_hint_at_a_table_that_is_multiplied_by_is_right(tmp_path):
     """Written in a way of which it does not show that it is a head."""
-    logits = 'torch.einsum("btd,vd->btv", x, self.emb.weight)'
+    logits = 'torch.einsum("vd,btd->btv", self.emb.weight, x)'
     text = refused(tmp_path, looked_up(logits), OF_IDS, "SR104")
     assert (
         "a linear layer without bias, and `self.head.weight = self.embedding.weight` below" in text
@@ -217,6 +217,8 @@ TIED = {
         "linear": looked_up("F.linear(x, self.emb.weight) * 0.5"),
         "matmul": looked_up("torch.matmul(x * 2, self.emb.weight.t()).softmax(-1)"),
         "transposed": looked_up("(x + 1) @ self.emb.weight.transpose(0, 1)"),
+        "cast": looked_up("(x @ torch.transpose(self.emb.weight.to(x.dtype), 0, 1)).float()"),
+        "einsum": looked_up('torch.einsum("...d, vd -> ...v", x, self.emb.weight.type_as(x))'),
         "twice": looked_up("x @ self.emb.weight.T + F.linear(x.square(), self.emb.weight)"),
         "another": OF_ANOTHER,
         "split": looked_up("x @ self.emb.weight.T"),
@@ -244,6 +246,18 @@ def test_what_is_written_for_a_table_that_is_the_head(tmp_path):
     assert "return tied_head(x * 2, self.emb).softmax(-1)" in model
     model = texts(rewritten(tmp_path, OF_ANOTHER, OF_IDS))["model"]
     assert "return tied_head(x, emb)" in model
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        "F.linear(x, self.emb.weight.T.T)",
+        "x @ self.emb.weight.to(torch.float64).to(x.dtype).T",
+        "x @ self.emb.weight.reshape(self.emb.weight.shape[::-1])",
+    ],
+)
+def test_what_may_be_no_product_with_the_table(tmp_path, logits):
+    refused(tmp_path, looked_up(logits), OF_IDS, "SR104")
 
 
 def test_a_head_below_what_a_rule_changed(tmp_path):
