@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
@@ -118,7 +120,9 @@ class OutputFiles:
                 own = vars(base)
                 code = getattr(own.get("__init__"), "__code__", None)
                 makes = "forward" in own and holds
-                makes = makes or (code is not None and not held.isdisjoint(code.co_names))
+                layer = base.__base__  # of torch, which makes what is held by `super().__init__`
+                is_layer = layer is not nn.Module and is_torch(getattr(layer, "__module__", ""))
+                makes |= code is not None and (is_layer or not held.isdisjoint(code.co_names))
             file = self.sources.file_of(base) if makes else None
             if file is not None and base.__qualname__ in file.classes:
                 yield file

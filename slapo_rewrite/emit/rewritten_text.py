@@ -36,11 +36,24 @@ def rewritten(
     """
     text, _ = apply_edits(file.text, edits)
     idle = idle_imports(file, text, [*own, *earlier], original, {e.start for e in edits})
+    edits, idle = _instead_of_a_first_line(edits, idle)
     # What stands inside a statement that is written anew is part of that.
     kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
     # Where an import is redirected, idle names are left out there.
     idle = [i for i in idle if not any(e.start <= i.start < e.end for e in kept)]
     return apply_edits(file.text, [*kept, *idle], earlier)
+
+
+def _instead_of_a_first_line(
+    edits: Sequence[Edit], idle: list[Edit]
+) -> tuple[Sequence[Edit], list[Edit]]:
+    """Has what is added below the file's first line stand in its place, where that goes."""
+    first = next((i for i in idle if not i.start), None)
+    below = first and next((e for e in edits if e.start == e.end == first.end - 1), None)
+    if below is None:
+        return edits, idle
+    instead = replace(below, start=0, text=below.text.lstrip("\n"))
+    return [instead if e is below else e for e in edits], [i for i in idle if i is not first]
 
 
 def idle_names(file: SourceFile, text: str) -> Set[str]:

@@ -10,6 +10,7 @@ import pytest
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.emit.rewritten_text import idle_imports
+from slapo_rewrite.emit.rewritten_text import rewritten as rewritten_text
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from tests.rewriting import changed_lines, rewritten
 
@@ -54,6 +55,21 @@ def test_a_relative_import_that_becomes_idle():
     edits = [Edit(start, start + 8, "Other()", (), "replaced")]
     idle = idle_imports(file, apply_edits(text, edits)[0], edits)
     assert [e.text for e in idle] == ["from pkg.layers import Norm"]
+
+
+def test_imports_below_a_first_line_that_goes():
+    """Nothing else of torch is used, and what stood there was above what is imported now."""
+    text = "import torch.nn as nn\n\n\nclass Table(nn.Embedding): ...\n"
+    file = SourceFile(Path("net.py"), "net", text, ast.parse(text))
+    end, start = text.index("\n"), text.index("nn.Emb")
+    edits = [
+        Edit(end, end, "\n\nfrom .parts import Part"),
+        Edit(end, end, "\n\ndef helper(): ..."),
+        own := Edit(start, start + len("nn.Embedding"), "Part"),
+    ]
+    assert rewritten_text(file, edits, [own])[0] == (
+        "from .parts import Part\n\ndef helper(): ...\n\n\nclass Table(Part): ...\n"
+    )
 
 
 GAPS = {
