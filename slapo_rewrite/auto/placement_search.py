@@ -114,13 +114,14 @@ class Search:
         """Everything, in order."""
         groups = self._with_experts(self._blocks())
         taken = {pattern for group in groups for pattern in group.patterns}
-        groups += self._as_one(taken)
+        as_one = self._as_one(taken)
+        groups += as_one
         taken = {pattern for group in groups for pattern in group.patterns}
         groups += self._vocabulary(taken)
         taken = {pattern for group in groups for pattern in group.patterns}
         groups += self._alone(taken)
         groups = self._together(groups)
-        groups = self._enough(groups)
+        groups = self._enough(groups, as_one)
         taken = {pattern for group in groups for pattern in group.patterns}
         whole = {
             p: self._refusals.get(p, (0, "splitting it would cost more than it saves"))[1]
@@ -222,13 +223,17 @@ class Search:
         """The calls that make a component's producers, and those that make its consumers."""
         return [{self._maker_of(pattern) for pattern in patterns} for patterns in pair]
 
-    def _enough(self, groups: list[Group]) -> list[Group]:
+    def _enough(self, groups: list[Group], unasked: Sequence[Group]) -> list[Group]:
         """Adds what does not pay, the largest first, while little of the model is split.
 
         Where nothing pays at all, or no layer but tables of words, as in a small stand-in for the
         model that is meant, everything is split, or all layers of a list.
+
+        Args:
+            groups: What is split.
+            unasked: Those of them of which it was not asked whether they pay.
         """
-        least = LEAST_SHARE if groups else 1.0
+        least = LEAST_SHARE if any(group not in unasked for group in groups) else 1.0
         has_tables_alone = bool(groups) and all(group.rows for group in groups)
         known = {pattern for group in groups for pattern in group.patterns}
         left = [pair for pair in self._components() if self._worth(*pair) <= 0]

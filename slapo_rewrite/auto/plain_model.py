@@ -14,13 +14,15 @@ from torch import nn
 
 from slapo_rewrite.auto.step import Step
 from slapo_rewrite.model.meta_build import on_meta
-from slapo_rewrite.model.small_arguments import small_heads, small_number
+from slapo_rewrite.model.small_arguments import FEW, small_heads, small_number
 
 # Arguments of a `forward` that make it compute a loss.
 TARGETS = ("labels", "targets", "target", "label", "y")
 # A model with more parameters than this gets a small one beside it.
 LARGE = 2_000_000
 MOST_STEPS = 60
+# So many layers are left to a small model.
+MOST_LAYERS = 48
 
 
 def in_order(classes: list[type], module: types.ModuleType) -> list[type]:
@@ -108,6 +110,8 @@ def _smaller(name: str, default: Any) -> str | None:
         return None
     if isinstance(default, float):
         return "0.0" if "drop" in name.lower() and default > 0 else None
+    if is_number and default <= MOST_LAYERS and any(part in name.lower() for part in FEW):
+        return None  # what is cut into stages is verified with as many layers
     value = small_number(name, default if is_number else math.inf)
     return None if value is None else str(value)
 

@@ -695,6 +695,16 @@ def test_attention_of_torch_is_split_with_what_it_holds(tmp_path):
     assert '*.attention ["in_proj_weight", "in_proj_bias"], axis=0, parts=3' in text
 
 
+def test_a_small_stand_in_is_split_beside_attention_of_torch(tmp_path):
+    """Of that nobody asks whether it pays, so it says nothing of the rest."""
+    further = "self.more = nn.Sequential(*[Block(width, 2 * heads) for _ in range(3)])"
+    source = OF_TORCH.replace("self.layer = nn.T", f"{further}\n        nn.T")
+    source = source.replace("self.layer(self.query(ids))", "self.more(self.query(ids))")
+    text = shards(derived(tmp_path, source, STEP_OF_TORCH).text)
+    assert 'more.*.up ["weight", "bias"], axis=0' in text
+    assert 'blocks.*.up ["weight", "bias"], axis=0' in text
+
+
 def test_a_repeated_layer_is_no_head(tmp_path):
     """Also where it gives as many features as there are words."""
     source = OF_TORCH.replace("self.attention = nn.M", "nn.M").replace("self.layer = nn.T", "nn.T")

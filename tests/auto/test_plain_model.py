@@ -55,6 +55,29 @@ def test_sizes_of_a_plain_class_are_made_small_in_their_ratio():
     assert step.twin == f"m.Decoder(config=m.Sizes({sizes}))"
 
 
+@dataclass
+class Deep:
+    dim: int = 2048
+    n_layers: int = 40
+
+
+class Stack(nn.Module):
+    """Deeper than small models are made, and still cut into stages."""
+
+    def __init__(self, config: Deep):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(config.dim, 64) for _ in range(config.n_layers))
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+def test_a_small_model_has_as_many_layers():
+    """Those that a pipeline's stages are cut between."""
+    step = next(steps_of(Stack, sys.modules[__name__]))
+    assert step.twin == "m.Stack(config=m.Deep(dim=64))"
+
+
 def test_what_is_none_or_made_by_default_stays_so_in_a_small_model():
     step = next(steps_of(Net, sys.modules[__name__]))
     assert step.twin == "m.Net(config=m.Config(dim=64), num_heads=4, embed_dim=64)"
