@@ -283,15 +283,18 @@ def with_all_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
 def with_all_tracked(_: nn.Module, __: Any, outputs: Any) -> Any:
     """Lets all that a stage gives take part in the backward pass, in which some have no part.
 
-    DeepSpeed runs that from every value in floating point, and stops where it cannot.
+    DeepSpeed runs that from every value in floating point, and stops where it cannot: a
+    stage of frozen layers gives nothing that has one.
     """
-    if not torch.is_grad_enabled() or not isinstance(outputs, tuple):
+    if not torch.is_grad_enabled():
         return None
-    idle = [each.is_floating_point() and not each.requires_grad for each in outputs]
-    pairs = zip(outputs, idle, strict=True)
-    return tuple(
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    idle = [each.is_floating_point() and not each.requires_grad for each in several]
+    pairs = zip(several, idle, strict=True)
+    tracked = tuple(
         each.detach().requires_grad_() if alone else each for each, alone in pairs
     )
+    return tracked if isinstance(outputs, tuple) else tracked[0]
 
 
 def seed_apart(module: Any) -> None:

@@ -210,6 +210,7 @@ def test_deepspeed_is_sent_the_same(tmp_path):
     assert found[0].requires_grad and found[1] is number and found[2] is tracked
     with torch.no_grad():
         assert with_all_tracked(nn.Linear(2, 2), (), (plain, number)) is None
+    assert with_all_tracked(nn.Linear(2, 2), (), plain).requires_grad  # of a frozen stage
 
 
 WEIGHT = nn.Parameter(torch.ones(2))
