@@ -492,8 +492,8 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def tied_head(x: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
-    """Logits by an embedding's table, (..., D) -> (..., V), on every rank."""
-    y = nn.functional.linear(all_reduce_gradient(x), embedding.weight)
+    """Logits by an embedding's table, (..., D) -> (..., V), on every rank, in `x`'s precision."""
+    y = nn.functional.linear(all_reduce_gradient(x), embedding.weight.to(x.dtype))
     return all_gather(y, full_size=embedding.full_num_embeddings)
 
 
