@@ -226,13 +226,12 @@ def changing_in_tests(source: str) -> set[str]:
         source: The function's text, indented as it may be.
     """
     nodes = [*ast.walk(ast.parse(textwrap.dedent(source)))]
-    places = [n for n in nodes if isinstance(n, ast.Attribute)]
-    bound = {ast.unparse(n) for n in places if isinstance(n.ctx, ast.Store)}
+    bound = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     tests = [n.test for n in nodes if isinstance(n, (ast.If, ast.IfExp, ast.While))]
     return {
         ast.unparse(test)
         for test in tests
-        if any(isinstance(n, ast.Attribute) and ast.unparse(n) in bound for n in ast.walk(test))
+        if any(isinstance(n, ast.Attribute) and n.attr in bound for n in ast.walk(test))
     }
 
 
