@@ -174,13 +174,17 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
     """The first thing in some statements that gives another value each time.
 
     Random numbers of torch are set back for a second computation; those of Python and NumPy are
-    not, nor those of a generator, nor an iterator that lives longer.
+    not, nor those of a generator, nor an iterator that lives longer. What TorchScript compiles
+    keeps other values at its first call than later, of which torch makes wrong gradients.
     """
     nodes = list(nodes)
     own = bound_in(*nodes)
     for node in (inner for each in nodes for inner in ast.walk(each)):
         if not isinstance(node, ast.Call):
             continue
+        if isinstance(node.func, ast.Name) and _is_scripted(file, node.func.id):
+            words = f"calls `{node.func.id}`, which TorchScript compiles: and the first gradients"
+            return Obstacle(node, f"{words} would be wrong", "leave out `@torch.jit.script`")
         name = file.qualified(node.func) or ast.unparse(node.func)
         taken = [k.value for k in node.keywords if k.arg == "generator"]
         if name == "next":
@@ -190,6 +194,13 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
             words = f"takes `{ast.unparse(node)}`, which gives something else the second time"
             return Obstacle(node, words, "draw by torch, without a generator, or outside of it")
     return None
+
+
+def _is_scripted(file: SourceFile, name: str) -> bool:
+    """Whether a function of the file is compiled by TorchScript."""
+    made = file.functions.get(name)
+    decorators = made.decorator_list if made else []
+    return "torch.jit.script" in [file.qualified(decorator) for decorator in decorators]
 
 
 def _counts(statement: ast.stmt, buffers: Collection[str]) -> bool:

@@ -219,6 +219,22 @@ def sizes_in_tests(source: str) -> set[str]:
     return asked
 
 
+def changing_in_tests(source: str) -> set[str]:
+    """What a function's branches ask about attributes that it binds anew, a counter's say.
+
+    Args:
+        source: The function's text, indented as it may be.
+    """
+    nodes = [*ast.walk(ast.parse(textwrap.dedent(source)))]
+    bound = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    tests = [n.test for n in nodes if isinstance(n, (ast.If, ast.IfExp, ast.While))]
+    return {
+        ast.unparse(test)
+        for test in tests
+        if any(isinstance(n, ast.Attribute) and n.attr in bound for n in ast.walk(test))
+    }
+
+
 def _is_number(expr: ast.expr) -> bool:
     """Whether an expression that tells sizes is made of numbers alone."""
     calls = [n.func for n in ast.walk(expr) if isinstance(n, ast.Call)]

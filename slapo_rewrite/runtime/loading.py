@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .shards import Shard, gather_parts, parts_in, wait_for_group, world_of, world_size
+from .weights import originals_only  # for weights
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -98,19 +100,39 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
             device, which holds no weights.
     """
     check_seeds()
+    make = starting_as_originals(make)  # for weights
     if world_size() == 1:
         return make()
     with world_of(1):
         whole = make().state_dict()
-    device = torch.get_default_device()
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type):
+    with drawing_apart():
         model = make()
     divided = shards(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             take_part(tensor, divided.get(name), whole[name])
     return model
+
+
+def starting_as_originals(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Makes what `make` does, with weights that are made of those that the originals draw."""
+
+    def made() -> nn.Module:
+        with drawing_apart():
+            model = make()
+        with world_of(1), originals_only():
+            whole = make().state_dict()
+        model.load_state_dict(whole)
+        return model
+
+    return made
+
+
+def drawing_apart() -> AbstractContextManager[None]:
+    """Random numbers go on behind it as if none had been drawn inside."""
+    device = torch.get_default_device()
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def check_seeds() -> None:

@@ -338,8 +338,9 @@ def _in_place(
             waiting = False
 
 
-# What `map_weights` notes inside `originals_standing`.
+# What `map_weights` notes inside `originals_standing`, and whether it is inside `originals_only`.
 _standing: list["StandingOriginal"] | None = None
+_only = False
 
 
 @dataclass
@@ -400,6 +401,17 @@ def originals_standing() -> Iterator[list[StandingOriginal]]:
         _standing = before
 
 
+@contextmanager
+def originals_only() -> Iterator[None]:
+    """Inside, `map_weights` makes the originals alone, which draw the numbers that they do."""
+    global _only
+    before, _only = _only, True
+    try:
+        yield
+    finally:
+        _only = before
+
+
 def map_weights(
     make: Callable[[], nn.Module],
     original: Callable[[], nn.Module],
@@ -415,7 +427,9 @@ def map_weights(
         original: Makes the original, which is looked at on the meta device only.
         weights: What each tensor is made of, by its name in the module.
     """
-    with torch.device("meta"), world_of(1), originals_standing():
+    if _only:
+        return original()
+    with torch.device("meta"), world_of(1), originals_only():
         shapes = {n: tuple(t.shape) for n, t in original().state_dict().items()}
     module: Any = make()
     module.weight_map = WeightMap(
@@ -440,7 +454,7 @@ def unsaved_buffers(
     saved = module.state_dict().keys()
     names = [name for name, _ in module.named_buffers() if name not in saved]
     if names and module.get_buffer(names[0]).is_meta:
-        with torch.device("cpu"), originals_standing():
+        with torch.device("cpu"), originals_only():
             module = make()
     return {name: module.get_buffer(name) for name in names}
 

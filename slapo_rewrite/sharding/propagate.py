@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from slapo_rewrite.code.syntax import names_in_tests, names_read, sizes_in_tests
+from slapo_rewrite.code.syntax import (
+    changing_in_tests,
+    names_in_tests,
+    names_read,
+    sizes_in_tests,
+)
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.small_model import drawing
@@ -243,12 +248,16 @@ class _Propagation:
                     f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
                 )
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
-        sizes = set[str]()
+        sizes, steps = set[str](), set[str]()
         for cls in classes if not known else ():
             sizes |= self._names_in(cls, sizes_in_tests)
+            steps |= self._names_in(cls, changing_in_tests)
         for test in sorted(sizes):
             words = f"`{test}` decides which way `forward` goes, by sizes, and only those of"
             followed.unfollowed.append((f"{words} inputs(model) were followed", None))
+        for test in sorted(steps):
+            words = f"`{test}` decides which way `forward` goes, by what earlier calls left, and"
+            followed.unfollowed.append((f"{words} only a first one was followed", None))
         if self.has_coins:
             words = "`random` is drawn from, and where it decides which way `forward` goes, one was"
             followed.unfollowed.append((f"{words} followed", None))

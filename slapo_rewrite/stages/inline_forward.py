@@ -46,7 +46,7 @@ from slapo_rewrite.stages.inlined_calls import Calls
 from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.program import Cut, altered_in
 from slapo_rewrite.stages.rounds import Given, Item, Rounds
-from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, only_loss
+from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, is_picked_later, only_loss
 from slapo_rewrite.stages.written_text import alone, comment_beside, comments_above, written_out
 
 _COMPOUND = (ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
@@ -125,6 +125,8 @@ class Flattening(Calls):
                 scope.written[name] = f"model_{name}"
         parameters += [name for name in self.loss.names if name not in parameters]
         result, lines = self.block(body_of(function), scope), self.out
+        if result is not None and is_picked_later(method.function, self.loss):
+            result = Result(self.loss.picked(result.text), Unknown(True))
         if result is None:
             raise self.refused("`forward` returns nothing", scope, function)
         bound = bound_in(*(ast.parse(line.text) for line in lines)) | set(parameters)

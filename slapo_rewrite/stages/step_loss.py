@@ -31,15 +31,23 @@ class StepLoss:
         parts: The attributes, keys or elements of the result that it needs; None for all of it.
         arguments: What the schedule's function is given beside, as it is given: by parameter. None
             where the one part is the loss, and that function only picks it.
+        by_attribute: Whether the parts are attributes.
     """
 
     parts: tuple[str | int, ...] | None
     arguments: Mapping[str, str] | None = None
+    by_attribute: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments of the step that the function takes."""
         return tuple(self.arguments or ())
+
+    def picked(self, result: str) -> str:
+        """The one part of a result that is a name, as text."""
+        assert self.parts is not None
+        (part,) = self.parts
+        return f"{result}.{part}" if self.by_attribute else f"{result}[{part!r}]"
 
     def text(self, result: str) -> str:
         """The loss of a result, as text."""
@@ -75,7 +83,7 @@ def step_loss(
         parts = list(vars(outputs).items()) if hasattr(outputs, "__dict__") else []
     for name, part in parts:
         if part is loss:
-            return StepLoss((name,))
+            return StepLoss((name,), by_attribute=not isinstance(outputs, Mapping | tuple | list))
     function = getattr(schedule, FUNCTION, None)
     if not inspect.isfunction(function):
         raise errors.CannotCut(
@@ -101,6 +109,14 @@ def step_loss(
     read = _read(function)
     known = read is not None and {*read} <= {name for name, _ in parts}
     return StepLoss(read if known else None, by_name)
+
+
+def is_picked_later(function: ast.FunctionDef, loss: StepLoss) -> bool:
+    """Whether the loss is a part of a result to which `forward` has given a name."""
+    match function.body[-1]:
+        case ast.Return(value=ast.Name()):
+            return loss.parts is not None and loss.arguments is None
+    return False
 
 
 def only_loss(

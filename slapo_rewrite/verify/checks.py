@@ -136,10 +136,7 @@ class Checks:
         own = [path for path in self._brought() if path]
         left = {n for n in pair.drawn if n.startswith(tuple(f"{path}." for path in own))}
         want = {n: t for n, t in pair.drawn.items() if n not in left | pair.redrawn}
-        maps = getattr(pair.loading, "weight_maps", None)
-        mapped = tuple(maps(pair.rewritten)) if maps else ()
-        alike = {name for name in want if name.startswith(mapped)}
-        self.done.append(compare_start(want, pair.start, alike))
+        self.done.append(compare_start(want, pair.start))
 
     def _brought(self) -> Iterator[str]:
         """Where the schedule put a module of another class."""

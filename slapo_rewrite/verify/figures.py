@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ ROUNDING = 4  # times the original's own error: what summing in another order ma
 LARGEST_ROUNDING = 0.05  # an original whose own error is larger tells nothing
 # A number in bfloat16 has 8 bits.
 LIMITS_BF16 = {"loss": 2e-2, "later losses": 2e-2, "weights": 2e-2}
-# So many standard errors are no accident.
-SIGMAS = 6.0
 
 Named = dict[str, Tensor]
 Aliases = Mapping[str, list[str]]
@@ -220,36 +218,12 @@ def compare_state(want: Named, got: Named) -> Check:
     return Check("gives them back bit for bit", not detail, detail=detail, differs=differs)
 
 
-def compare_start(want: Named, got: Named, alike: Collection[str]) -> Check:
-    """That a model starts with the weights that the original draws from the same seed.
-
-    Args:
-        want: The original's.
-        got: The rewritten model's.
-        alike: What is drawn otherwise there, and only has to be of the same scale.
-    """
-    exactly = [name for name in want if name not in alike and name in got]
-    check = compare_state({n: want[n] for n in exactly}, {n: got[n] for n in exactly})
-    wrong = [n for n in want if n in alike and n in got and not _same_scale(got[n], want[n])]
+def compare_start(want: Named, got: Named) -> Check:
+    """That a model starts with the weights that the original draws from the same seed."""
+    both = [name for name in want if name in got]
+    check = compare_state({n: want[n] for n in both}, {n: got[n] for n in both})
     check.name = "starts with the original's weights"
-    check.ok &= not wrong
-    words = [check.detail, some("of another scale:", wrong)]
-    check.differs += [(name, math.inf) for name in wrong]
-    if check.ok and alike:
-        words.append(f"{len(alike)} of {len(want)} are drawn otherwise")
-    check.detail = "; ".join(w for w in words if w)
     return check
-
-
-def _same_scale(got: Tensor, want: Tensor) -> bool:
-    """Whether two tensors may be drawn from one distribution, by mean and standard deviation."""
-    got, want = got.double(), want.double()
-    spread = want.std() if want.numel() > 1 else want.new_zeros(())
-    if spread == 0 or not want.is_floating_point():
-        return torch.equal(got, want)
-    error = SIGMAS / math.sqrt(want.numel())
-    ratio, shift = float(got.std() / spread), float((got.mean() - want.mean()).abs() / spread)
-    return abs(math.log(max(ratio, 1e-9))) < error and shift < 2 * error
 
 
 def compare_loss(name: str, limit: float, got: Tensor, want: Tensor, exact: Tensor | None) -> Check:

@@ -213,6 +213,7 @@ VARYING = {
     "y = y + torch.rand(16, generator=self.generator)": "generator=self.generator",
     "y = y * next(self.turns)": "`next(self.turns)`",
     "y = y * drawn()": "`random.random()`",
+    "y = swish(y)": "calls `swish`, which TorchScript compiles",
     "self.calls += 1": "changes `self.calls` in place",
     "y = y * next(iter([1, 2]))": None,
     "y = y + torch.rand(16, generator=None)": None,
@@ -231,7 +232,9 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         1,
     )
     source = source.replace(
-        "class Track", "def drawn():\n    return random.random()\n\n\nclass Track"
+        "class Track",
+        "def drawn():\n    return random.random()\n\n\n"
+        "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\nclass Track",
     )
     source = source.replace(
         '        self.register_buffer("mean"',

@@ -246,6 +246,8 @@ def test_what_is_written_for_a_table_that_is_the_head(tmp_path):
     assert "return tied_head(x * 2, self.emb).softmax(-1)" in model
     model = texts(rewritten(tmp_path, OF_ANOTHER, OF_IDS))["model"]
     assert "return tied_head(x, emb)" in model
+    mixed = rewritten(tmp_path, TIED["product"].source, OF_IDS + "    s.autocast()\n")
+    assert "return tied_head(x, self.emb)" in texts(mixed)["model"]  # of what `up` rounded
 
 
 @pytest.mark.parametrize(

@@ -18,3 +18,23 @@ def test_the_call_that_finds_out_sizes_counts_nothing():
         each(x)
     for name, tensor in twin.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+class Counting(nn.Module):
+    """Says how often it was called."""
+
+    steps = 0
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        return x * self.steps
+
+
+def test_the_call_that_finds_out_sizes_does_not_advance_counters():
+    model, x = nn.Sequential(Counting(), nn.Linear(3, 4)), torch.randn(5, 3)
+    model[0].steps = 2
+    spare_buffers(model)
+    model(x)
+    assert model[0].steps == 2
+    model(x)
+    assert model[0].steps == 3

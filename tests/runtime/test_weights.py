@@ -1,5 +1,7 @@
 """Weights made of another module's, whole or in part, and put back bit for bit."""
 
+import functools
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -120,9 +122,27 @@ def test_a_part_is_read_without_the_rest(name):
             assert torch.equal(part, whole[first:last, 1:])
 
 
-def test_building_draws_the_new_modules_weights():
-    made = loading.build(lambda: weights.map_weights(After, original=Before, weights=MAP))
-    assert made.qkv.weight.std() > 0
+class Initialised(nn.Module):
+    """Draws the weights of what it holds once more, as many models do for themselves."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.head = inner(), nn.Linear(4, 4)
+        self.apply(self.draw)
+
+    def draw(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+
+def test_building_starts_from_what_the_originals_draw():
+    torch.manual_seed(0)
+    before, state = Initialised(Before), torch.get_rng_state()
+    torch.manual_seed(0)
+    mapped = functools.partial(weights.map_weights, After, original=Before, weights=MAP)
+    after = loading.build(lambda: Initialised(mapped))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(loading.full_state_dict(after), before.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [10**9, 100])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_rewrite.runtime.deepspeed_pipeline import with_all_tracked
+from slapo_rewrite.runtime.deepspeed_pipeline import with_all_tracked, with_gradients_of
 from slapo_rewrite.runtime.stages import check_settings
 from slapo_rewrite.runtime.torch_pipeline import SameSizes, UnshardedPipeline
 from slapo_rewrite.stages.value_kinds import described
@@ -210,6 +210,20 @@ def test_deepspeed_is_sent_the_same(tmp_path):
     assert found[0].requires_grad and found[1] is number and found[2] is tracked
     with torch.no_grad():
         assert with_all_tracked(nn.Linear(2, 2), (), (plain, number)) is None
+    assert with_all_tracked(nn.Linear(2, 2), (), plain).requires_grad  # of a frozen stage
+
+
+def test_what_several_stages_hold_has_a_gradient_on_each():
+    """Else DeepSpeed adds up those of the stages that come to use it, which wait for the others."""
+    stage = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    stage["used"].weight.grad, stage["idle"].bias.requires_grad = torch.ones(2, 2), False
+    names = [f"{name}.{kind}" for name in stage for kind in ("weight", "bias")]
+    with torch.no_grad():
+        with_gradients_of(names[2:], stage, ())
+    assert stage["idle"].weight.grad is None
+    with_gradients_of(names, stage, ())
+    assert stage["idle"].weight.grad.sum() == 0 and stage["idle"].bias.grad is None
+    assert stage["used"].weight.grad.sum() == 4
 
 
 WEIGHT = nn.Parameter(torch.ones(2))

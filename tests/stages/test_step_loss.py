@@ -32,3 +32,21 @@ def test_the_loss_is_trained(engine, tmp_path, monkeypatch):
     write(tmp_path / "out", output.files)
     report = verify(tmp_path / "out", [Layout(2)])
     assert report.ok, report.render()
+
+
+@pytest.mark.parametrize(
+    ("filled", "part"),
+    [
+        ("out = {}; out['loss'] = ", "['loss']"),
+        ("out = Out(); out.loss = ", ".loss"),
+        ("out = x, ", "[1]"),
+    ],
+)
+def test_a_result_that_is_bound_to_a_name(filled, part, tmp_path):
+    source = written("x = self.inner(x)").replace("return F", f"{filled}F") + "        return out\n"
+    source = source.replace("class Inner", "class Out: ...\n\n\nclass Inner")
+    schedule = (
+        SCHEDULE.format(cut='s["inner"]["a"]') + f"\n\ndef loss(out):\n    return out{part}\n"
+    )
+    text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
+    assert f"        return out{part}\n".replace("'", '"') in text

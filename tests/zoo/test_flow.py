@@ -6,7 +6,7 @@ import pytest
 
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
-from tests.rewriting import changed_lines, refused, rewritten
+from tests.rewriting import SPLITTING, changed_lines, refused, rewritten
 
 SOURCE = """\
 import torch
@@ -506,3 +506,28 @@ def test_what_values_are_made_of_is_not_counted_twice(tmp_path):
     )
     assert "RowParallelLinear" in changed_lines(rewritten(tmp_path, source, schedule))
     assert "part_size(self.inner)" in changed_lines(rewritten(tmp_path, source, schedule))
+
+
+COUNTING = """\
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.steps = 0
+
+    def forward(self, x):
+        h = self.up(x)
+        if self.steps > 100 and self.training:
+            h = h.flip(-1)
+        self.steps += 1
+        return self.down(h if self.down.bias is not None else -h)
+"""
+
+
+def test_a_way_that_only_later_steps_take_is_told(tmp_path):
+    (warning,) = rewritten(tmp_path, COUNTING, SPLITTING + "    split(s)\n").warnings
+    assert "`self.steps > 100 and self.training` decides which way" in warning
