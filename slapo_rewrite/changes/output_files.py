@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change_set import ChangeSet
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
@@ -29,6 +27,7 @@ from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
+from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding import Place
 
@@ -120,8 +119,8 @@ class OutputFiles:
                 own = vars(base)
                 code = getattr(own.get("__init__"), "__code__", None)
                 makes = "forward" in own and holds
-                layer = base.__base__  # of torch, which makes what is held by `super().__init__`
-                is_layer = layer is not nn.Module and is_torch(getattr(layer, "__module__", ""))
+                # A layer of torch makes what is held by `super().__init__`.
+                is_layer = base_of(base) is not None
                 makes |= code is not None and (is_layer or not held.isdisjoint(code.co_names))
             file = self.sources.file_of(base) if makes else None
             if file is not None and base.__qualname__ in file.classes:
