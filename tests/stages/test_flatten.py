@@ -108,6 +108,12 @@ def test_a_branch_is_left_out_where_the_settings_that_say_so_are_checked(
     assert ("x = x + 1" in text) is (settings is None)
 
 
+def test_an_expression_of_several_lines_stays_one(tmp_path):
+    """Its second line alone would be a statement too, of which nobody sees the value."""
+    text = stages_of(tmp_path, "x = (", "    self.first(x)", "    + x", ")")
+    assert "self.first(x) + x" in method(text, 0, "forward")
+
+
 def test_a_negative_number_keeps_its_name(tmp_path):
     lines = ["n = 2 - 5", "m = 2 + 1", "x = self.first(x)", "x = self.inner(x) * n ** 2 + m"]
     text = stages_of(tmp_path, *lines)

@@ -335,6 +335,12 @@ def test_for_torch_a_loss_of_an_argument_that_is_called_as_the_result(tmp_path):
     assert method(text, 1, "loss").startswith("def loss(self, x, given_x):")
 
 
+def test_what_is_called_for_each_element_is_not_called_before():
+    line = Line("rows = [self.last(row) for row in x]", errors.Span("model.py", 1))
+    flat = with_loss_apart(Flat(("x",), [line], "loss(rows)", {}), lambda text: "last" in text)
+    assert flat.lines == [line]
+
+
 def test_a_line_of_several_statements_gathers_no_logits():
     at = errors.Span("model.py", 1)
     gather = Line("logits = whole_logits(h, self.head)", at)
