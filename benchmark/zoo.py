@@ -314,7 +314,10 @@ def main() -> None:
             found = in_process(name, lambda: outcomes(name, server, limit_s, columns), limit_s)
             if options.columns:  # what was not measured stays as it is known
                 before = done.get(name, found)
-                found = {**before, **found} if runs(found) else before
+                if runs(found) and found["model"] == before.get("model"):
+                    found = {**before, **{column: found[column] for column in columns}}
+                else:
+                    found = before
             done[name] = found
             RECORDS.write_text(json.dumps(results(done), indent=1) + "\n", encoding="utf-8")
             progress.console.print(name.rpartition("_")[2], {c: found.get(c) for c in COLUMNS})
