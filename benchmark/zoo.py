@@ -12,7 +12,8 @@ there is a sample of all. What is measured of each:
 - checkpoint, fuse: the same file with `ckpt_ratio=1.0` and with `fuse=true`, at world size 1.
 - stages: with `pipeline_stages=2`, on two processes.
 
-What is refused, and what was not finished in time, stands there with the reason.
+What is refused, and what was not finished in time, stands there with the reason. With
+`--columns` families of `--only` are measured again in these alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +60,16 @@ def families() -> list[str]:
     return names
 
 
-def outcomes(name: str, server: ForkServer, limit_s: float) -> Iterator[dict[str, Any]]:
+def outcomes(
+    name: str, server: ForkServer, limit_s: float, columns: Sequence[str] = COLUMNS
+) -> Iterator[dict[str, Any]]:
     """What comes of one family, more of it each time; runs user code, so in a process of its own.
 
     Args:
         name: The modeling module.
         server: Starts the ranks.
         limit_s: Seconds that it is given.
+        columns: What is measured, beside identity.
     """
     from slapo_rewrite import errors
     from slapo_rewrite.auto.derive import derive
@@ -91,6 +95,7 @@ def outcomes(name: str, server: ForkServer, limit_s: float) -> Iterator[dict[str
             "checkpoint": ([*one, "ckpt_ratio=1.0"], [1]),
             "stages": ([*one, "pipeline_stages=2", "pipeline_engine=torch"], None),
         }
+        cases = {column: case for column, case in cases.items() if column in columns}
         for column in cases:
             found[column] = _late(limit_s)
         for column, (settings, worlds) in cases.items():
@@ -279,6 +284,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one family")
     parser.add_argument("--jobs", type=int, default=1, help="families at once")
     parser.add_argument("--only", nargs="+", help="families by a part of their names, again")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS[1:], help="only these, of --only")
     parser.add_argument("--reasons", action="store_true", help="only say why, of what is there")
     options = parser.parse_args()
     if options.reasons:
@@ -304,7 +310,14 @@ def main() -> None:
     def run(name: str) -> None:
         if time.monotonic() < end:
             limit_s = options.limit
-            found = in_process(name, lambda: outcomes(name, server, limit_s), limit_s)
+            columns = options.columns or COLUMNS
+            found = in_process(name, lambda: outcomes(name, server, limit_s, columns), limit_s)
+            if options.columns:  # what was not measured stays as it is known
+                before = done.get(name, found)
+                if runs(found) and found["model"] == before.get("model"):
+                    found = {**before, **{column: found[column] for column in columns}}
+                else:
+                    found = before
             done[name] = found
             RECORDS.write_text(json.dumps(results(done), indent=1) + "\n", encoding="utf-8")
             progress.console.print(name.rpartition("_")[2], {c: found.get(c) for c in COLUMNS})

@@ -6,7 +6,7 @@ import ast
 import re
 import tempfile
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,11 +90,16 @@ def derive(source: str, wanted: str = "") -> Derived:
     while True:
         text = schedule_text(title, head, found, lists, uncounted, cuts, why)
         refused = _refused(source, text)
-        if refused is None:
+        unmade = refused is None and _not_taken(source, text, lists, oracle)
+        if unmade:
+            lists = {path: parts for path, parts in lists.items() if path not in unmade}
+            cuts, why = cuts and bool(lists), "" if lists else next(iter(unmade.values()))
+        elif refused is None:
             return Derived(text, head, title, found.groups, found.share, why, others)
-        if not found.groups:
+        elif not found.groups:
             raise refused
-        found = _without_one(found, refused, oracle.project.tree.root)
+        else:
+            found = _without_one(found, refused, oracle.project.tree.root)
 
 
 def _given(wanted: str, module: types.ModuleType) -> Step:
@@ -233,7 +238,21 @@ def _checkpointed(node: Node) -> str | None:
     return f'["{{{",".join(map(str, numbers))}}}"]'
 
 
-def _refused(source: str, text: str) -> errors.RewriteError | None:
+def _not_taken(source: str, text: str, lists: Mapping[str, str], oracle: Oracle) -> dict[str, str]:
+    """The lists whose layers what makes them would go on making of the original's class, and why.
+
+    Only writing the output shows it, and only of layers of other files.
+    """
+    nodes, main = oracle.project.tree.nodes, oracle.project.module.__name__
+    kinds = {each.cls.__module__ for path in lists for each in nodes[path].children.values()}
+    if not kinds - {main} or (no := _refused(source, text, ["ckpt_ratio=1.0"])) is None:
+        return {}
+    said = no.render()
+    named = [path for path in lists if f'"{path}"' in said]
+    return {path: f"`{path}` is not checkpointed: {no.message}." for path in named or lists}
+
+
+def _refused(source: str, text: str, settings: Sequence[str] = ()) -> errors.RewriteError | None:
     """Why the tool would not carry out a schedule; None where it does, its last checks included.
 
     What was worked out has to have been compared, too.
@@ -242,7 +261,7 @@ def _refused(source: str, text: str) -> errors.RewriteError | None:
         file = Path(folder) / "schedule.py"
         file.write_text(text, encoding="utf-8")
         try:
-            output = rewrite(source, str(file))
+            output = rewrite(source, str(file), settings)
         except errors.RewriteError as error:
             return error
     unfit = next((warning for warning in output.warnings if UNFIT in warning), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 from slapo_rewrite.changes.output_files import OutputFiles
@@ -53,18 +53,29 @@ def named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
         is_read = any(method.name == "forward" for method in methods)
         for method in methods:
             functions.setdefault(method.name, []).append(method)
-            if method.name in CONSTRUCTING:
-                new |= words_of(method) - {*own_calls(method)}  # hooks, say
-            elif method.name.startswith("__") or not is_read:
+            if method.name.startswith("__") or not is_read:
                 new.add(method.name)
+        new.update(_handed_on(methods))
         for name, function in home.file.functions.items():
             functions.setdefault(name, []).append(function)
     named: set[str] = set()
     while new:
         named |= new
-        new = {n for name in new for f in functions.get(name, ()) for n in words_of(f)} - named
+        running = (f for name in new.difference(CONSTRUCTING) for f in functions.get(name, ()))
+        new = {n for function in running for n in words_of(function)} - named
     _NAMED[files] = frozenset(named - {*CONSTRUCTING})
     return _NAMED[files]
+
+
+def _handed_on(methods: Sequence[ast.FunctionDef]) -> Iterator[str]:
+    """What a class names as it is constructed, and does not call itself then: hooks, say."""
+    called = {*CONSTRUCTING}
+    waiting = [method for method in methods if method.name in called]
+    while waiting:
+        own = {*own_calls(method := waiting.pop())}
+        yield from words_of(method) - own
+        waiting += [each for each in methods if each.name in own - called]
+        called |= own
 
 
 def changed_by(

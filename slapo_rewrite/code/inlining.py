@@ -25,8 +25,8 @@ from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_CLOSED = (*_SCOPES, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_TAKING_TURNS = (*_CLOSED, ast.IfExp, ast.BoolOp)
+CLOSED = (*_SCOPES, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_TAKING_TURNS = (*CLOSED, ast.IfExp, ast.BoolOp)
 # Statements that need not compute what stands in them once.
 _HOLDING = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match, ast.Assert)
 

@@ -212,7 +212,11 @@ class Evaluator:
         """What a local variable was last given before this place; None where nothing was."""
         found: tuple[Any] | None = None
         unknown = False
-        for assignment in assignments(at.frame.function, name):
+        bound = assignments(at.frame.function, name)
+        match [each.statement for each in bound]:
+            case [ast.ImportFrom() as imported]:  # wherever it is read, it was reached
+                return (self._given(imported, name, at),)
+        for assignment in bound:
             statement = assignment.statement
             if position(statement) >= at.before or at.inside(statement):
                 continue
@@ -239,6 +243,10 @@ class Evaluator:
                 return _destructured(target, self._expr(value, place))[name]
             case ast.AnnAssign(value=ast.expr() as value):
                 return self._expr(value, place)
+            case ast.ImportFrom(names=names):
+                module = sys.modules.get(self.scene.file.resolve_import(statement))
+                own = next(n.name for n in names if name == (n.asname or n.name))
+                return getattr(module, own)
         raise Unknown
 
 

@@ -129,6 +129,8 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
             setattr(config, own, min(value, 64))
         elif name in _AT_MOST and name in numbers:
             setattr(config, own, min(value, _AT_MOST[name]))
+        elif name in _AT_MOST and _is_uniform(value):
+            setattr(config, own, type(value)(min(v, _AT_MOST[name]) for v in value))
         elif _is_mask(name) and hasattr(config, "apply_spec_augment"):
             config.apply_spec_augment = False  # what the masks would be made of stays
         elif _is_drawn(name) and isinstance(value, (int, float)) and not isinstance(value, bool):

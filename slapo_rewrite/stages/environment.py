@@ -84,6 +84,8 @@ _SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and 
     ast.LtE: ("<=", ">"),
     ast.Gt: (">", "<="),
     ast.GtE: (">=", "<"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
 }
 
 
@@ -251,6 +253,12 @@ class Environment:
                 return Unknown(True, is_module=True, steps=(*steps,))
             case ast.Call():
                 return self._call(node, read)
+            case ast.Compare(
+                left=ast.Constant(value=key),
+                ops=[ast.In() | ast.NotIn() as sign],
+                comparators=[ast.Name(id=name)],
+            ) if isinstance(given := self.values.get(name), KnownKwargs):
+                return Constant((key in given.values) is isinstance(sign, ast.In))
         found = computed(node, of, calls=False) or UNKNOWN
         match node:
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):

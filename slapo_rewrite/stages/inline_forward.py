@@ -277,7 +277,9 @@ class Flattening(Calls):
         """
         if isinstance(value, ast.IfExp) and (way := scope.names.decided(value.test)) is not None:
             value = value.body if way else value.orelse
-        if not isinstance(value, ast.Dict) or self.depth:
+        if self.depth or (sifted := self.sifted(value, scope)) is not None:
+            return None if self.depth else sifted
+        if not isinstance(value, ast.Dict):
             return None
         if not value.keys and is_read_by_key(scope.function, target.id):
             return KnownKwargs()
@@ -291,6 +293,31 @@ class Flattening(Calls):
         texts = {n: self.text(v, scope) for n, v in zip(names, value.values, strict=True)}
         known = {n: scope.names.settled(v) for n, v in zip(names, value.values, strict=True)}
         return KnownKwargs(texts, known)
+
+    def sifted(self, value: ast.expr, scope: Scope) -> KnownKwargs | None:
+        """A dictionary of two that are known together, or of those elements of an empty one."""
+
+        def known(name: str) -> KnownKwargs | None:
+            found = scope.names.values.get(name)
+            return found if isinstance(found, KnownKwargs) else None
+
+        match value:
+            case ast.BinOp(left=ast.Name(id=left), op=ast.BitOr(), right=ast.Name(id=right)):
+                if (one := known(left)) and (other := known(right)):
+                    texts = {**self.current(one, scope, value), **self.current(other, scope, value)}
+                    return KnownKwargs(texts, {**one.values, **other.values})
+            case ast.DictComp(generators=[only]):
+                match only:
+                    case (
+                        ast.comprehension(
+                            iter=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="items"))
+                        )
+                        | ast.comprehension(
+                            ifs=[ast.Compare(ops=[ast.In()], comparators=[ast.Name(id=name)])]
+                        )
+                    ) if (of := known(name)) and not of.texts:
+                        return KnownKwargs()
+        return None
 
     def made(self, node: ast.expr, scope: Scope) -> KnownObject | None:
         """The object that a call of a data class makes."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.inlining import CLOSED
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over
@@ -143,7 +144,7 @@ def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
                 name += "_"
             names.add(name)
             edits[node] = name
-        else:
+        elif not isinstance(node, CLOSED):  # what is called in there reads names of its own
             waiting += ast.iter_child_nodes(node)
     return [f"{new} = {ast.unparse(node)}" for node, new in edits.items()], rewritten(text, edits)
 

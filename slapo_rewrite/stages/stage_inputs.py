@@ -68,7 +68,8 @@ class Planner:
         """
         program = self.program
         numbers = range(len(program.pieces))
-        last = max((n for n in numbers if self.trains(program.pieces[n])), default=-1)
+        ends = (n for n in numbers if self.trains(piece := program.pieces[n]) or self.asks(piece))
+        last = max(ends, default=-1)
         own: list[list[int]] = [[] for _ in range(program.stages + 1)]
         for number in numbers:
             own[program.pieces[number].stage if number <= last else -1].append(number)
@@ -145,6 +146,14 @@ class Planner:
     def trains(self, piece: Piece) -> bool:
         """Whether a statement calls a module with parameters, or reads a parameter."""
         return trains(self.model, piece.text)
+
+    def asks(self, piece: Piece) -> bool:
+        """Whether a statement reads an argument that says what to do, `return_loss=True` say.
+
+        Stages are given those by name, the loss is given tensors.
+        """
+        read = (self.seen[version] for version in piece.reads if version[1] == ARGUMENT)
+        return self.by_name and any(kind.kind in ("other", "shape") for kind in read)
 
     def stage(
         self, number: int, own: list[int], start: int, handed_on: Iterable[Version], is_tail: bool

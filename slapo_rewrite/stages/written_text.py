@@ -38,10 +38,10 @@ def alone(text: str) -> str:
     """An expression as it can stand alone: in parentheses only where its lines need them."""
     text = bare(text)
     try:
-        ast.parse(f"result = {text}")
+        lines_up = len(ast.parse(f"result = {text}").body) == 1  # `a` and `+ b` are two statements
     except SyntaxError:
-        return f"(\n{text}\n)"
-    return text
+        lines_up = False
+    return text if lines_up else f"(\n{text}\n)"
 
 
 def span_of(node: ast.AST, file: SourceFile) -> tuple[int, int]:

@@ -163,30 +163,49 @@ class Staged(Original):
         finally:
             model.train()
 
-    def train_original(self) -> tuple[Trained, Trained | None]:
-        """Trains the original, and the same in float64 if that is known, at a rate that both bear.
-
-        Where losses overflow, or where rounding grows to be as large as they are, nothing could be
-        told of the stages.
-        """
-        for self.engine.rate in RATES:
+    def train_original(self) -> Trained:
+        """Trains the original, more slowly where its losses overflow, which tells nothing."""
+        for rate in RATES[RATES.index(self.engine.rate) :]:
+            self.engine.rate = rate
             self.original.load_state_dict(self.full)
-            if self.exact is not None:
-                self.exact.load_state_dict(self.full)
-            if self.nudged and self.exact is not None:
-                nudge(self.exact)
-            want, exact = self.train(self.original), self.exactly(self.train)
-            if want.is_finite() and (self.training.bf16 or exact is None or want.is_like(exact)):
+            want = self.train(self.original)
+            if want.is_finite():
                 break
-        return want, exact
+        return want
 
-    def agree(self) -> None:
-        """Has all ranks train at the rate, and on the random numbers, that the first one found."""
-        found: list[Any] = [self.engine.rate, self.draws]
+    def train_exactly(self) -> tuple[Tensor | None, Trained | None]:
+        """The original's loss in eval mode and what training gives, in float64 if that is known."""
+        if self.exact is not None:
+            self.exact.load_state_dict(self.full)
+            if self.nudged:
+                nudge(self.exact)
+        return self.exactly(self.evaluate), self.exactly(self.train)
+
+    def may_train_more_slowly(self, want: Trained, exact: Trained | None) -> bool:
+        """Whether rounding grew to be as large as the losses; sets a lower rate then."""
+        slower = RATES[RATES.index(self.engine.rate) + 1 :]
+        if not slower or exact is None or self.training.bf16 or want.is_like(exact):
+            return False
+        self.engine.rate = slower[0]
+        return True
+
+    def agree(self, is_told: bool = False) -> bool:
+        """Has all ranks train at the first one's rate, on random numbers if it does.
+
+        Args:
+            is_told: Whether training told all that there is to tell; the first rank knows.
+
+        Returns:
+            What the first rank says of that.
+        """
+        found: list[Any] = [is_told, self.engine.rate, self.draws]
         dist.broadcast_object_list(found)
-        rate, self.draws = found
-        self.engine.rate = rate
-        if rate != RATES[0]:
+        is_told, self.engine.rate, self.draws = found
+        return is_told
+
+    def tell_rate(self) -> None:
+        """Notes at which rate both were trained, if that is a lower one."""
+        if (rate := self.engine.rate) != RATES[0]:
             self.note(
                 f"both were trained at a rate of {rate:g}: at {RATES[0]:g} the original's "
                 "losses overflow, or rounding grows to be as large as they are"

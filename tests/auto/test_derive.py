@@ -806,3 +806,47 @@ def test_heads_are_split_on_two_ranks_or_not_at_all(tmp_path):
     assert not shards(text) and "of which 2 ranks cannot have the same number" in " ".join(
         text.replace("#", "").split()
     )
+
+
+TAKEN_OUT = """
+import torch
+from torch import nn
+from transformers import AutoModel, LlamaConfig
+
+SMALL = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_attention_heads=2)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.up(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        base = AutoModel.from_config(LlamaConfig(num_hidden_layers=4, **SMALL))
+        self.parts, self.rotary = base.layers, base.rotary_emb
+        self.own = nn.ModuleList([Own() for _ in range(4)])
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], device=x.device)[None]
+        for part in self.parts:
+            x = part(x, position_embeddings=self.rotary(x, places))
+        for own in self.own:
+            x = own(x)
+        return x
+"""
+
+
+def test_layers_of_what_is_taken_apart_are_not_checkpointed(tmp_path):
+    """Those of the file's own are: what makes the others would not see another class."""
+    step = "import torch\n\n\ndef model(m):\n    return m.Model()\n\n\n"
+    step += 'def inputs(model):\n    return {"x": torch.randn(2, 8, 32)}\n\n\n'
+    step += "def loss(outputs):\n    return outputs.square().mean()\n"
+    text = derived(tmp_path, TAKEN_OUT, step).text
+    assert 'layers = s["own"]' in text
+    assert '"parts"' not in text

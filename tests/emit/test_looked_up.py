@@ -220,6 +220,8 @@ class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        if id(self):
+            from transformers import AutoModel as Auto
         self.part = {{made}}
 """
 LLAMA = ("LlamaConfig", "transformers.models.llama.configuration_llama")
@@ -230,6 +232,7 @@ LLAMA = ("LlamaConfig", "transformers.models.llama.configuration_llama")
     [
         ("AutoModel.from_config(config)", Lookup("config", *LLAMA)),
         ("AutoModel.from_config(config=config, dtype=None)", Lookup("config", *LLAMA)),
+        ("Auto.from_config(config)", Lookup("config", *LLAMA)),
         ("AutoModel.from_config(config, trust_remote_code=True)", None),
         ("AutoModel.from_config(config, **more)", None),
         ("AutoModelForCausalLM.from_config(config)", None),

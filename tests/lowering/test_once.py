@@ -383,11 +383,17 @@ def test_what_does_not_run_with_the_model_may_change_it(tmp_path):
     )
     rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
     listed = "self.blocks = nn.ModuleList([Block(8) for _ in range(3)])\n"
-    hooked = source.replace(
-        listed, f"{listed}        self.blocks[1].register_forward_pre_hook(self.freeze)\n"
+    rewritten(
+        tmp_path,
+        source.replace(listed, f"{listed}        self.freeze()\n"),
+        SCHEDULE.format(arguments=""),
     )
-    words = refused(tmp_path, hooked, SCHEDULE.format(arguments=""), "SR305")
-    assert "`self.blocks[0].up.requires_grad_(False)` changes what may be other" in words
+    hook = "        self.blocks[1].register_forward_pre_hook(self.freeze)\n"
+    later = f"        self.watch()\n\n    def watch(self):\n{hook}"
+    for put_on in (hook, later):
+        hooked = source.replace(listed, f"{listed}{put_on}")
+        words = refused(tmp_path, hooked, SCHEDULE.format(arguments=""), "SR305")
+        assert "`self.blocks[0].up.requires_grad_(False)` changes what may be other" in words
 
 
 @pytest.mark.parametrize("change", ["SCALE[0] = 2", "scale(2)"])

@@ -88,6 +88,7 @@ def test_branches_keep_their_form(tmp_path):
         ("self.n = 3", "self.n == 4", '{"n": Unlike(4)}'),
         ("self.n = 3", "not self.n != 4", '{"n": 3}'),
         ("self.n = 3; self.m = 4", "self.n >= self.m", '{"n": Compared("<", "m")}'),
+        ("self.n = 3; self.m = 4", "self.n == self.m", '{"n": Compared("!=", "m")}'),
         ("self.n = 3; self.m = None", "self.n and self.m", '{"n": Compared(">", 0), "m": None}'),
         ("self.n = 3", "self.n + 1 == 5", '{"n": 3}'),
         ("self.n = True", "self.n == 4", '{"n": Unlike(4)}'),
@@ -106,6 +107,27 @@ def test_a_branch_is_left_out_where_the_settings_that_say_so_are_checked(
     text = stages_of(tmp_path, *lines, init=f"self.changed = False; {init}")
     assert (f"SETTINGS = {settings}" in text) if settings else ("SETTINGS" not in text)
     assert ("x = x + 1" in text) is (settings is None)
+
+
+def test_an_expression_of_several_lines_stays_one(tmp_path):
+    """Its second line alone would be a statement too, of which nobody sees the value."""
+    text = stages_of(tmp_path, "x = (", "    self.first(x)", "    + x", ")")
+    assert "self.first(x) + x" in method(text, 0, "forward")
+
+
+def test_what_is_sifted_of_keywords_that_nobody_gave_is_nothing(tmp_path):
+    lines = [
+        'shared = {key: kwargs[key] for key in ["scale"] if key in kwargs}',
+        "own = {key: value for key, value in kwargs.items() if key > 'a'}",
+        "own = own | shared",
+        'if "scale" in own:',
+        "    x = own.pop('scale') * x",
+        "x = self.inner(self.first(x), **own)",
+    ]
+    source = written(*lines).replace("x, y)", "x, y, **kwargs)", 1)
+    cut = SCHEDULE.format(cut='s["inner.a"]')
+    text = rewritten(tmp_path, source, cut).files["pipeline.py"]
+    assert method(text, 0, "forward").endswith("(x)\n    x = self.inner.a(x)\n    return x")
 
 
 def test_a_negative_number_keeps_its_name(tmp_path):

@@ -259,6 +259,19 @@ def test_for_torch_a_single_number_is_handed_to_the_loss_in_a_row(tmp_path):
     assert "    (last_output_0,) = last_output_0\n" in method(text, 1, "loss")
 
 
+def test_for_torch_what_an_argument_says_of_the_loss_is_done_in_the_last_stage(tmp_path):
+    """Torch divides what the loss is given by rows, a plain `True` not."""
+    source = written("x = self.inner(self.first(x))").replace("x, y)", "x, y, halved)", 1)
+    source = source.replace("F.mse_loss(self.last(x), y)", "F.mse_loss(self.last(x), y)\n").replace(
+        "        return F.mse", "        x = F.mse"
+    )
+    source += "        if halved:\n            x = x / 2\n        return x\n"
+    schedule = FOR_TORCH.replace('"y": torch', '"halved": True, "y": torch')
+    text = rewritten(tmp_path, source, schedule.format(cut='s["inner"]["a"]')).files["pipeline.py"]
+    assert method(text, 1, "forward").endswith("x = x / 2\n    return x[None]")
+    assert "halved" not in method(text, 1, "loss")
+
+
 COST = """\
 def cost(x, y, count=None):
     return F.mse_loss(x, y) if count is None else F.mse_loss(x, y, reduction="sum") / count
@@ -333,6 +346,12 @@ def test_for_torch_a_loss_of_an_argument_that_is_called_as_the_result(tmp_path):
     )
     text = rewritten(tmp_path, source, FOR_TORCH.format(cut='s["first"]')).files["pipeline.py"]
     assert method(text, 1, "loss").startswith("def loss(self, x, given_x):")
+
+
+def test_what_is_called_for_each_element_is_not_called_before():
+    line = Line("rows = [self.last(row) for row in x]", errors.Span("model.py", 1))
+    flat = with_loss_apart(Flat(("x",), [line], "loss(rows)", {}), lambda text: "last" in text)
+    assert flat.lines == [line]
 
 
 def test_a_line_of_several_statements_gathers_no_logits():

@@ -198,7 +198,7 @@ def test_what_training_does_not_tell_is_trained_more_slowly(steepness, rounding,
     staged.full = {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}
     for model in (staged.original, staged.exact):
         model.load_state_dict(staged.full)
-    staged.engine = SimpleNamespace(rate=None)
+    staged.engine = SimpleNamespace(rate=RATES[0])
     staged.training, staged.doubled = SimpleNamespace(clipping=0, bf16=False), False
     staged.steps = [[torch.ones(1)]] * 5
 
@@ -206,8 +206,13 @@ def test_what_training_does_not_tell_is_trained_more_slowly(steepness, rounding,
         off = rounding * staged.engine.rate / RATES[0] * (model is staged.exact)
         return ((steepness + off) * model(x)).pow(4).sum()
 
-    staged._loss = loss
-    want, exact = staged.train_original()
+    staged._loss, staged.evaluate = loss, lambda model: None
+    want = staged.train_original()
+    _, exact = staged.train_exactly()
+    if rounding:
+        assert staged.may_train_more_slowly(want, exact)
+        want, (_, exact) = staged.train_original(), staged.train_exactly()
     assert staged.engine.rate == rate
+    assert not staged.may_train_more_slowly(want, exact)
     assert want.is_finite() and want.is_like(exact)
     assert want.losses[0] == steepness**4

@@ -94,6 +94,11 @@ def test_widths_that_are_given_for_every_layer_are_small():
     assert len(small.intermediate_size) == small.num_hidden_layers
 
 
+def test_windows_that_are_given_for_every_layer_are_small():
+    small = small_config(transformers.LongformerConfig(attention_window=[512] * 12))
+    assert small.attention_window == [8, 8]
+
+
 def test_layers_that_are_numbered_are_kept_with_others():
     config = transformers.Qwen2MoeConfig(mlp_only_layers=[0, 1])
     small = small_config(config)
