@@ -263,21 +263,22 @@ def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2
 def _seeing_less(config: Any) -> Iterator[Any]:
     """Configurations for smaller images and fewer frames, the smallest first.
 
-    None has more than two layers on a level. Where attention has windows, which have to fit,
-    images are smaller as the windows are, or keep their size.
+    None has more than two layers on a level. Where attention has windows, which may have to fit,
+    images are smaller as the windows are, if they cannot be of a few patches, or keep their size.
     """
-    for smallest in (True, False):
+    for attempt in range(3):
         small = copy.deepcopy(config)
         for part in _parts(small):
             tubelet = _numbers(getattr(part, "tubelet_size", None))
             patch = _numbers(getattr(part, "patch_size", None)) or tubelet
-            edge = 4 * patch[-1] if smallest and patch else SMALL_IMAGE
+            edge = 4 * patch[-1] if attempt < 2 and patch else SMALL_IMAGE
             if (window := getattr(part, "window_size", None)) is None:
                 for name in ("image_size", "crop_size"):
                     _limit(part, name, edge)
-            elif smallest and isinstance(window, int) and window > SMALL_WINDOW:
+            elif attempt < 2 and isinstance(window, int) and window > SMALL_WINDOW:
                 for size in _numbers(getattr(part, "image_size", None))[:1]:
-                    _limit(part, "image_size", size * SMALL_WINDOW // window)
+                    fitting = size * SMALL_WINDOW // window
+                    _limit(part, "image_size", fitting if attempt else edge)
                     part.window_size = SMALL_WINDOW
             for name in ("num_frames", "frames_per_clip"):
                 _limit(part, name, 2 * tubelet[0] if tubelet else 2)

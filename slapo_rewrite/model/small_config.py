@@ -56,8 +56,9 @@ _AT_MOST = {  # sizes that stand alone
     "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16, "num_hidden_groups": 2,
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
-    "num_kv_shared_layers": 0, "num_queries": 16, "zero_expert_num": 2, "mamba_num_heads": 8, "mamba_chunk_size": 8,
+    "num_kv_shared_layers": 0, "num_queries": 16, "mamba_num_heads": 8, "mamba_chunk_size": 8,
     "n_groups": 2, "ssm_state_size": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "zero_expert_num": 2,
 }  # fmt: skip
 
 
