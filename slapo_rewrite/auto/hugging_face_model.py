@@ -88,7 +88,10 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "past_time_features": ("torch.randn(2, 2 * $context_length:32, $num_time_features:1)",),
     "past_observed_mask": ("torch.ones(2, 2 * $context_length:32)",),
-    "future_values": ("torch.randn(2, $prediction_length:8)",),
+    "future_values": (
+        "torch.randn(2, $prediction_length:8)",
+        "torch.randn(2, $prediction_length:8, $num_input_channels:1)",
+    ),
     "future_time_features": ("torch.randn(2, $prediction_length:8, $num_time_features:1)",),
     "bbox": ("torch.zeros(2, 16, 4, dtype=torch.long)",),
     "bool_masked_pos": (
@@ -97,6 +100,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "inputs": (TOKENS,),
     CONTRASTIVE: ("True",),
 }
+# Those of them that a loss is computed of, where they are not called labels.
+TARGETS = ("future_values", "future_time_features")
 # Labels, for heads that are not of text, by what the name of the class says.
 LABELS: dict[str, str] = {
     "Classification": "torch.randint($num_labels, (2,))",
@@ -210,7 +215,10 @@ def _made_up(
     wanted = [n for n in dict.fromkeys([*mains, *needed[1:]]) if n in takes]
     arguments = ARGUMENTS | ({"input_ids": (ENDED,)} if CONTRASTIVE in takes else {})
     known = [n for n in arguments if n in takes]
-    for names in (wanted, [*dict.fromkeys([*wanted, *known])]):
+    targets = [n for n in TARGETS if n in takes]
+    for names in dict.fromkeys(
+        tuple(dict.fromkeys([*wanted, *more])) for more in (targets, [], known)
+    ):
         if not names or any(name not in arguments for name in names):
             continue
         for texts in itertools.product(*(arguments[name] for name in names)):
