@@ -58,7 +58,7 @@ _AT_MOST = {  # sizes that stand alone
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0, "num_queries": 16, "mamba_num_heads": 8, "mamba_chunk_size": 8,
     "n_groups": 2, "ssm_state_size": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "zero_expert_num": 2, "context_length": 64,
+    "zero_expert_num": 2, "context_length": 64, "num_filters": 8,
 }  # fmt: skip
 
 
