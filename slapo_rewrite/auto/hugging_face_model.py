@@ -62,6 +62,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "decoder_input_ids": (TOKENS,),
     "pixel_values": (
         "torch.randn(2, $num_channels:3, $image_size:64, $image_size:64)",
+        "torch.randn(2, 2, $num_channels:3, $image_size:64, $image_size:64)",
         "torch.randn(2, $num_channels:3, $image_size:224, $image_size:224)",
         "torch.randn(2, $num_frames:8, $num_channels:3, $image_size:224, $image_size:224)",
     ),
@@ -97,7 +98,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "bool_masked_pos": (
         "torch.zeros(2, ($image_size:224 // $patch_size:16) ** 2, dtype=torch.bool)",
     ),
-    "inputs": (TOKENS,),
+    "image_attention_mask": ("torch.ones(2, 16, 2, dtype=torch.long)",),
+    "inputs": (TOKENS, "torch.randn(2, 4000)"),
     CONTRASTIVE: ("True",),
 }
 # Those of them that a loss is computed of, where they are not called labels.

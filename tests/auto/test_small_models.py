@@ -12,7 +12,8 @@ from slapo_rewrite.auto.step import first_that_runs
 # By what each needs: what the default leaves open, a layer that comes late, as many heads of a
 # state space as its width asks for, a width that six numbers of a box share, sections of a head,
 # no cache, the rotated share of a head, what a backbone gives out, a width that follows another
-# part's, as many blocks as layers, a past that lags reach into, windows as small as the image.
+# part's, as many blocks as layers, a past that lags reach into, windows as small as the image,
+# pairs of images, speech under a name that text has elsewhere.
 NEEDING = {
     "ministral.MinistralForCausalLM": "MinistralConfig(head_dim=128)",
     "nemotron.NemotronForCausalLM": "NemotronConfig(num_key_value_heads=48)",
@@ -39,6 +40,9 @@ NEEDING = {
     "informer.InformerForPrediction": "prediction_length=8",
     "timesfm2_5.TimesFm2_5ModelForPrediction": "TimesFm2_5Config()",
     "sam.SamVisionModel": "SamVisionConfig()",
+    "lightglue.LightGlueForKeypointMatching": "LightGlueConfig()",
+    "idefics.IdeficsModel": "IdeficsConfig()",
+    "speech_encoder_decoder.SpeechEncoderDecoderModel": "SpeechEncoderDecoderConfig()",
 }
 
 
