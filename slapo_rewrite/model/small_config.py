@@ -294,7 +294,7 @@ def _shrink_rotary(config: Any) -> None:
                 part = frequencies // len(value)
                 rest = frequencies - part * (len(value) - 1)
                 others = [part] * (len(value) - 1)  # height and width are alike
-                is_last = value[0] == value[1]
+                is_last = value[:1] == value[1:2]
                 parameters[name] = [*others, rest] if is_last else [rest, *others]
             elif name == "original_max_position_embeddings" and isinstance(value, int):
                 parameters[name] = min(value, 64)
