@@ -20,7 +20,7 @@ from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import Search
 from slapo_rewrite.auto.schedule_text import schedule_text, shared
 from slapo_rewrite.auto.shard_groups import Found, Group
-from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, tried
+from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, in_a_line, tried
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.construct import UNFIT
@@ -153,7 +153,7 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
         try:
             step, why = first_that_runs(steps, module)
         except Exception as error:  # the user's own constructors
-            step, why = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            step, why = None, in_a_line(error)
         if step is not None and (step.has_loss or not is_one(cls)):
             passed = [f"not `{name}`: {no}" for name, no in reasons.items()]
             further = plain_model.in_order(classes, module) if not is_one(cls) else ()

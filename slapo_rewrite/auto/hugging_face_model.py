@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,20 @@ OPEN: dict[str, Callable[[Any], object]] = {
     "num_experts_per_tok": lambda config: 2,
     "vocab_size": lambda config: 1000,
     "layer_types": lambda config: ["full_attention"] * config.num_hidden_layers,
+    "mlp_layer_types": lambda config: ["dense"] + ["sparse"] * (config.num_hidden_layers - 1),
+    "num_experts": lambda config: 8,
+    "n_routed_experts": lambda config: 8,
+    "n_shared_experts": lambda config: 1,
+    "top_k_experts": lambda config: 2,
+    "moe_intermediate_size": lambda config: config.hidden_size,
+    "prediction_length": lambda config: 8,
+    "context_length": lambda config: max(config.lags_sequence),
+    "default_language": lambda config: config.languages[0],
 }
 # The pixels on a side of an image, where a configuration speaks of no patches.
 SMALL_IMAGE = 64
+# The patches on a side of a window, where attention has windows in images.
+SMALL_WINDOW = 2
 
 # Arguments of a `forward` by the names that they have everywhere, with what may be given for them.
 # `$name` is a number of the configuration, or of a part of it; `$name:3` is 3 where there is none.
@@ -51,6 +62,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "decoder_input_ids": (TOKENS,),
     "pixel_values": (
         "torch.randn(2, $num_channels:3, $image_size:64, $image_size:64)",
+        "torch.randn(2, 2, $num_channels:3, $image_size:64, $image_size:64)",
         "torch.randn(2, $num_channels:3, $image_size:224, $image_size:224)",
         "torch.randn(2, $num_frames:8, $num_channels:3, $image_size:224, $image_size:224)",
     ),
@@ -73,14 +85,25 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "past_values": (
         "torch.randn(2, $context_length:64, $num_input_channels:1)",
         "torch.randn(2, $seq_length:64, $num_input_channels:1)",
+        "torch.randn(2, 2 * $context_length:32)",
     ),
+    "past_time_features": ("torch.randn(2, 2 * $context_length:32, $num_time_features:1)",),
+    "past_observed_mask": ("torch.ones(2, 2 * $context_length:32)",),
+    "future_values": (
+        "torch.randn(2, $prediction_length:8)",
+        "torch.randn(2, $prediction_length:8, $num_input_channels:1)",
+    ),
+    "future_time_features": ("torch.randn(2, $prediction_length:8, $num_time_features:1)",),
     "bbox": ("torch.zeros(2, 16, 4, dtype=torch.long)",),
     "bool_masked_pos": (
         "torch.zeros(2, ($image_size:224 // $patch_size:16) ** 2, dtype=torch.bool)",
     ),
-    "inputs": (TOKENS,),
+    "image_attention_mask": ("torch.ones(2, 16, 2, dtype=torch.long)",),
+    "inputs": (TOKENS, "torch.randn(2, 4000)"),
     CONTRASTIVE: ("True",),
 }
+# Those of them that a loss is computed of, where they are not called labels.
+TARGETS = ("future_values", "future_time_features")
 # Labels, for heads that are not of text, by what the name of the class says.
 LABELS: dict[str, str] = {
     "Classification": "torch.randint($num_labels, (2,))",
@@ -127,10 +150,15 @@ def steps_of(cls: Any) -> Iterator[Step]:
     except Exception:  # no model is made of it
         if not closed:
             raise
-    if closed:
-        words = f"{cls.__name__} with {', '.join(closed)} beside what is so by default"
-        text = _construction(filled, imported)
-        yield from _steps(cls, filled, words, text, imported)
+    ways = [(filled, f"with {', '.join(closed)}")] if closed else []
+    caching = copy.deepcopy(filled)
+    if users := [part for part in _parts(caching) if vars(part).get("use_cache")]:
+        for part in users:  # a step of training needs none
+            part.use_cache = False
+        ways.append((caching, f"with {', '.join([*closed, '`use_cache`'])}"))
+    for way, said in ways:
+        words = f"{cls.__name__} {said} beside what is so by default"
+        yield from _steps(cls, way, words, _construction(way, imported), imported)
 
 
 def _close(config: Any) -> list[str]:
@@ -154,8 +182,9 @@ def _steps(
         model = cls(copy.deepcopy(config))
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
+    mains = main if isinstance(main, list) else [main]
     small = _small(cls, config, {*map(type, model.modules())})
-    smaller = [*_seeing_less(small), small]
+    smaller = [*_seeing_less(small), *_seeing_less(_following(small, config)), small]
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
         own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
@@ -163,7 +192,7 @@ def _steps(
         has_words = isinstance(getattr(config, "vocab_size", None), int)
         if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes and has_words:
             yield own
-        for inputs in _made_up(takes, main, cls.__name__):
+        for inputs in _made_up(takes, mains, cls.__name__):
             yield replace(own, inputs=_filled(inputs, model.config))
 
 
@@ -181,14 +210,17 @@ def _small(cls: Any, config: Any, wanted: set[type]) -> Any:
 
 
 def _made_up(
-    takes: Mapping[str, inspect.Parameter], main: str, name: str
+    takes: Mapping[str, inspect.Parameter], mains: Sequence[str], name: str
 ) -> Iterator[dict[str, str]]:
     """What the arguments of `forward` may be given: those needed first, then all known ones."""
     needed = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
-    wanted = [n for n in {main: 0, **dict.fromkeys(needed[1:])} if n in takes]
+    wanted = [n for n in dict.fromkeys([*mains, *needed[1:]]) if n in takes]
     arguments = ARGUMENTS | ({"input_ids": (ENDED,)} if CONTRASTIVE in takes else {})
     known = [n for n in arguments if n in takes]
-    for names in (wanted, [*dict.fromkeys([*wanted, *known])]):
+    targets = [n for n in TARGETS if n in takes]
+    for names in dict.fromkeys(
+        tuple(dict.fromkeys([*wanted, *more])) for more in (targets, [], known)
+    ):
         if not names or any(name not in arguments for name in names):
             continue
         for texts in itertools.product(*(arguments[name] for name in names)):
@@ -241,21 +273,44 @@ def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2
 def _seeing_less(config: Any) -> Iterator[Any]:
     """Configurations for smaller images and fewer frames, the smallest first.
 
-    None has more than two layers on a level. Where attention has windows, images keep their size,
-    since the windows have to fit.
+    None has more than two layers on a level. Where attention has windows, which may have to fit,
+    images are smaller as the windows are, if they cannot be of a few patches, or keep their size.
     """
-    for smallest in (True, False):
+    for attempt in range(3):
         small = copy.deepcopy(config)
         for part in _parts(small):
             tubelet = _numbers(getattr(part, "tubelet_size", None))
             patch = _numbers(getattr(part, "patch_size", None)) or tubelet
-            edge = 4 * patch[-1] if smallest and patch else SMALL_IMAGE
-            for name in ("image_size", "crop_size") if not hasattr(part, "window_size") else ():
-                _limit(part, name, edge)
+            edge = 4 * patch[-1] if attempt < 2 and patch else SMALL_IMAGE
+            if (window := getattr(part, "window_size", None)) is None:
+                for name in ("image_size", "crop_size"):
+                    _limit(part, name, edge)
+            elif attempt < 2 and isinstance(window, int) and window > SMALL_WINDOW:
+                for size in _numbers(getattr(part, "image_size", None))[:1]:
+                    fitting = size * SMALL_WINDOW // window
+                    _limit(part, "image_size", fitting if attempt else edge)
+                    part.window_size = SMALL_WINDOW
             for name in ("num_frames", "frames_per_clip"):
                 _limit(part, name, 2 * tubelet[0] if tubelet else 2)
             _limit(part, "depths", 2)
         yield small
+
+
+def _following(small: Any, full: Any) -> Any:
+    """A small configuration, where what is as wide as another part by default stays so."""
+    found = copy.deepcopy(small)
+    pairs = [*zip(_parts(found), _parts(full), strict=True)]
+    widths: dict[int, set[int]] = {}
+    for part, before in pairs:
+        if isinstance(width := getattr(before, "hidden_size", None), int):
+            widths.setdefault(width, set()).add(part.hidden_size)
+    for part, before in pairs:
+        for name, value in vars(before).items():
+            is_width = name.endswith(("_hidden_size", "_groups", "channels", "dim"))
+            is_large = is_width and isinstance(value, int) and value == vars(part)[name]
+            if is_large and len(new := widths.get(value, set())) == 1:
+                setattr(part, name, *new)
+    return found
 
 
 def _numbers(value: Any) -> list[int]:
@@ -302,7 +357,7 @@ def _construction(config: Any, imports: set[tuple[str, str]]) -> str:
             continue
         if hasattr(value, "to_dict"):
             given.append(f"{name}={_construction(value, imports)}")
-        elif not _same(value, getattr(usual, name, None)):
+        elif not _same(value, vars(usual).get(own)):
             given.append(f"{name}={value!r}")
     return f"{type(config).__name__}({', '.join(given)})"
 

@@ -128,6 +128,12 @@ class Given(Step):
         return f"{self.written.rstrip()}\n\n\n{self.loss_text()}\n"
 
 
+def in_a_line(error: Exception) -> str:
+    """What an error says first; where a library is missing, an empty line comes before it."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first.strip()}"
+
+
 def tried(
     step: Step, module: types.ModuleType, twins: dict[str | None, nn.Module] | None = None
 ) -> Step:
@@ -154,8 +160,7 @@ def tried(
                 _check_small(inputs)
             outputs = model(**inputs)
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise DoesNotRun(f"{type(error).__name__}: {first}") from error
+        raise DoesNotRun(in_a_line(error)) from error
     if step.loss is None and not _has_loss(schedule, outputs, inputs):
         return replace(step, loss=_stand_in(outputs, model))
     return step

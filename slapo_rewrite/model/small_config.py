@@ -19,7 +19,7 @@ _WIDTHS = (
 )  # fmt: skip
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-    "num_encoder_layers", "num_decoder_layers", "num_self_attends_per_block",
+    "num_encoder_layers", "num_decoder_layers", "num_self_attends_per_block", "num_blocks",
 )  # fmt: skip
 # Lists of the layers that are of some kind, by their numbers.
 _NUMBERS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
@@ -58,6 +58,7 @@ _AT_MOST = {  # sizes that stand alone
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0, "num_queries": 16, "mamba_num_heads": 8, "mamba_chunk_size": 8,
     "n_groups": 2, "ssm_state_size": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "zero_expert_num": 2, "context_length": 64, "num_filters": 8,
 }  # fmt: skip
 
 
@@ -187,14 +188,18 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
     for count, width in _STATE_HEADS:
         if numbers.get(count, 0) * numbers.get(width, 0) == expand * hidden:
             new |= {count: expand * small_hidden // HEAD_SIZE, width: HEAD_SIZE}
+    if (rotated := numbers.get("qk_rope_head_dim")) and (rest := numbers.get("qk_nope_head_dim")):
+        small = min(rotated, _AT_MOST["qk_rope_head_dim"])  # frequencies are counted by its share
+        new |= {"qk_rope_head_dim": small, "qk_nope_head_dim": small * rest // rotated or 1}
+        new["qk_head_dim"] = sum(new[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
     for name, value in numbers.items():
         if name in _HEADS and value:
             new[name] = small_heads if value >= 4 else value
         elif name in _KV_HEADS and value:
             new[name] = small_kv if value == kv_heads else min(value, small_kv)
         elif name in _HEAD_SIZES and value:
-            latent = {numbers.get(n): _AT_MOST[n] for n in ("qk_head_dim", "qk_rope_head_dim")}
-            new[name] = latent.get(value, HEAD_SIZE)
+            latent = {numbers.get(n): new.get(n) for n in ("qk_head_dim", "qk_rope_head_dim")}
+            new[name] = latent.get(value) or HEAD_SIZE
         elif name == "rotary_dim" and value:
             new[name] = max(2, HEAD_SIZE * value // size // 2 * 2)
         elif name in _WIDTHS and value:
@@ -222,6 +227,9 @@ def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence
         if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
     }
     count = next(iter(counts.values()))
+    given = _given_out(config, count)
+    if depth is not None:
+        depth = max(depth, len(given))
     numbered = {n: getattr(config, n) for n in _NUMBERS_OF_LAYERS if getattr(config, n, None)}
     if depth is None or layers:
         for name, numbers in numbered.items():
@@ -231,6 +239,7 @@ def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence
             setattr(config, name, type(getattr(config, name))(picked))
         for name, value in counts.items():
             setattr(config, name, len(layers.get(value, range(value))))
+        _renumber_out(config, given, len(layers.get(count, range(count))))
         return
     kept = list(range(depth))
     of_kind = [[number in numbers for number in range(count)] for numbers in numbered.values()]
@@ -246,9 +255,25 @@ def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence
         setattr(config, name, _renumbered(numbers, kept))
     for name, value in counts.items():
         setattr(config, name, min(value, len(kept)))
+    _renumber_out(config, given, min(count, len(kept)))
     pattern = getattr(config, "attention_types", None)  # GPT-Neo: [[["global", "local"], 12]]
     if isinstance(pattern, list) and all(isinstance(p, list) and len(p) == 2 for p in pattern):
         config.attention_types = [[list(config.attention_layers), 1]]
+
+
+def _given_out(config: Any, count: int) -> Sequence[int]:
+    """The layers whose results a backbone gives out, where each layer is a stage of it."""
+    stages = getattr(config, "stage_names", None)
+    has_one_each = isinstance(stages, list) and len(stages) == count + 1
+    return getattr(config, "_out_indices", None) or () if has_one_each else ()
+
+
+def _renumber_out(config: Any, given: Sequence[int], count: int) -> None:
+    """A backbone of so many layers gives the results of its last ones, as many as before."""
+    if given and len(given) <= count:
+        config.stage_names = config.stage_names[: count + 1]
+        last = range(count + 1 - len(given), count + 1)
+        config.set_output_features_output_indices(None, [*last])
 
 
 def _shrink_rotary(config: Any) -> None:
@@ -269,9 +294,10 @@ def _shrink_rotary(config: Any) -> None:
                 parameters[name] = value[:frequencies]
             elif name == "mrope_section" and isinstance(value, list):
                 part = frequencies // len(value)
-                parameters[name] = [frequencies - part * (len(value) - 1)] + [part] * (
-                    len(value) - 1
-                )
+                rest = frequencies - part * (len(value) - 1)
+                others = [part] * (len(value) - 1)  # height and width are alike
+                is_last = value[:1] == value[1:2]
+                parameters[name] = [*others, rest] if is_last else [rest, *others]
             elif name == "original_max_position_embeddings" and isinstance(value, int):
                 parameters[name] = min(value, 64)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.text import accessor
 from slapo_rewrite.patterns.graph_of_function import captured
 from slapo_rewrite.patterns.value_graph import Graph, Value, described
 
@@ -413,13 +414,13 @@ def text_of(value: Value) -> str:
     written = value.inside is None and isinstance(value.node, ast.expr)
     match value.operation:
         case "constant":
-            return f"self.{value.path}" if value.path else repr(value.literal)
+            return accessor(value.path) if value.path else repr(value.literal)
         case "attribute":
-            return f"self.{value.literal}"
+            return accessor(str(value.literal))
         case "name" if written and isinstance(value.node, ast.Name | ast.Attribute):
             return value.file.segment(value.node)
         case "parameter" | "name":
             return str(value.literal)
         case "training" if not (written and isinstance(value.node, ast.Attribute)):
-            return f"self.{value.path or 'training'}"
+            return accessor(value.path or "training")
     return value.file.segment(value.node) if written else described(value)

@@ -201,12 +201,15 @@ def planned(trial: Trial, planner: Planner) -> Stages:
 
 
 def check_attributes(model: Any, file: SourceFile) -> None:
-    """Refuses a model with an attribute that is called as something that all stages have.
+    """Refuses a model with an attribute that is called as something that stages have.
+
+    The last one has a method `loss`, in the place of which the model's own would be called, or
+    which would be called in the place of that.
 
     Raises:
         NameTaken: There is one.
     """
-    for name in {*vars(Stage), *Stage.__annotations__}:
+    for name in sorted({*vars(Stage), *Stage.__annotations__, "loss"}):
         if not name.startswith("_") and hasattr(model, name):
             raise errors.NameTaken(
                 f"`{type(model).__name__}` has an attribute `{name}`, which is one of its stages'",

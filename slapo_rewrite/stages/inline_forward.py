@@ -553,6 +553,14 @@ class Flattening(Calls):
                     scope.names.values[name] = known
                     self.emit(f"{known.texts[key]} = {result.text}", node, scope)
                     return
+            case ast.Attribute(value=ast.Name(id=name), attr=key):
+                if isinstance(scope.names.values.get(name), KnownObject):
+                    raise self.refused(
+                        f"`{name}.{key}` of a record changes after that was made",
+                        scope,
+                        node,
+                        "make it with what it holds in the end",
+                    )
         if not isinstance(target, ast.Name):
             self.forget(bound_in(node), scope, node)
             self.emit(self.text(node, scope), node, scope)

@@ -10,7 +10,10 @@ from slapo_rewrite.auto.hugging_face_model import steps_of
 from slapo_rewrite.auto.step import first_that_runs
 
 # By what each needs: what the default leaves open, a layer that comes late, as many heads of a
-# state space as its width asks for, a width that six numbers of a box share, sections of a head.
+# state space as its width asks for, a width that six numbers of a box share, sections of a head,
+# no cache, the rotated share of a head, what a backbone gives out, a width that follows another
+# part's, as many blocks as layers, a past that lags reach into, windows as small as the image,
+# pairs of images, speech under a name that text has elsewhere.
 NEEDING = {
     "ministral.MinistralForCausalLM": "MinistralConfig(head_dim=128)",
     "nemotron.NemotronForCausalLM": "NemotronConfig(num_key_value_heads=48)",
@@ -26,6 +29,20 @@ NEEDING = {
     "glm4v_moe.Glm4vMoeForConditionalGeneration": "Glm4vMoeConfig()",
     "canine.CanineForSequenceClassification": "CanineConfig()",
     "gemma4_unified.Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedConfig()",
+    "dots1.Dots1ForCausalLM": "n_routed_experts=8",
+    "xmod.XmodForMaskedLM": "default_language='en_XX'",
+    "granitemoehybrid.GraniteMoeHybridForCausalLM": "GraniteMoeHybridConfig(use_cache=False)",
+    "mistral4.Mistral4ForCausalLM": "Mistral4Config()",
+    "ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration": "Ernie4_5_VLMoeConfig()",
+    "zoedepth.ZoeDepthForDepthEstimation": "ZoeDepthConfig()",
+    "depth_anything.DepthAnythingForDepthEstimation": "DepthAnythingConfig()",
+    "eomt.EomtForUniversalSegmentation": "EomtConfig()",
+    "informer.InformerForPrediction": "prediction_length=8",
+    "timesfm2_5.TimesFm2_5ModelForPrediction": "TimesFm2_5Config()",
+    "sam.SamVisionModel": "SamVisionConfig()",
+    "lightglue.LightGlueForKeypointMatching": "LightGlueConfig()",
+    "idefics.IdeficsModel": "IdeficsConfig()",
+    "speech_encoder_decoder.SpeechEncoderDecoderModel": "SpeechEncoderDecoderConfig()",
 }
 
 

@@ -91,3 +91,28 @@ def test_blank_lines_go_with_the_statements_between_them(tmp_path):
         # convert into half-precision if necessary
         return rms_norm(hidden_states, self.weight, self.eps, cast="weight")
 """)
+
+
+LISTED_NORMS = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.norms[0](x)
+        h = x + self.fc(h)
+        return h + self.norms[1](h)
+"""
+
+
+def test_a_norm_in_a_list_is_named_by_its_number(tmp_path):
+    schedule = "def model(m):\n    return m.Block()\n\n\ndef schedule(s):\n    s.apply_all()\n"
+    output = rewritten(tmp_path, LISTED_NORMS, schedule)
+    assert "self.norms[1].weight, self.norms[1].bias" in " ".join(
+        output.files[output.model_file].split()
+    )

@@ -326,6 +326,17 @@ def test_of_a_record_what_is_read_is_sent(tmp_path):
     assert "x = self.head(found_maps[-1]) + found_maps[0]\n" in found
 
 
+def test_a_record_that_changes_where_it_is_made(tmp_path):
+    made = "return Found(maps=(first, self.b(first)))"
+    changed = (
+        "found = Found(maps=(first,))\n        found.scale = self.b(first)\n        return found"
+    )
+    text = records("found = self.backbone(x)", "x = self.head(found.scale)")
+    text = text.replace(made, changed)
+    schedule = RECORDS_SCHEDULE.replace('"backbone"', '"backbone.a"')
+    assert "`found.scale` of a record changes" in refused(tmp_path, text, schedule, "SR310")
+
+
 @pytest.mark.parametrize(
     "lines",
     [

@@ -503,12 +503,13 @@ def test_a_name_that_pipeline_py_has_for_something_else(tmp_path):
     assert "`batch` of" in text and "means something else in pipeline.py" in text
 
 
-def test_an_attribute_that_stages_have_for_something_else(tmp_path):
+@pytest.mark.parametrize("name", ["held", "loss"])
+def test_an_attribute_that_stages_have_for_something_else(tmp_path, name):
     source = written("x = self.first(x)", "x = self.inner(x)").replace(
-        "        self.inner =", "        self.held = 1\n        self.inner ="
+        "        self.inner =", f"        self.{name} = 1\n        self.inner ="
     )
     text = refused(tmp_path, source, SCHEDULE.format(cut='s["first"]'), "SR105")
-    assert "has an attribute `held`, which is one of its stages'" in text
+    assert f"has an attribute `{name}`, which is one of its stages'" in text
 
 
 def test_a_file_that_is_called_as_one_of_the_output(tmp_path):

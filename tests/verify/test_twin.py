@@ -79,8 +79,12 @@ def test_heads_that_are_not_as_wide_as_the_model_stay_so():
 
 
 def test_parts_of_rotary_frequencies_add_up_to_a_small_head():
-    small = small_config(transformers.Qwen2VLConfig().text_config)
-    assert small.rope_parameters["mrope_section"] == [4, 2, 2]
+    config = transformers.Qwen2VLConfig().text_config
+    given = {None: [2, 2, 4], (22, 22, 20): [2, 2, 4], (16, 24, 24): [4, 2, 2]}
+    for sections, small in given.items():  # height and width have as many
+        if sections is not None:
+            config.rope_parameters["mrope_section"] = [*sections]
+        assert small_config(config).rope_parameters["mrope_section"] == small
 
 
 def test_layers_without_heads_are_small():
