@@ -105,6 +105,8 @@ class Pipeline:
         self.ready(stage)
         stage.register_forward_pre_hook(with_all_gradients)
         stage.register_forward_hook(with_all_tracked)
+        held = [n[module.stage_id] for n in self.shared if module.stage_id in n]
+        stage.register_forward_pre_hook(partial(with_gradients_of, held))
         count_once(module, stage, self.shared)
         seed_apart(module)
         return module
@@ -266,15 +268,30 @@ def with_all_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
 def with_all_tracked(_: nn.Module, __: Any, outputs: Any) -> Any:
     """Lets all that a stage gives take part in the backward pass, in which some have no part.
 
-    DeepSpeed runs that from every value in floating point, and stops where it cannot.
+    DeepSpeed runs that from every value in floating point, and stops where it cannot: a
+    stage of frozen layers gives nothing that has one.
     """
-    if not torch.is_grad_enabled() or not isinstance(outputs, tuple):
+    if not torch.is_grad_enabled():
         return None
-    idle = [each.is_floating_point() and not each.requires_grad for each in outputs]
-    pairs = zip(outputs, idle, strict=True)
-    return tuple(
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    idle = [each.is_floating_point() and not each.requires_grad for each in several]
+    pairs = zip(several, idle, strict=True)
+    tracked = tuple(
         each.detach().requires_grad_() if alone else each for each, alone in pairs
     )
+    return tracked if isinstance(outputs, tuple) else tracked[0]
+
+
+def with_gradients_of(names: Sequence[str], stage: nn.Module, _: object) -> None:
+    """Lets parameters that other stages hold as well have gradients, if only of zeros.
+
+    DeepSpeed adds them up where there are any: a stage that does not come to use such a
+    parameter would leave the others waiting.
+    """
+    for name in names if torch.is_grad_enabled() else ():
+        parameter = attrgetter(name)(stage)
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def seed_apart(module: Any) -> None:

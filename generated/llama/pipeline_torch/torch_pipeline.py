@@ -211,18 +211,21 @@ class SameSizes:
 
 
 def spare_buffers(module: nn.Module) -> None:
-    """Lets the next call of a module leave its buffers as they are.
+    """Lets the next call of a module leave its buffers and attributes as they are.
 
     A new schedule's first call only finds out sizes, of numbers that mean nothing, which
-    batch norms would count.
+    batch norms would count, and a step counter as well.
     """
     buffers = EarlierBuffers(module)
+    attributes = [(vars(each), dict(vars(each))) for each in module.modules()]
 
     def before(*_: object) -> None:
         buffers.__enter__()
 
     def after(*_: object) -> None:
         buffers.__exit__()
+        for now, earlier in attributes:
+            now.update(earlier)
         for hook in hooks:
             hook.remove()
 

@@ -2,6 +2,7 @@
 """Between the original's full tensors and the parts that this rank holds."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -78,15 +79,20 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
     with world_of(1):
         whole = make().state_dict()
-    device = torch.get_default_device()
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type):
+    with drawing_apart():
         model = make()
     divided = shards(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             take_part(tensor, divided.get(name), whole[name])
     return model
+
+
+def drawing_apart() -> AbstractContextManager[None]:
+    """Random numbers go on behind it as if none had been drawn inside."""
+    device = torch.get_default_device()
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def check_seeds() -> None:
