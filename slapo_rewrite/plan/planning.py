@@ -285,28 +285,26 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
     The source and the schedule are read here, once. What fails there is counted again here, where
     it can say how.
     """
-    workers = min(len(jobs), os.cpu_count() or 1)
-    if workers == 1 or sys.platform != "linux":
+    if min(len(jobs), os.cpu_count() or 1) == 1 or sys.platform != "linux":
         yield from (_count(*job) for job in jobs)
         return
     context = multiprocessing.get_context("fork")
     project = Project(jobs[0][0].source, jobs[0][0].schedule)
     running: list[tuple[Any, Any]] = []
-    for number in range(len(jobs) + workers - 1):
-        if number < len(jobs):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send, args=(sender, *jobs[number], project))
-            process.start()
-            sender.close()
-            running.append((process, receiver))
-        if (done := number - workers + 1) >= 0:
-            process, receiver = running[done]
-            try:
-                found: Found | None = receiver.recv()
-            except EOFError:
-                found = None
-            process.join()
-            yield _count(*jobs[done]) if found is None else found
+    for job in jobs:  # few: that more wait for a core takes less than one after another to begin
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(sender, *job, project))
+        process.start()
+        sender.close()
+        running.append((process, receiver))
+    for job, (_, receiver) in zip(jobs, running, strict=True):
+        try:
+            found: Found | None = receiver.recv()
+        except EOFError:
+            found = None
+        yield _count(*job) if found is None else found
+    for process, _ in running:
+        process.join()
 
 
 def _send(sender: Any, *job: Any) -> None:
