@@ -204,17 +204,37 @@ class Engine:
 
     def rewrite(self, claims: Sequence[Claim], notes: tuple[Mapping[str, object], ...]) -> Rewrite:
         """The change that carries claims out."""
+        if not claims:
+            return Rewrite([], notes=notes)
         edits, absorbed = self._carried_out(claims)
         # A text that no module runs any more stays as it is.
         groups = [g for g in by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
         live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
-            self.speller = Spelling(self.file, self.cause, self.earlier)
-            self._texts.clear()
+            self._begin_anew()
             edits, absorbed = self._carried_out(live)
         idle = tuple(dict.fromkeys(path for c in live for path in c.idle()))
         references = tuple(self.speller.references.values())
         return Rewrite(edits, references, absorbed, notes, idle=idle)
+
+    def possible(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Skipped]]:
+        """Those of some claims that can be written, and the others with the reason: a text each."""
+        kept: list[Claim] = []
+        left: list[Skipped] = []
+        for group in by_text(claims):
+            try:
+                if self.opened(group) is None:
+                    self.rewrite(group, ())
+            except (errors.Unsupported, errors.UnfollowableConstruction) as error:
+                left += [Skipped(claim, error.message) for claim in group]
+            else:
+                kept += group
+            self._begin_anew()
+        return kept, left
+
+    def _begin_anew(self) -> None:
+        self.speller = Spelling(self.file, self.cause, self.earlier)
+        self._texts.clear()
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
         """The edits, and the modules that are called no more."""

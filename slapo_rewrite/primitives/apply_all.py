@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.fusion.claims import Claim, Skipped
 from slapo_rewrite.fusion.known_branches import given_for
@@ -86,9 +87,13 @@ class ApplyAll(Rewriting):
                 claims += looked.claims
                 left += looked.left
         kept, stopped = engine.sorted_out(claims)
-        if (opened := engine.opened(kept)) is not None:
+        try:
+            opened = engine.opened(kept)
+            found = opened or engine.rewrite(kept, noted(every, kept, [*left, *stopped]))
+        except (errors.Unsupported, errors.UnfollowableConstruction):
+            kept, alone = engine.possible(kept)
+            opened = engine.opened(kept)
+            found = opened or engine.rewrite(kept, noted(every, kept, [*left, *stopped, *alone]))
+        if opened is not None:
             return opened
-        notes = noted(every, kept, [*left, *stopped])
-        if not kept:
-            return Rewrite([], notes=notes)
-        return replace(engine.rewrite(kept, notes), again=any(each.waits for each in stopped))
+        return replace(found, again=bool(kept) and any(each.waits for each in stopped))
