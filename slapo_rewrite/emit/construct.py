@@ -17,7 +17,7 @@ from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.rehearsal import (
     MOST_ELEMENTS,
-    MOST_PARAMETERS,
+    MOST_OF_SMALL,
     DoesNotRunError,
     TooLargeError,
     rehearse,
@@ -32,7 +32,7 @@ from slapo_rewrite.schedule.plan import Plan
 # How it is told that no number of ranks fits the small model.
 UNFIT = "what is split was not compared with the original: the small model does not fit"
 TOO_LARGE = (
-    f"the small model has more than {2 * MOST_PARAMETERS:,} parameters, or inputs of more than "
+    f"the small model has more than {MOST_OF_SMALL:,} parameters, or inputs of more than "
     f"{MOST_ELEMENTS:,} elements, so that the last check, a run against the original, was left "
     "out: define a verify_model(m), and inputs(model), in the schedule that are smaller"
 )

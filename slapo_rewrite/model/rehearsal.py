@@ -33,9 +33,10 @@ from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
 
 WORLD_SIZES = (2, 3, 4)
-# What a model may hold, and an input, for a run of it to take no longer than the rewriting; what
-# cannot be made smaller is run up to twice that.
+# What a model may hold, and an input, for a run of it to take no longer than the rewriting.
 MOST_PARAMETERS = 3_000_000
+# So much is run of what is said to be small already.
+MOST_OF_SMALL = 2 * MOST_PARAMETERS
 MOST_ELEMENTS = 200_000
 # Beyond rounding, that of models that compute parts in float32 included, and below any mistake.
 LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
@@ -322,7 +323,7 @@ def _reference(
             inputs = small_model.training_inputs(schedule, model, whole)
             inputs = in_dtype(inputs, dtype)
             elements = sum(tensor.numel() for tensor in tensors(inputs))
-            if _size(model) > 2 * MOST_PARAMETERS or elements > MOST_ELEMENTS:
+            if _size(model) > MOST_OF_SMALL or elements > MOST_ELEMENTS:
                 raise TooLargeError
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -87,13 +87,15 @@ class ApplyAll(Rewriting):
                 claims += looked.claims
                 left += looked.left
         kept, stopped = engine.sorted_out(claims)
+
+        def written(kept: list[Claim], stopped: list[Skipped]) -> Rewrite:
+            if (opened := engine.opened(kept)) is not None:
+                return opened
+            found = engine.rewrite(kept, noted(every, kept, [*left, *stopped]))
+            return replace(found, again=bool(kept) and any(each.waits for each in stopped))
+
         try:
-            opened = engine.opened(kept)
-            found = opened or engine.rewrite(kept, noted(every, kept, [*left, *stopped]))
+            return written(kept, stopped)
         except (errors.Unsupported, errors.UnfollowableConstruction):
             kept, alone = engine.possible(kept)
-            opened = engine.opened(kept)
-            found = opened or engine.rewrite(kept, noted(every, kept, [*left, *stopped, *alone]))
-        if opened is not None:
-            return opened
-        return replace(found, again=bool(kept) and any(each.waits for each in stopped))
+            return written(kept, [*stopped, *alone])

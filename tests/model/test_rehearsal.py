@@ -319,6 +319,15 @@ def test_a_model_that_is_too_large_to_be_run_is_warned_of(monkeypatch, tmp_path)
     assert not rewritten(tmp_path, source, f"{SPLITTING}    pass\n").warnings
 
 
+@pytest.mark.parametrize(("width", "is_run"), [(256_000, True), (448_000, False)])
+def test_a_small_model_is_run_as_far_as_it_is_one(tmp_path, width, is_run):
+    """Of 4 million parameters and of 7."""
+    source = DRAWING.replace("ASKED", "False").replace("16", str(width))
+    schedule = f"{SPLIT}\n\ndef verify_model(m):\n    return m.Model()\n"
+    warnings = rewritten(tmp_path, source, schedule).warnings
+    assert any("against the original, was left out" in w for w in warnings) is not is_run
+
+
 DOES_NOT_RUN = "nothing was compared with the original, whose small model does not run: "
 
 
@@ -337,7 +346,7 @@ def test_so_is_one_without_inputs(tmp_path):
     assert "define inputs(model) in the schedule" in warning
 
 
-@pytest.mark.parametrize("most", ["MOST_PARAMETERS", "MOST_ELEMENTS"])
+@pytest.mark.parametrize("most", ["MOST_OF_SMALL", "MOST_ELEMENTS"])
 def test_a_small_model_that_is_too_large_to_be_run_is_warned_of(most, monkeypatch, tmp_path):
     source = DRAWING.replace("ASKED", "False")
     smaller = SPLIT + "\n\ndef verify_model(m):\n    return m.Model()\n"
