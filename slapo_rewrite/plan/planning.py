@@ -285,21 +285,25 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
     The source and the schedule are read here, once. What fails there is counted again here, where
     it can say how.
     """
-    if min(len(jobs), os.cpu_count() or 1) == 1 or sys.platform != "linux":
+    workers = min(len(jobs), os.cpu_count() or 1)
+    if workers == 1 or sys.platform != "linux":
         yield from (_count(*job) for job in jobs)
         return
     context = multiprocessing.get_context("fork")
     project = Project(jobs[0][0].source, jobs[0][0].schedule)
+    # Dealt out to and fro, as the first take longest: what one has worked out serves its next.
+    dealt = [min(n % (2 * workers), -1 - n % (2 * workers) + 2 * workers) for n in range(len(jobs))]
     running: list[tuple[Any, Any]] = []
-    for job in jobs:  # few: that more wait for a core takes less than one after another to begin
+    for worker in range(workers):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_send, args=(sender, *job, project))
+        own = [job for job, to in zip(jobs, dealt, strict=True) if to == worker]
+        process = context.Process(target=_send, args=(sender, own, project))
         process.start()
         sender.close()
         running.append((process, receiver))
-    for job, (_, receiver) in zip(jobs, running, strict=True):
+    for job, worker in zip(jobs, dealt, strict=True):
         try:
-            found: Found | None = receiver.recv()
+            found: Found | None = running[worker][1].recv()
         except EOFError:
             found = None
         yield _count(*job) if found is None else found
@@ -307,10 +311,11 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
         process.join()
 
 
-def _send(sender: Any, *job: Any) -> None:
-    """Sends what is counted to the process that waits for it; closes the pipe if nothing is."""
+def _send(sender: Any, jobs: Sequence[Job], project: Project) -> None:
+    """Sends what is counted to the process that waits for it; closes the pipe where one fails."""
     with contextlib.suppress(BaseException), contextlib.closing(sender):
-        sender.send(_count(*job))
+        for job in jobs:
+            sender.send(_count(*job, project))
 
 
 def _predict(
