@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .shards import Shard, gather_parts, parts_in, wait_for_group, world_of, world_size
+from .shards import (
+    Shard,
+    gather_parts,
+    parts_in,
+    rank,
+    wait_for_group,
+    world_of,
+    world_size,
+)
 from .weights import originals_only  # for weights
 
 
@@ -105,7 +113,8 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
     with world_of(1):
         whole = make().state_dict()
-    with drawing_apart():
+    # A constructor may run layers, whose parts are alike on all ranks as yet.
+    with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     divided = shards(model)
     for name, tensor in model.state_dict(keep_vars=True).items():

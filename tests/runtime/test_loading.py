@@ -198,6 +198,22 @@ def check_build_is_alike(build):
     assert model.head.weight is model.table.weight
 
 
+class Measured(nn.Module):
+    """Its constructor runs a layer, of which all ranks have the same part until it is filled."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tp.ColumnParallelLinear(WIDTH, VOCABULARY, gather_output=True)
+        self.width = self.inner(torch.zeros(1, WIDTH)).shape[-1]
+
+
+def check_constructors_run_layers(build):
+    torch.manual_seed(5)
+    model = build(Measured)
+    assert model.width == VOCABULARY
+    assert model.inner(torch.ones(1, WIDTH)).shape == (1, VOCABULARY)
+
+
 def check_seeds():
     torch.manual_seed(tp.rank())
     if tp.world_size() > 1:
@@ -305,6 +321,7 @@ def check_starting(folder):
     check_copies_stay_apart()
     for build in (loading.build, build_deferred):
         check_build_is_alike(build)
+        check_constructors_run_layers(build)
     check_seeds()
     check_load_pretrained(folder)
     check_save_pretrained(folder / "saved")
