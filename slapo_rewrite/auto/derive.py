@@ -88,7 +88,7 @@ def derive(source: str, wanted: str = "") -> Derived:
     if isinstance(step, Given):
         title = f"{type(model).__name__} as {Path(step.title).name} builds it"
     while True:
-        text = schedule_text(title, head, found, lists, uncounted, cuts, why)
+        text = schedule_text(title, head, found, lists, uncounted & lists.keys(), cuts, why)
         refused = _refused(source, text)
         unmade = refused is None and _not_taken(source, text, lists, oracle)
         if unmade:

@@ -278,8 +278,12 @@ class UseSubclass(Construction):
 
     def _asked_for(self, lookup: Lookup, original: cst.Call, text: ClassText) -> cst.BaseExpression:
         """The class for the configurations that ask for it, and for others what stood there."""
+        callee = self.reference(text.imports, text.causes)
+        if lookup.module is None:
+            test = f'{lookup.config}.__name__ == "{lookup.name}"'
+            return conditional(with_callee(original, callee), test, original)
         config = text.imports.function(Function(lookup.name, lookup.module), text.causes)
-        callee = f"{self.reference(text.imports, text.causes)}._from_config"
+        callee += "._from_config"
         made = parsed(f"{callee}({lookup.arguments})")
         if lookup.arguments is None:
             made = with_callee(original, callee)

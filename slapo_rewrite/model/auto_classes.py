@@ -1,8 +1,9 @@
-"""Constructions whose class transformers looks up by that of a configuration."""
+"""Constructions whose class a configuration tells: transformers' factories, and properties."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +19,25 @@ from slapo_rewrite.model.tree import Node
 class Lookup:
     """A construction that makes `cls._from_config(...)` for configurations of one class.
 
+    Or one of what a property of a configuration gives, `config.mlp_class(...)`, which is `cls`.
+
     Attributes:
-        config: The configuration, as an expression.
-        name: The configuration's class.
-        module: What defines that.
+        config: The configuration, or its property, as an expression.
+        name: The configuration's class, or what a property gives.
+        module: What defines that; None for a property, whose class is known by its name.
         arguments: What `_from_config` gets, where that is not what the construction says.
     """
 
     config: str
     name: str
-    module: str
+    module: str | None = None
     arguments: str | None = None
 
 
 def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
-    """How transformers looked up the class of a module; None where that is not what made it.
+    """How the class of a module was looked up; None where that is not what made it.
+
+    A property that another file defines knows the original's class alone.
 
     `AutoModel.from_config(config, ...)`, and that of its relatives, gives its arguments to
     `_from_config` of the class that it has for `type(config)`, and `load_backbone(config)` does so
@@ -41,7 +46,15 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     """
     auto_factory: Any = sys.modules.get("transformers.models.auto.auto_factory")
     call, cls = site.value, type(getattr(node.live, "config", None))
-    if auto_factory is None or cls is type(None) or not isinstance(call, ast.Call):
+    if not isinstance(call, ast.Call):
+        return None
+    if isinstance(call.func, ast.Attribute) and call.func.attr != node.cls.__name__:
+        told = type(resolve(sources, call.func.value, site, node, remembers=True))
+        is_property = isinstance(inspect.getattr_static(told, call.func.attr, None), property)
+        if is_property and told.__module__ != site.file.name:
+            gives = resolve(sources, call.func, site, node, remembers=True)
+            return Lookup(ast.unparse(call.func), node.cls.__name__) if gives is node.cls else None
+    if auto_factory is None or cls is type(None):
         return None
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     given = [*call.args, *(value for name, value in named.items() if name == "config")]

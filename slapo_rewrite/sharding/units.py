@@ -15,6 +15,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,8 +199,10 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
     place = place_of(frame) if frame is not None else None
     if frame is None or place is None or node.owner is None:
         return None
-    text = text_at(place, run.editable)
-    expr = _size_at(text, count, axis, inner, lambda: function_at(frame, run.editable))
+    text, around = text_at(place, run.editable), partial(function_at, frame, run.editable)
+    expr = _size_at(text, count, axis, inner, around)
+    if isinstance(expr, ast.Name) and (function := around()) is not None:
+        expr = _always(expr.id, function) or expr
     code = frame.f_code
     known = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     match expr:
@@ -234,7 +237,8 @@ def _size_at(
     if ast.unparse(call.func).endswith("unflatten"):
         given, axis, count = given[-1:], inner, 0
     if len(given) == 1 and isinstance(given[0], ast.Name) and (around := function()) is not None:
-        given = _tuple_called(given[0].id, around) or given
+        called = _always(given[0].id, around)
+        given = called.elts if isinstance(called, ast.Tuple) else given
     if len(given) in (1, 2) and isinstance(given[-1], (ast.Tuple, ast.List)):
         given = given[-1].elts
     if count and len(given) != count and any(isinstance(g, ast.Starred) for g in given):
@@ -247,10 +251,10 @@ def _size_at(
     )
 
 
-def _tuple_called(name: str, function: ast.FunctionDef) -> list[ast.expr]:
-    """The elements of the tuple that a name always stands for in a function, if it does."""
+def _always(name: str, function: ast.FunctionDef) -> ast.expr | None:
+    """What a name always stands for in a function, if it does."""
     match assignments(function, name):
-        case [Assignment(ast.Assign(targets=[ast.Name()], value=ast.Tuple(elts=found)), (), _)]:
+        case [Assignment(ast.Assign(targets=[ast.Name()], value=found), (), _)]:
             given = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
-            return [] if name in given else found
-    return []
+            return None if name in given else found
+    return None

@@ -361,3 +361,140 @@ def test_a_file_that_only_makes_what_changes(tmp_path):
     for name, base in {"modernvbert": "ModernVBert", "modernbert": "ModernBert"}.items():
         text = (out / f"modeling_{name}.py").read_text()
         assert f"class {base}PreTrainedModel(LibraryModel, PreTrainedModel):\n" in text
+
+
+TOLD = """\
+from dataclasses import dataclass
+
+
+@dataclass
+class Config:
+    mlp_class_name: str = "MLP"
+    width: int = 12
+    head_size: int = 3
+
+    @property
+    def mlp_class(self):
+        import {net}
+
+        return getattr({net}, self.mlp_class_name)
+"""
+NET = """\
+from torch import nn
+
+from {told} import Config
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.width, 24)
+        self.down = nn.Linear(24, config.width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Gated(MLP):
+    def forward(self, x):
+        return self.down(self.up(x).sigmoid())
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.config = config
+
+    def forward(self, x):
+        size = self.config.head_size
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, -1, size).unbind(2)
+        return self.out((q * k.tanh() + v).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention = Attention(config)
+        self.mlp = config.mlp_class(config)
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
+class Model(nn.Module):
+    def __init__(self, config=None):
+        super().__init__()
+        self.layers = nn.Sequential(*(Block(config or Config()) for _ in range(2)))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+TOLD_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 12)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["layers.*.attention.qkv"].shard(["weight", "bias"], axis=0, parts=3)
+    s["layers.*.attention.out"].shard("weight", axis=1)
+    s["layers.*.mlp.up"].shard(["weight", "bias"], axis=0)
+    s["layers.*.mlp.down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def told(folder: Path, monkeypatch, net: str = NET, config: str = TOLD) -> Path:
+    """A model of two files, of which the configuration tells the other's classes."""
+    names = {"net": f"net_{folder.name}", "told": f"told_{folder.name}"}
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / f"{names['told']}.py").write_text(config.replace("{net}", names["net"]))
+    (folder / f"{names['net']}.py").write_text(net.replace("{told}", names["told"]))
+    return folder / f"{names['net']}.py"
+
+
+MADE = """\
+            MLP(config)
+            if config.mlp_class.__name__ == "MLP"
+            else config.mlp_class(config)
+"""
+
+
+def test_a_class_that_a_property_of_the_configuration_gives(tmp_path, monkeypatch):
+    """A property of another file gives the original's class, which is asked by its name."""
+    source = told(tmp_path, monkeypatch)
+    _, text = written(tmp_path, str(source), TOLD_SCHEDULE)
+    assert f"self.mlp = (\n{MADE}" in text
+    assert "multiple_of=config.head_size" in text, "not what it happens to be"
+
+
+def test_a_property_beside_the_classes_gives_the_outputs_own(tmp_path, monkeypatch):
+    own = TOLD.replace("        import {net}\n\n", "").replace(
+        "getattr({net}, self.mlp_class_name)", "globals()[self.mlp_class_name]"
+    )
+    source = told(tmp_path, monkeypatch, NET.replace("from {told} import Config\n", own))
+    _, text = written(tmp_path, str(source), TOLD_SCHEDULE)
+    assert "self.mlp = config.mlp_class(config)\n" in text
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["MLP", "Gated"])
+def test_classes_that_a_configuration_gives_train_alike(name, tmp_path, monkeypatch):
+    """One that is derived from another is changed by its base's constructor."""
+    source = told(tmp_path, monkeypatch, config=TOLD.replace('"MLP"', f'"{name}"'))
+    out, _ = written(tmp_path, str(source), TOLD_SCHEDULE)
+    report = verify(out, [1, 2], source=str(source), schedule=str(tmp_path / "s.py"))
+    assert report.ok, report.render()
