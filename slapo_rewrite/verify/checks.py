@@ -83,10 +83,16 @@ class Checks:
             self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))
 
     def built(self) -> None:
-        """The rewritten model is made of the rewritten classes, of each that there is."""
+        """The rewritten model is made of the rewritten classes, of each that there is.
+
+        Or of parts that one of them made, and was not kept itself.
+        """
         pair, words = self.pair, []
         pair.stage("looking for the rewritten classes")
-        kinds = {path or "the model": type(m).__mro__ for path, m in pair.rewritten.named_modules()}
+        named = dict(pair.rewritten.named_modules())
+        kinds = {path or "the model": type(m).__mro__ for path, m in named.items()}
+        parts = {id(module) for module in named.values()}
+        makers = {kind for maker, part in pair.put if id(part) in parts for kind in maker.__mro__}
         for each in pair.classes:
             if not isinstance(each.now, type) or not issubclass(each.now, nn.Module):
                 continue
@@ -94,7 +100,7 @@ class Checks:
             stale = [path for path, kind in kinds.items() if each.original in kind]
             if stale:
                 found = some("", stale) + f": the original's {name}, not the rewritten one"
-            elif any(each.now in kind for kind in kinds.values()):
+            elif each.now in makers or any(each.now in kind for kind in kinds.values()):
                 continue
             else:
                 found = f"no {name} is built, so nothing of it was compared"

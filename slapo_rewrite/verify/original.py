@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from slapo_rewrite.errors import first_line
 
@@ -83,6 +84,7 @@ class Original:
         notes: What a reader of the report should know.
         source: The original's file and hash.
         share: This rank's parameters, as a share of the original's; None before they are built.
+        put: The modules that were put into others as models were built, with what class those had.
 
     Args:
         job: What `run.py` wrote.
@@ -96,6 +98,7 @@ class Original:
         self.source: dict[str, str] | None = None
         self.share: float | None = None
         self.classes: list[Rewritten] = []
+        self.put: list[tuple[type, nn.Module | None]] = []
         self.exact: nn.Module | None = None
         self.nudged = self.doubled = False
 
@@ -196,7 +199,13 @@ class Original:
     def built(self, module: Any, seed: int) -> nn.Module:
         """The small model, made of the classes of a module."""
         torch.manual_seed(seed)
-        model = self.small(module).float().train()
+        watched = register_module_module_registration_hook(
+            lambda holder, name, part: self.put.append((type(holder), part))
+        )
+        try:
+            model = self.small(module).float().train()
+        finally:
+            watched.remove()
         return model.double() if self.doubled else model
 
     def small(self, module: Any) -> nn.Module:

@@ -170,6 +170,25 @@ def test_what_was_rewritten_is_built():
     assert check.detail == f"no Counting is built, so nothing of it was compared\n  {line}"
 
 
+class Taking(nn.Module):
+    """Takes a part of what it makes, which it does not keep."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.down = kind().down
+
+    def forward(self, x):
+        return {"loss": self.down(x).square().mean()}
+
+
+def test_what_was_rewritten_may_be_made_for_its_parts():
+    now = [Rewritten(Counting, Rewrote, ("s.py:7: ...",))]
+    found, _ = checks(lambda: Taking(Counting), lambda: Taking(Rewrote), now)
+    assert all(check.ok for check in found.done), found.done
+    found, _ = checks(lambda: Taking(Counting), lambda: Taking(Counting), now)
+    assert [check.name for check in found.done if not check.ok] == ["builds what was rewritten"]
+
+
 def test_classes_that_a_record_tells_of(tmp_path):
     (tmp_path / "m.py").write_text("import a\n\n\nclass A:\n    x = 1\n\n\nclass B:\n    x = 1\n")
     changes = [{"file": "m.py", "lines": [5, 5], "directives": [1]}]
