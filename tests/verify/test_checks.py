@@ -130,6 +130,28 @@ def test_dropout_that_the_original_was_built_without_stays_off():
     assert all(check.ok for check in found.done), found.done
 
 
+class Drawing(Sparing):
+    """Draws before it drops, as a layer does that works on a part: another mask is its own."""
+
+    def forward(self, x):
+        torch.rand(3) if self.training and self.drop.p else None
+        y = self.norm(self.drop(self.down(x)))
+        return {"loss": y.exp().mean(), "y": y}
+
+
+class Dropping(Sparing):
+    def forward(self, x):
+        y = self.norm(self.drop(self.down(x)))
+        return {"loss": y.exp().mean(), "y": y}
+
+
+def test_other_masks_leave_no_running_means_behind():
+    found, _ = checks(Dropping, Drawing, rates=["drop"])
+    (check,) = [check for check in found.done if check.name == "gradients with dropout"]
+    assert "not comparable" in check.detail
+    assert all(check.ok for check in found.done), found.done
+
+
 def counting():
     """A class of the same text, again."""
 
