@@ -435,8 +435,9 @@ class Search:
         return Shard(pattern, tuple(names), 0) if names else None
 
     def _summed_once(self, group: Group, producers: frozenset[str]) -> Group:
-        """The same with one sum of the gradients for all producers, where that is legal."""
-        if len(producers) < 2:
+        """The same with one sum of the gradients for all producers of one value, where legal."""
+        values = {frozenset(self.flow.sources.get(p, ())) for p in producers}
+        if len(producers) < 2 or len(values) > 1:
             return group
         parent = common_pattern(producers)
         if not parent or parent not in self.modules or parent.endswith("*"):
