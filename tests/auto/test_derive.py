@@ -850,3 +850,66 @@ def test_layers_of_what_is_taken_apart_are_not_checkpointed(tmp_path):
     text = derived(tmp_path, TAKEN_OUT, step).text
     assert 'layers = s["own"]' in text
     assert '"parts"' not in text
+
+
+PARTS = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+AROUND_PARTS = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+"""
+PARTS_STEP = """\
+import torch
+from {parts} import Body
+
+
+def model(m):
+    return m.Net(Body())
+
+
+def inputs(model):
+    return {{"x": torch.randn(2, 8)}}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+"""
+
+
+def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_path, monkeypatch):
+    """It makes the list of what it imports, not of the output's classes."""
+    parts = f"parts_{tmp_path.name}"
+    (tmp_path / f"{parts}.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = derived(tmp_path, AROUND_PARTS, PARTS_STEP.format(parts=parts))
+    assert "checkpoint(" not in found.text
+    assert "is not checkpointed: " in " ".join(found.text.split())
