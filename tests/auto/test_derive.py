@@ -853,6 +853,8 @@ def test_layers_of_what_is_taken_apart_are_not_checkpointed(tmp_path):
 
 
 PARTS = """\
+import copy
+
 from torch import nn
 
 
@@ -868,7 +870,8 @@ class Block(nn.Module):
 class Body(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
+        block = Block()
+        self.blocks = nn.ModuleList([copy.deepcopy(block) for _ in range(2)])
 
     def forward(self, x):
         for block in self.blocks:
@@ -876,7 +879,11 @@ class Body(nn.Module):
         return x
 """
 AROUND_PARTS = """\
+import copy
+
 from torch import nn
+
+from {parts} import Body
 
 
 class Net(nn.Module):
@@ -910,6 +917,7 @@ def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_pat
     parts = f"parts_{tmp_path.name}"
     (tmp_path / f"{parts}.py").write_text(PARTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = derived(tmp_path, AROUND_PARTS, PARTS_STEP.format(parts=parts))
+    around, step = (text.format(parts=parts) for text in (AROUND_PARTS, PARTS_STEP))
+    found = derived(tmp_path, around, step)
     assert "checkpoint(" not in found.text
     assert "is not checkpointed: " in " ".join(found.text.split())
