@@ -45,6 +45,19 @@ def on_meta() -> Iterator[None]:
         yield
 
 
+def _stays(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a constructor computes on the CPU with what it draws, of which there are no values.
+
+    As `torch.linalg.qr(torch.randn(n, n).cpu())` does.
+    """
+    if func is Tensor.to and len(args) + len(kwargs) == 2:
+        to = (*args[1:], *kwargs.values())[0]
+        is_moved = isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu"
+    else:
+        is_moved = func is Tensor.cpu
+    return is_moved and bool(args[0].is_meta)
+
+
 class _OnMeta(TorchFunctionMode):
     """Leaves out random fills, and keeps the values of small constants beside them."""
 
@@ -69,7 +82,7 @@ class _OnMeta(TorchFunctionMode):
                 self._forget(filled)
                 return filled
         if func not in _CONSTANTS and not self._takes_constants(args, kwargs):
-            return func(*args, **kwargs)
+            return args[0] if _stays(func, args, kwargs) else func(*args, **kwargs)
         values = self._values_of(func, args, kwargs)
         if getattr(func, "__name__", "") in _READS and values is not None:
             return values

@@ -58,6 +58,26 @@ def test_what_torch_cannot_do_without_values_is_done_with_those_of_constants():
             torch.rand(2, 3).to_sparse()
 
 
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device=torch.device("cpu")),
+        lambda x: torch.linalg.qr(x.cpu())[0].to(None),
+    ],
+)
+def test_what_is_drawn_and_moved_to_the_cpu_has_no_values_there_either(moved):
+    with on_meta():
+        found = moved(torch.randn(3, 3))
+    assert found.is_meta and found.shape == (3, 3)
+
+
+def test_what_changes_more_than_the_device_is_not_passed_by():
+    with on_meta(), pytest.raises(NotImplementedError):
+        torch.randn(3).to("cpu", torch.float64)
+
+
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_nothing_else_has_values(case):
     before = torch.get_rng_state()
