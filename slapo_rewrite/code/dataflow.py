@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Set
 
+# Functions of Python that leave what they are given as it is.
+_READING = {"len", "set", "list", "tuple", "sorted", "min", "max", "sum", "any", "all", "bool"}
+
 
 def names_in(*nodes: ast.AST, context: type[ast.expr_context] | None = None) -> Set[str]:
     """The names that stand in some nodes, each once: all, or those that are read, or bound."""
@@ -32,8 +35,12 @@ def stays_as_it_is(function: ast.FunctionDef, use: ast.Name) -> bool:
         match node:
             case ast.AugAssign(target=ast.Name(id=name)) if name == use.id:
                 return False
-            case ast.Starred(value=value) | ast.Call(func=ast.Name(id="len"), args=[value]):
+            case ast.Starred(value=value):
                 harmless.add(value)
+            case ast.Call(func=ast.Name(id=name), args=args) if name in _READING:
+                harmless.update(args)
+            case ast.Compare(left=left, comparators=others):
+                harmless.update([left, *others])
             case ast.For(iter=value) | ast.comprehension(iter=value):
                 harmless.add(value)
     named = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == use.id)

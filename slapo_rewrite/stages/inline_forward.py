@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
-from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, stays_as_it_is
 from slapo_rewrite.code.evaluate import (
     NONE,
     UNKNOWN,
@@ -85,7 +85,7 @@ class Flattening(Calls):
         written = self.files.names_of(function, method.home, "model")
         after = frozenset() if self.loss.arguments is None else {FUNCTION, *self.loss.names}
         scope = Scope(function, method.home.file, names, "self", written, frozenset(after))
-        parameters = []
+        parameters, made = [], []
         takes = Signature.of(function, bound=True)
         for name, argument in zip(takes.names, all_arguments(function)[1:], strict=False):
             default = takes.defaults.get(name)
@@ -96,6 +96,8 @@ class Flattening(Calls):
                 values[name] = Constant(False)
             elif default is not None:
                 values[name] = names.value(default)
+                if isinstance(default, (ast.List, ast.Dict, ast.Set)):
+                    made.append((name, default))
             else:
                 raise self.refused(
                     f"`forward` needs `{name}`, which a training step here does not give",
@@ -124,6 +126,17 @@ class Flattening(Calls):
             if name not in parameters:
                 scope.written[name] = f"model_{name}"
         parameters += [name for name in self.loss.names if name not in parameters]
+        for name, default in made:  # which nothing stands for but its name
+            target = ast.copy_location(ast.Name(name, ast.Store()), default)
+            if not stays_as_it_is(function, target):
+                raise self.refused(
+                    f"`{name}` is one object for all steps, which may change here",
+                    scope,
+                    default,
+                    "take None for it, and make it inside `forward`",
+                )
+            assign = ast.copy_location(ast.Assign([target], default), default)
+            self.assigned(assign, target, default, scope)
         result, lines = self.block(body_of(function), scope), self.out
         if result is not None and is_picked_later(method.function, self.loss):
             result = Result(self.loss.picked(result.text), Unknown(True))

@@ -300,3 +300,22 @@ def test_the_first_fields_of_a_record_are_its_values(tmp_path):
 def test_fields_that_change_places_are_refused(tmp_path):
     text = refused(tmp_path, of_a_record("z, x = found[:2]; w = z"), CUT, "SR310")
     assert "has another value by now" in text
+
+
+WANTED = ["wanted = set(wanted)", "x = self.first(x)", "if 3 in wanted:", "    x = x * 2"]
+
+
+def test_a_list_that_is_given_by_default_is_made_where_it_is_read(tmp_path):
+    source = written(*WANTED, "x = self.inner(x)").replace("x, y)", "x, y, wanted=[1, 3])")
+    text = rewritten(tmp_path, source, CUT).files["pipeline.py"]
+    assert "    wanted = [1, 3]\n    wanted = set(wanted)\n" in method(text, 1, "forward")
+
+
+@pytest.mark.parametrize(
+    "line", ["wanted.append(x)", "wanted[0] = x", "wanted += [1]", "f(wanted)"]
+)
+def test_a_list_that_is_given_by_default_and_may_change_is_refused(line, tmp_path):
+    """Steps share it: a step would find what those before it have left."""
+    given = "x, y, wanted=[1, 3], f=len)"
+    source = written("x = self.first(x)", line, "x = self.inner(x)").replace("x, y)", given)
+    assert "is one object for all steps" in refused(tmp_path, source, CUT, "SR310")
