@@ -10,6 +10,9 @@ from fractions import Fraction
 
 from slapo_rewrite.errors import Span
 
+# Why a line changes by which a file takes from a copy what it took from the original.
+REDIRECTED = "import from the copy of the file"
+
 
 @dataclass(frozen=True)
 class Share:

@@ -21,7 +21,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import from_module, instead, is_remarked
 from slapo_rewrite.code.splice import Change, Edit
-from slapo_rewrite.directive import Directive, merged_causes
+from slapo_rewrite.directive import REDIRECTED, Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up
@@ -310,7 +310,7 @@ class SiblingFiles:
             yield from _absolute(file, node)
             return
         causes = merged_causes(*(self._causes(m) for m in dict.fromkeys(targets)))
-        why = "import from the copy of the file"
+        why = REDIRECTED
         same = [a for names in groups.values() for a in names] == node.names
         if len(groups) == 1 and same:
             new = next(iter(groups))
@@ -351,7 +351,7 @@ class SiblingFiles:
         causes = merged_causes(*(self._causes(a.name) for a in copied))
         lines.append(f"from . import {', '.join(shown)}")
         placed = instead(file, node, lines)
-        yield placed.caused_by(causes, "import the copy of the file")
+        yield placed.caused_by(causes, REDIRECTED)
 
     def _through_module(self, file: SourceFile, node: ast.Attribute) -> Iterator[Edit]:
         """`package.layers` of a copied module that is reached through its package."""
@@ -368,7 +368,7 @@ class SiblingFiles:
             return  # the name itself means the copy
         if module is not None and qualified in self.files:
             placed = Edit.instead_of(file, node, self._stem(qualified))
-            yield placed.caused_by(self._causes(qualified), "the copy")
+            yield placed.caused_by(self._causes(qualified), REDIRECTED)
         elif target is not None and target[0] in self.files and holder not in self.files:
             raise errors.Unsupported(
                 f"`{ast.unparse(node)}` comes from `{target[0]}`, which is rewritten as well",

@@ -18,6 +18,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.directive import REDIRECTED
 from slapo_rewrite.verify.launch import ForkServer, Ranks
 from slapo_rewrite.verify.rank_layout import Layout, Training, World, named, ranks_of
 from slapo_rewrite.verify.report import Directive, Report, merge
@@ -298,6 +299,8 @@ def rewritten_classes(
 ) -> list[dict[str, Any]]:
     """The classes that the schedule changed or added in an output's copies of source files.
 
+    Not those that only import from another copy, in a method of theirs.
+
     Returns:
         For each its name, the file's stem, the module that the file is a copy of (None for the
         model's own), and the schedule's lines.
@@ -307,7 +310,8 @@ def rewritten_classes(
     found = []
     for name, module in copies.items():
         file = out / str(name)
-        changes = [c for c in record.get("changes", ()) if c["file"] == name and c["directives"]]
+        known = (c for c in record.get("changes", ()) if c["file"] == name and c["directives"])
+        changes = [change for change in known if change.get("why") != REDIRECTED]
         for node in ast.parse(file.read_bytes()).body if changes and file.is_file() else ():
             if not isinstance(node, ast.ClassDef):
                 continue

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from slapo_rewrite.directive import REDIRECTED
 from slapo_rewrite.model import small_model
 from slapo_rewrite.verify.checks import Checks
 from slapo_rewrite.verify.engines import RATES
@@ -215,6 +216,7 @@ def test_classes_that_a_record_tells_of(tmp_path):
     (tmp_path / "m.py").write_text("import a\n\n\nclass A:\n    x = 1\n\n\nclass B:\n    x = 1\n")
     changes = [{"file": "m.py", "lines": [5, 5], "directives": [1]}]
     changes += [{"file": "m.py", "lines": [1, 1], "directives": [0]}]
+    changes += [{"file": "m.py", "lines": [9, 9], "directives": [0], "why": REDIRECTED}]
     changes += [{"file": "helper.py", "lines": None, "directives": [0]}]
     record = {"source": {"file": "m.py"}, "changes": changes}
     directives = [Directive("s.py:1", "s.a()", ()), Directive("s.py:2", "s.b()", ())]
