@@ -21,7 +21,7 @@ from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.layers import Layer, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.precision.casts import HALF, Operand, Precisions
-from slapo_rewrite.precision.half_layers import HALF_LAYERS, half_base
+from slapo_rewrite.precision.half_layers import FLOAT32_LAYERS, HALF_LAYERS, half_base
 
 MODULE = "mixed_precision"
 # How a value is cast, by the dtype.
@@ -156,15 +156,18 @@ def half_layer(layer: Layer, dtype: str) -> Layer | None:
 
 
 def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> None:
-    """Another layer where one is made, or as the base of its class.
+    """Another layer where one is made, or as the base of its class: one that casts by itself.
 
     Raises:
         RewriteError: Nothing that can be followed makes it.
     """
     base = half_base(node.cls)
-    assert base is not None
-    module, name = HALF_LAYERS[qualified(base)]
-    layer = Layer(module, f"{NAMES[dtype]}{name}")
+    if base is None:
+        base = node.cls
+        layer = Layer(*FLOAT32_LAYERS[qualified(base)])
+    else:
+        module, name = HALF_LAYERS[qualified(base)]
+        layer = Layer(module, f"{NAMES[dtype]}{name}")
     if base is node.cls:
         to.files.making(node).changes.at_site(node, UseHalfLayer(layer), causes)
     else:

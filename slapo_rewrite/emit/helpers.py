@@ -44,6 +44,7 @@ RUNTIME_ORDER = (
     "multihead_attention",
     "transformer_layers",
     "normalization",
+    "mixed_norms",
     "mixed_precision",
     "mixed_conv1d",
     "mixed_parallel",

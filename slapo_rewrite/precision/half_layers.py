@@ -1,4 +1,9 @@
-"""Layers whose products the whole layer stands for: another one computes in half precision."""
+"""Layers in whose place another one stands that casts by itself.
+
+Of the products of some the whole layer stands for: another one computes in half precision. What
+stands behind one of these in a `Sequential` is given half precision where no method could cast it:
+another one computes in float32.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,15 @@ HALF_LAYERS = {
     "torch.nn.modules.conv.Conv2d": ("mixed_precision", "Conv2d"),
     "torch.nn.modules.conv.Conv3d": ("mixed_precision", "Conv3d"),
     "transformers.pytorch_utils.Conv1D": ("mixed_conv1d", "Conv1D"),
+}
+# The modules that define these, and what computes as they do in float32.
+FLOAT32_LAYERS = {
+    f"torch.nn.modules.{module}.{name}": ("mixed_norms", f"Float32{name}")
+    for module, names in {
+        "normalization": ("LayerNorm", "GroupNorm", "RMSNorm"),
+        "batchnorm": ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
+    }.items()
+    for name in names
 }
 
 

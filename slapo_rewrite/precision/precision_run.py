@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.hugging_face import KEEPS_PRECISION
+from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
@@ -39,7 +40,7 @@ from slapo_rewrite.precision.casts import (
     is_float,
 )
 from slapo_rewrite.precision.dtype_reads import is_harmless, without_autocast
-from slapo_rewrite.precision.half_layers import computes_product
+from slapo_rewrite.precision.half_layers import FLOAT32_LAYERS, computes_product
 from slapo_rewrite.runtime import kernels
 from slapo_rewrite.sharding.operation_places import first_argument, place_of
 
@@ -197,6 +198,9 @@ class PrecisionRun(TorchFunctionMode):
             if new is not tensor:
                 self.found.casts.add(Cast(call.path, call.place, operand, to, is_mask))
         elif new is not tensor and not (to == FLOAT32 and is_kernels(call.callee)):
+            if to == FLOAT32 and _is_norm_inside(call, call.callee):
+                self.found.layers.add(call.owner)
+                return new
             for position, parameter in self._sources(call, call.callee, name, tensor, to):
                 key = (call.path, call.place, parameter)
                 if self.found.given.setdefault(key, to) != to or key in self.given:
@@ -306,6 +310,13 @@ class _Entered:
     before: set[int]
     parameters: dict[int, str] = field(default_factory=dict)
     casts: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _is_norm_inside(call: Call, callee: FrameType) -> bool:
+    """Whether a norm of torch computes that another module calls, a `Sequential` say."""
+    return (
+        qualified(type(call.module)) in FLOAT32_LAYERS and first_argument(callee) is not call.module
+    )
 
 
 def is_kernels(frame: FrameType) -> bool:

@@ -317,6 +317,32 @@ def test_a_class_is_one_where_casts_change_nothing(tmp_path):
     assert lines.count("return (x @ x.mT).float().softmax(-1).bfloat16() @ x") == 1
 
 
+@pytest.mark.parametrize(
+    ("norm", "forward"),
+    [
+        ("LayerNorm(8)", "return self.b(x)"),
+        ("RMSNorm(8)", "return self.b(x)"),
+        ("GroupNorm(2, 8)", "return self.b(x.flatten(0, 1))"),
+        ("BatchNorm1d(8)", "return self.b(x.flatten(0, 1))"),
+        ("LayerNorm(8)", "return self.b(self.b(x))"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of torch.autocast, beside it
+def test_norms_in_a_sequence_cast_by_themselves(norm, forward, tmp_path):
+    made = f"self.b = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.{norm}, nn.Linear(8, 8))"
+    output = rewritten(tmp_path, source(forward, made), ONE % "")
+    lines = changed_lines(output)
+    assert f"Float32{norm}" in lines.replace("\n", "")
+    assert ".float()" not in lines, "not where it is called"
+    check_numbers(tmp_path, output)
+
+
+def test_a_norm_that_a_method_calls_is_given_float32(tmp_path):
+    output = rewritten(tmp_path, source("return self.b(self.a(x))", "self.b = nn.LayerNorm(8)"),
+                       ONE % "")  # fmt: skip
+    assert "return self.b(self.a(x).float())" in changed_lines(output)
+
+
 REFUSALS = [
     # It asks for the dtype of a value that would be in half precision.
     ("y = self.a(x)\nreturn y * 2 if y.dtype == torch.float32 else y", "asks for the dtype"),
@@ -324,7 +350,7 @@ REFUSALS = [
     ("y = self.a(x)\nkinds = [y.dtype]\nreturn y.to(kinds[0])", "asks for the dtype"),
     # No cast could be written.
     ("return helped(self.a(x))", "no method of the model could cast it"),
-    ("return self.b(x)", "no method of the model could cast it"),
+    ("return self.d(x)", "no method of the model could cast it"),
     # It is not known how it is to be computed, or half precision already.
     ("return self.c(x)[0]", "in which precision `gru`"),
     ("return self.a(x).bfloat16().float()", "half precision itself"),
@@ -340,7 +366,7 @@ def helped(x):
 
 @pytest.mark.parametrize(("forward", "words"), REFUSALS, ids=[words for _, words in REFUSALS])
 def test_what_is_not_known_to_be_right_is_refused(tmp_path, forward, words):
-    made = "self.b = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))\nself.c = nn.GRU(8, 8)"
+    made = "self.d = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))\nself.c = nn.GRU(8, 8)"
     text = refused(tmp_path, source(forward, made, HELPED), ONE % "", "SR305")
     assert words in text and re.search(r"source_0\.py:\d+:\d+", text)
 
