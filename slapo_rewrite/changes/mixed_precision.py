@@ -35,6 +35,13 @@ PARALLEL = {
     "KeyValueParallelLinear": "mixed_parallel",
     "ColumnParallelConv1D": "mixed_parallel_conv1d",
     "RowParallelConv1D": "mixed_parallel_conv1d",
+    **{
+        f"{kind}ParallelConv{axes}d": "mixed_parallel_convolution"
+        for kind in ("Column", "Row", "Group")
+        for axes in (1, 2)
+    },
+    "ParallelBatchNorm1d": "mixed_parallel_norms",
+    "ParallelBatchNorm2d": "mixed_parallel_norms",
 }
 
 
@@ -152,7 +159,8 @@ def half_layer(layer: Layer, dtype: str) -> Layer | None:
     """The layer in the place of a tensor-parallel one; None where there is none."""
     if layer.name not in PARALLEL:
         return None
-    return replace(layer, module=PARALLEL[layer.name], name=f"{NAMES[dtype]}{layer.name}")
+    precision = "Float32" if "Norm" in layer.name else NAMES[dtype]
+    return replace(layer, module=PARALLEL[layer.name], name=f"{precision}{layer.name}")
 
 
 def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> None:

@@ -49,6 +49,8 @@ RUNTIME_ORDER = (
     "mixed_conv1d",
     "mixed_parallel",
     "mixed_parallel_conv1d",
+    "mixed_parallel_convolution",
+    "mixed_parallel_norms",
     "weights",
     "loading",
     "deferred_init",

@@ -343,6 +343,62 @@ def test_a_norm_that_a_method_calls_is_given_float32(tmp_path):
     assert "return self.b(self.a(x).float())" in changed_lines(output)
 
 
+SPLIT = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.GELU(),
+            nn.Conv2d(8, 8, 3, padding=1, groups=4),
+            nn.Conv2d(8, 6, 1),
+            nn.GroupNorm(2, 6),
+            nn.Conv2d(6, 4, 1),
+        )
+
+    def forward(self, x):
+        return self.net(x)
+"""
+SPLIT_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 6, 6)}
+
+
+def loss(outputs):
+    return outputs.float().square().mean()
+
+
+def schedule(s):
+    s["net.0"].shard(["weight", "bias"], axis=0)
+    s["net.1"].shard(["weight", "bias", "running_mean", "running_var"], axis=0)
+    s["net.3"].shard(["weight", "bias"], axis=0)
+    s["net.4"].shard("weight", axis=1)
+    s.infer_sync()
+    s.autocast()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_split_convolutions_and_norms_in_half_precision(tmp_path):
+    output = rewritten(tmp_path, HEAD + SPLIT, SPLIT_SCHEDULE)
+    lines = changed_lines(output)
+    for name in ("BFloat16ColumnParallel", "BFloat16GroupParallel", "BFloat16RowParallel"):
+        assert f"{name}Conv2d(" in lines
+    assert "Float32ParallelBatchNorm2d(8)" in lines and "Float32GroupNorm(2, 6)" in lines
+    folder = written(tmp_path, output).parent
+    report = verify(folder, [1, 2, 4])
+    assert report.ok, report.render()
+
+
 REFUSALS = [
     # It asks for the dtype of a value that would be in half precision.
     ("y = self.a(x)\nreturn y * 2 if y.dtype == torch.float32 else y", "asks for the dtype"),
