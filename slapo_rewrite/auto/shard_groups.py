@@ -21,7 +21,6 @@ class Shard:
     Attributes:
         pattern: Their path.
         names: The parameters.
-        axis: Which axis.
         parts: How the axis is packed; empty where it is not.
     """
 
@@ -109,7 +108,6 @@ class Cube:
 
     Attributes:
         pattern: The module that holds it.
-        name: Its name there.
         beside: All of that module's parameters.
     """
 
@@ -167,12 +165,7 @@ def common_pattern(patterns: Iterable[str]) -> str:
 
 
 def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
-    """How a layer of torch is split that holds others, and is split with them; () for any other.
-
-    Args:
-        pattern: Its path.
-        module: The layer.
-    """
+    """How a layer of torch is split that holds others, and is split with them; () for any other."""
     found: dict[tuple[str, int, int], list[str]] = {}
     for (path, name), (axis, blocks) in inner_of(module).items():
         held = module.get_submodule(path)

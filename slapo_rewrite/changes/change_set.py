@@ -31,7 +31,6 @@ class ChangeSet:
 
     Attributes:
         sources: The source files.
-        file: The file.
         siblings: The elements that a module stands for, itself included, by its path.
         same: Directives that asked the same of these elements, by the number of the module's own.
         sites: Construction sites by the first character of their expression.

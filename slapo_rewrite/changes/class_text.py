@@ -27,7 +27,6 @@ class ClassText:
     Args:
         classes: The classes of the file.
         imports: Takes the names that the changes refer to.
-        class_name: The class.
         wanted: All that changes, by its place.
         indices: The elements that each loop makes.
 

@@ -40,7 +40,6 @@ class Subclass:
 
     Attributes:
         base: The class it is derived from, as it is after its own edits.
-        name: Its name.
         doc: The docstring's one line.
         relatives: Where a module is that a site outside of loops makes, by the site.
         optional: The sites that not all of its instances go through.

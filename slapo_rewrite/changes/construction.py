@@ -167,7 +167,6 @@ class ReplaceModule(Construction):
         arguments: Its constructor's arguments as source; None keeps the original's.
         weights: What its tensors are made of, by name.
         layer: The tensor-parallel layer that is made instead, where it is sharded.
-        subclass: The subclass.
     """
 
     target: Function

@@ -24,7 +24,6 @@ class ElementList:
     """A module list whose elements a construction site makes.
 
     Attributes:
-        path: Its path.
         length: How many elements it has.
         counted: What the site's `count` came to; None where that cannot be told.
     """

@@ -22,7 +22,6 @@ class Late:
     """Expressions for attributes at a statement of a constructor.
 
     Args:
-        file: The file.
         function: The constructor.
         statement: Where the expressions are to stand.
     """

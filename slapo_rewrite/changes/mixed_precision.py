@@ -79,7 +79,6 @@ class CastOperand(Change):
     """In a method: an operand of a call or a product is cast.
 
     Attributes:
-        operand: Which.
         method: What casts it: a method of tensors.
         function: A helper that does so, for what need not be a float.
     """

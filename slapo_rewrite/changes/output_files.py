@@ -41,9 +41,7 @@ class OutputFile:
     """What is collected for one file.
 
     Attributes:
-        file: The file.
         changes: What changes in its classes.
-        classes: Its classes.
         imports: Names that it needs of the helper modules.
     """
 

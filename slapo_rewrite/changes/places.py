@@ -98,7 +98,6 @@ class BeforeBases(Place):
     """Before the bases of a class.
 
     Attributes:
-        class_name: The class.
         what: What stands there.
     """
 

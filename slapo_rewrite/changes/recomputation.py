@@ -39,14 +39,7 @@ class Recomputed(Requested):
     caches: tuple[str, ...] = ()
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
-        """The same, once it is known that it may be done, and what it takes.
-
-        Args:
-            to: Has the tree and the files.
-            node: The module.
-            twice: What of it runs twice.
-            cause: Who asks.
-        """
+        """The same, once it is known that it may be done, and what it takes."""
         check_repeats(to.files, twice, cause)
         check_transformed(to.files, node, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)

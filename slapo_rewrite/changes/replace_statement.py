@@ -19,7 +19,6 @@ class ReplaceStatement(Change):
     """In a method: a statement, or what is around it, written otherwise.
 
     Attributes:
-        statement: The statement.
         what: What the new text is, in a word.
         edits: What changes in it.
         before: Statements to stand before it.

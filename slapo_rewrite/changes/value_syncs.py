@@ -29,7 +29,6 @@ class SyncValue(Change):
 
     Attributes:
         value: The name, and the statement beside which that is done.
-        collective: The collective.
     """
 
     value: LocalValue

@@ -122,8 +122,6 @@ class _Gathers:
     A training step that computes a loss has no use for whole logits; an evaluation may have.
 
     Args:
-        text: The class.
-        method: The method.
         calls: The calls in it that compute losses of the logits, in their order.
 
     Attributes:

@@ -26,7 +26,6 @@ class Death:
 
     Attributes:
         statement: Behind which it is so.
-        name: The name.
     """
 
     statement: ast.stmt

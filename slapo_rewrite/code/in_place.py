@@ -40,12 +40,6 @@ def in_place(
 
     None where that would compute in another order, or be harder to read than the name: on a line
     that is too long, among many calls, without a comment that stands there.
-
-    Args:
-        file: The file.
-        function: The function.
-        reading: The statement that reads the name.
-        name: The name.
     """
     block = file.block_of(reading)
     match block[max(block.index(reading) - 1, 0)], reading:

@@ -22,8 +22,6 @@ class Run:
     """Statements that follow one another in a block.
 
     Attributes:
-        file: The file.
-        statements: The statements.
         start: Where their text begins: with the first, or with the comments above it.
         end: Where it ends, the comment behind the last one included.
     """

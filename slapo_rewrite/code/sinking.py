@@ -19,8 +19,6 @@ class Sunk:
     """Statements around a branch that are to stand in its arms.
 
     Attributes:
-        file: The file.
-        branch: The branch.
         before: What stands above it, without gaps.
         after: What stands below it, without gaps.
     """

@@ -19,7 +19,6 @@ class Calls:
     """Calls of one method, and the run of statements around them.
 
     Attributes:
-        method: The method.
         run: Consecutive statements of one block.
         calls: The calls, in the order of the text.
     """

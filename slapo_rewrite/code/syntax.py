@@ -100,7 +100,6 @@ class Assignment:
     """A statement that binds a local name.
 
     Attributes:
-        statement: The statement.
         guards: The tests around it.
         looped: Whether it runs more than once and builds on what it gave before.
     """

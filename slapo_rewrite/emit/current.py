@@ -29,9 +29,7 @@ class Request:
 
     Attributes:
         source: The source, as it is given.
-        source_file: Its file.
         schedule: The schedule, as it is given.
-        schedule_file: Its file.
         settings: The knobs that are set, as `name=value`.
         single_file: Whether the helpers are to be part of the model file.
         further: The further helpers, in order.

@@ -28,12 +28,7 @@ KEPT = (
 
 
 def look_up(path: Path | None, request: Request) -> tuple[str, list[str]] | None:
-    """The diff and the warnings of what is asked for; None where they have to be made.
-
-    Args:
-        path: Where they would lie.
-        request: What is asked for.
-    """
+    """The diff and the warnings of what is asked for; None where they have to be made."""
     if path is None:
         return None
     try:

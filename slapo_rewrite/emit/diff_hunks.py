@@ -93,11 +93,6 @@ def ended_lines(text: str) -> list[str]:
 def original_text(diff: str, name: str, text: str) -> str | None:
     """What a rewritten file was made of, its imports absolute.
 
-    Args:
-        diff: The output's diff.
-        name: The file's name.
-        text: What it holds.
-
     Returns:
         None where the diff is of another text.
     """

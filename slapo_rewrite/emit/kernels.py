@@ -72,10 +72,6 @@ def by_backend(
 ) -> dict[str, set[str]]:
     """The names that are used of each helper module, those of `kernels` apart by their backend.
 
-    Args:
-        used: Names by helper module.
-        references: Which of them have which backend.
-
     Returns:
         The names, with keys such as `kernels.eager` for those that are no Triton kernels.
     """

@@ -376,11 +376,6 @@ def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[
     """Warns of the calls that selected modules, and changed nothing.
 
     Not of those that have said what they chose or left out, and why, nor of those that only check.
-
-    Args:
-        plan: The calls.
-        draft: The output.
-        inferred: The collectives that were inferred.
     """
     changes = (change for own in draft.changes.values() for change in own)
     causes = [*(change.causes for change in changes), *draft.helper_causes().values()]

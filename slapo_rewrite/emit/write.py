@@ -25,11 +25,6 @@ def hand_edited(out: Path) -> dict[str, str]:
 def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
     """Files that writing would overwrite although the tool did not write them so.
 
-    Args:
-        out: The folder.
-        files: What is to be written.
-        own: What its record is called.
-
     Raises:
         NotAnOutput: The folder is not the tool's, and has files of these names.
     """

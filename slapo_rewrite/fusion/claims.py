@@ -132,7 +132,6 @@ class Claim:
     """A match that an expression takes the place of.
 
     Attributes:
-        match: The match.
         node: The module whose function it stands in.
         expression: What is written.
         operands: The text of each of its parameters.

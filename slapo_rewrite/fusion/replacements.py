@@ -32,12 +32,7 @@ class Writing:
 
 
 def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writing]:
-    """The same, where no name that one gives a result is given anew before that has been read.
-
-    Args:
-        writings: What is written in one function.
-        function: That function.
-    """
+    """The same, where no name that one gives a result is given anew before that has been read."""
     found: list[Writing] = []
     taken = set(names_in(function))
     taken |= {name for writing in writings for _, name in writing.replaced.reads}

@@ -43,7 +43,6 @@ class RuleMatch:
     """A match of a rule, and the live module that it is in.
 
     Attributes:
-        match: The match.
         node: The module whose function it stands in.
         alternative: The pattern that was found.
         sources: The files.

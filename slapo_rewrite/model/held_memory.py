@@ -40,7 +40,6 @@ class Frame:
     """One call of a function.
 
     Attributes:
-        function: The function.
         first: How many storages had been made when it began.
         last: How many when it ended.
         end: At which event.

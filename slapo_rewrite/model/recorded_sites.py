@@ -33,7 +33,6 @@ class _Call:
     """A call, with what is around it.
 
     Attributes:
-        node: The call.
         function: The function that carries it out; a lambda as one that returns its value.
         loops: The loops around it there, outermost first.
         local: What is bound in the functions around it.
@@ -111,7 +110,6 @@ class _Made:
         sources: The source files.
         node: One of the modules that the call made.
         file: The file of the call.
-        call: The call.
 
     Attributes:
         modules: The modules that the call made, by path.

@@ -139,7 +139,6 @@ class _Calls:
     """The calls of one layer in a round over its places.
 
     Args:
-        layer: The layer.
         times: How many places it stands in.
     """
 

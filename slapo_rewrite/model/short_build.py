@@ -58,9 +58,6 @@ class Shortening:
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.
 
-        Args:
-            build: Builds it.
-
         Returns:
             The model; with all its layers where they cannot be left out.
 

@@ -24,7 +24,6 @@ class Candidate:
     """A site, with the module above whose class has it.
 
     Attributes:
-        site: The site.
         holder: That module.
         numbers: What stands for each `*` of the site's path.
         certain: Whether the tests around it are known to let it make the module.

@@ -80,7 +80,6 @@ class Node:
         name: The last segment of the path.
         parent: The module that holds it; None for the root.
         children: Its submodules by name, in the order in which they were made.
-        live: The module.
         cls: The module's class.
         is_container: Whether it is one of torch's containers, or of a subclass that has no
             constructor of its own: what it holds is then made by whoever made it.

@@ -83,7 +83,6 @@ class Live:
     """A function of the file, as it runs.
 
     Attributes:
-        function: The function.
         class_name: The class that has it, if one does.
         live: What runs.
     """

@@ -24,7 +24,6 @@ class Called:
     Attributes:
         value: The call.
         file: The file of the function.
-        function: The function.
         given: The arguments.
         owner: The path of the module whose method it is; None for a plain function.
     """

@@ -100,7 +100,6 @@ class Target:
     """How a result is called where the call stands.
 
     Attributes:
-        result: The result.
         name: Its name; `_` where nobody reads it.
         read: The expression that becomes that name.
         several: Whether others read it by several names, of which this is one.

@@ -137,7 +137,6 @@ class Miss:
 
     Attributes:
         path: The module's path.
-        function: The function.
         pattern: The pattern's name.
         size: How many operations the pattern has.
         stop: What stopped it.

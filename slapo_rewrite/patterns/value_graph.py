@@ -176,8 +176,6 @@ class Binding:
     """A local name, or an attribute as `self.path`, is given a value.
 
     Attributes:
-        name: The name.
-        value: The value.
         statement: The statement that does it.
         order: When.
         walrus: The `:=` that does it, where it is one.

@@ -48,7 +48,6 @@ class Predicted:
     """What a way takes.
 
     Attributes:
-        way: The way.
         seconds: A step.
         memory: Bytes that the fullest rank holds at most.
         states: Bytes of these for parameters, gradients and the optimizer.

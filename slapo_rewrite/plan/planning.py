@@ -51,7 +51,6 @@ class Wanted:
         schedule: A file, or the name of a schedule that ships with the tool.
         fixed: `K=V` for each knob that is not planned.
         gpus: How many there are.
-        hardware: What they are.
         memory: Bytes that a rank may hold.
         batch: Rows of a step.
         sequence: Tokens of a row; None for what the schedule's `inputs` give.
@@ -124,10 +123,6 @@ class Planned:
 @collector_paused()
 def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
     """Plans.
-
-    Args:
-        wanted: What.
-        progress: Told what is being done.
 
     Raises:
         NothingFits: No way fits.

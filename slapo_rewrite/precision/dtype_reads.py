@@ -13,12 +13,7 @@ _TORCH = {"torch", "nn", "F"}
 
 
 def is_harmless(tree: ast.Module, place: Place) -> bool:
-    """Whether a read of a dtype does nothing but have others computed in the same precision.
-
-    Args:
-        tree: The file.
-        place: Where it reads the dtype.
-    """
+    """Whether a read of a dtype does nothing but have others computed in the same precision."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     start, end = (place.line, place.column), (place.end_line, place.end_column)
     reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dtype")

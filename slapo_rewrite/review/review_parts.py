@@ -17,7 +17,6 @@ class Call:
 
     Attributes:
         line: Its line in the schedule; None where that is not known.
-        primitive: The primitive.
         text: The call as the schedule writes it.
         more: What the text does not say: the collective that was inferred, the share of a list.
         paths: The modules it was called on, `*` for any number.
@@ -150,7 +149,6 @@ class Helper:
     """A file that was written beside the model file.
 
     Attributes:
-        name: Its name.
         length: How many lines it has.
         about: Its first line.
         reason: What it is there for.
@@ -229,7 +227,6 @@ class ScheduleLine:
     """A line of the schedule.
 
     Attributes:
-        number: Its number.
         text: The line.
         causes: What it caused: the places in the output, by file.
     """

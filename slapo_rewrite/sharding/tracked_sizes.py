@@ -34,7 +34,6 @@ class Size(int):
     """An integer that was made of integer attributes, by arithmetic or as it was.
 
     Attributes:
-        attributes: These attributes.
         text: How it is made of them, where that is known: of one, or by sums and products of such.
     """
 

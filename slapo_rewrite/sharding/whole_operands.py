@@ -23,8 +23,6 @@ class _Held(NamedTuple):
 
     Attributes:
         path: The module's path.
-        name: The name.
-        module: The module.
         is_run: Whether it is the weight of a linear layer that gives the value.
     """
 

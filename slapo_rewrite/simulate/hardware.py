@@ -75,7 +75,6 @@ class Hardware:
 
     Attributes:
         name: What `--gpu` calls them.
-        title: What they are.
         device: What one does.
         memory: Bytes that one has.
         inside: What connects those of a node.

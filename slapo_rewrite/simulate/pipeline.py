@@ -106,11 +106,6 @@ class Step:
 def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | None = None) -> Step:
     """Runs one training step.
 
-    Args:
-        stages: The stages, first to last.
-        micro_batches: How many make up a step.
-        pipeline: What connects neighbouring stages.
-
     Raises:
         ImportError: DeepSpeed is not installed.
         ValueError: There is no such pipeline.

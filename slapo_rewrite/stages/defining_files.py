@@ -34,7 +34,6 @@ class DefiningFile:
     """A file with classes of the model.
 
     Attributes:
-        file: The file.
         world: The names of its module.
         module: How `pipeline.py` imports it; files of the output by a dot.
     """

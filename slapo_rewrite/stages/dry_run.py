@@ -35,7 +35,6 @@ class Trial:
     """One training step of a small model.
 
     Attributes:
-        model: The model.
         inputs: What the step gives it.
         expected: Its loss.
         loss: How that is made of what it returns.

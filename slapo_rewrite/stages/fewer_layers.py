@@ -24,12 +24,7 @@ Kept = Mapping[str, tuple[int, ...]]
 
 
 def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
-    """The layers to keep of each list; lists of one length, which one number says, keep the same.
-
-    Args:
-        tree: The full model.
-        cuts: Where stages end.
-    """
+    """The layers to keep of each list; lists of one length, which one number says, keep alike."""
     by_length: dict[int, list[Node]] = {}
     for node in tree.nodes.values():
         is_inner = any(segment.isdigit() for segment in node.path.split("."))

@@ -48,7 +48,6 @@ class Scope:
     """One function while it is written out.
 
     Attributes:
-        function: The function.
         file: Where it is defined.
         names: What its names stand for.
         prefix: How the result spells its module.

@@ -38,7 +38,6 @@ class Method:
 
     Attributes:
         live: The module.
-        path: Its path.
         home: The file in which the method stands.
         function: The method.
     """

@@ -37,12 +37,7 @@ class Loop:
         return self.stop.isdigit() and int(self.stop) <= layer
 
     def is_last(self, layer: int, total: int) -> bool:
-        """Whether a layer is the last one of the loop.
-
-        Args:
-            layer: Its number in the list.
-            total: How many the list has.
-        """
+        """Whether a layer is the last one of the loop."""
         return layer + 1 == (min(int(self.stop), total) if self.stop.isdigit() else total)
 
     def head(self, first: int, stop: int | None, counted: bool) -> tuple[str, str]:

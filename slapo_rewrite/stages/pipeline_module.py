@@ -127,7 +127,6 @@ class PipelineText:
     """Everything that `pipeline.py` is made of.
 
     Attributes:
-        stages: The stages.
         held: What each of them holds.
         sizes: The modules of others that each of them reads sizes of.
         shared: The parameters that several hold.

@@ -35,7 +35,6 @@ class Cut:
     """A module that a stage ends after.
 
     Attributes:
-        path: Its path.
         cause: Who asks.
         target: What runs the stages, one of `TARGETS`.
         may_move: Whether the stage may end elsewhere, where it cannot end there.

@@ -33,7 +33,6 @@ class Rounds:
 
     Args:
         names: What names stand for before the loop.
-        loop: The loop.
 
     Attributes:
         number: How many there are; None where that is not known.

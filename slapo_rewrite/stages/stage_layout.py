@@ -68,7 +68,6 @@ class Stages:
     """All stages of a program.
 
     Attributes:
-        program: The program.
         stages: Those that run one after the other.
         tail: The statements that make the loss of what the last stage gives.
         labels: The arguments that the loss needs.

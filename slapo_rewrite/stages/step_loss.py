@@ -63,13 +63,6 @@ def step_loss(
 ) -> StepLoss:
     """How a loss was made of what a model returned.
 
-    Args:
-        schedule: The schedule's module.
-        outputs: What the model returned.
-        loss: The loss.
-        inputs: The arguments of the step.
-        cause: The schedule's line, for refusals.
-
     Raises:
         CannotCut: The schedule's function reads what it would not find in the output.
     """

@@ -29,7 +29,6 @@ class Tuned:
     """A schedule and what of it is tuned.
 
     Attributes:
-        schedule: The file.
         space: The points.
         of_schedule: The names of the knobs that are the schedule's own.
         settings: The values of all knobs of the schedule where they are not tuned.

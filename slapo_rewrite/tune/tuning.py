@@ -174,10 +174,6 @@ def _why(space: KnobSpace, strategy: Strategy, trials: Sequence[Trial]) -> str:
 def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
     """Searches, and draws the surface.
 
-    Args:
-        wanted: What, and how.
-        say: Told of each trial.
-
     Raises:
         BadSpace: The schedule declares nothing to tune, or `space` allows nothing.
         OtherTrials: The folder's record is of another search.

@@ -10,7 +10,6 @@ class Check:
     """One thing that was compared on a rank.
 
     Attributes:
-        name: What.
         ok: Whether it holds.
         error: The largest relative error, rewritten against original; None for yes or no.
         limit: The largest that is allowed.

@@ -73,7 +73,6 @@ class Staged(Original):
     """The original, which the first rank runs, and the stages, which an engine runs.
 
     Attributes:
-        engine: The engine.
         drawn: The weights that the whole rewritten model starts from.
         steps: What each step gives the model: the micro-batches of all replicas.
         draws: Whether the original draws random numbers.
