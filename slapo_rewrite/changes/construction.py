@@ -27,7 +27,7 @@ from slapo_rewrite.code.build import (
     with_callee,
     with_keywords,
 )
-from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.dataflow import names_in, uses_of
 from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
@@ -297,12 +297,11 @@ class UseSubclass(Construction):
         if not site.variable or len(callees) > 1:  # other modules are made of it as well
             return False
         for statement in site.variable:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Name) and node.id == self.original:
-                    name = self.reference(text.imports, text.causes)
-                    text.put(node, name, self.becomes(site))
-                    text.at(site.statement).again = True
-                    return True
+            for node in uses_of(statement, self.original):
+                name = self.reference(text.imports, text.causes)
+                text.put(node, name, self.becomes(site))
+                text.at(site.statement).again = True
+                return True
         return False
 
 

@@ -21,6 +21,7 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
@@ -166,7 +167,7 @@ class _BlockWriter:
         What a base's constructor sets may be this rank's share by then.
         """
         read = [name for name in names_read(expr) if name.startswith("self.")]
-        bare = [n for n in ast.walk(expr) if isinstance(n, ast.Name) and n.id == "self"]
+        bare = uses_of(expr, "self")
         return len(bare) == len(read) and all(
             name in self.late.bound and name.removeprefix("self.") not in self.owner.children
             for name in read

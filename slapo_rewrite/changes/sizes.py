@@ -16,6 +16,7 @@ from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.changes.reads import in_forward, readings
 from slapo_rewrite.changes.state import ShardedAttribute
 from slapo_rewrite.code.build import bare, call, parsed
+from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
@@ -383,6 +384,6 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
                     cause=causes,
                     hint="read the size from where the layer's constructor has it",
                 )
-            end = (reading.end_lineno or 0, reading.end_col_offset or 0)
+            end = end_position(reading)
             at = AtNode("read", end[0], 0, *end)
             home.changes.add(above.path, at, ReadFullSize(whole), causes)

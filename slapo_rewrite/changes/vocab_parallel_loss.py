@@ -16,9 +16,10 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
-from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.dataflow import bound_in, read_in, uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import in_else
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Causes
 from slapo_rewrite.sharding import ParallelLoss, TiedHead, head_of
@@ -164,7 +165,7 @@ class _Gathers:
         why, method = GATHERED, self.method
         is_read = any(_reads_after(method, name, self.statement))
         if isinstance(self.statement, ast.Return):
-            loads = _names(self.statement, name, ast.Load)
+            loads = uses_of(self.statement, name, ast.Load)
             is_read = any(not any(within(call, load) for call in self.calls) for load in loads)
         evaluation = ["not self.training"] if is_read else []
         for branch in reversed(self.branches):
@@ -278,12 +279,6 @@ def _branches(
     return found[::-1]
 
 
-def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterator[ast.Name]:
-    for found in ast.walk(node):
-        if isinstance(found, ast.Name) and found.id == name and isinstance(found.ctx, context):
-            yield found
-
-
 def _keeps(node: ast.AST, name: str) -> bool:
     """Whether a variable is the tensor afterwards that it was, elsewhere or reshaped at most."""
     kept: list[ast.expr] = []
@@ -294,16 +289,15 @@ def _keeps(node: ast.AST, name: str) -> bool:
                 value=ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr=attr)),
             ) if of == name and attr in RESHAPES:
                 kept.append(target)
-    return all(stored in kept for stored in _names(node, name, ast.Store))
+    return all(stored in kept for stored in uses_of(node, name, ast.Store))
 
 
 def _reads_after(within: ast.AST, name: str, node: ast.stmt) -> Iterator[ast.Name]:
-    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-    return (n for n in _names(within, name, ast.Load) if (n.lineno, n.col_offset) >= end)
+    return (n for n in uses_of(within, name, ast.Load) if position(n) >= end_position(node))
 
 
 def _bound_before(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
-    return any(n.lineno < node.lineno for n in _names(method, name, ast.Store))
+    return any(n.lineno < node.lineno for n in uses_of(method, name, ast.Store))
 
 
 def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.sinking import is_alone
@@ -49,8 +50,7 @@ def in_place(
             pass
         case _:
             return None
-    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
-    reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+    uses, reads = uses_of(function, name), uses_of(function, name, ast.Load)
     if bound != name or len(uses) != 2 or len(reads) != 1 or not _is_first(taking, reads[0]):
         return None
     parts = [*ast.walk(value), *ast.walk(taking)]

@@ -175,6 +175,11 @@ def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
     return node.lineno, node.col_offset
 
 
+def end_position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Where a node ends, likewise."""
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+
+
 def names_read(source: str) -> set[str]:
     """The names that a function reads.
 

@@ -329,8 +329,7 @@ class SiblingFiles:
         shown = getattr(module, "__all__", None) or [
             n for n in vars(module or file) if not n.startswith("_")
         ]
-        used = {n.id for n in ast.walk(file.tree) if isinstance(n, ast.Name)}
-        for name in sorted(used.intersection(shown)):
+        for name in sorted(names_in(file.tree) & {*shown}):
             if _chased(self.sources, base, name)[0] in self.files:
                 yield name
 
@@ -445,13 +444,9 @@ def _target(sources: Sources, dotted: str) -> Target | None:
 @functools.lru_cache(maxsize=256)
 def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
     """The names that the imports of a file bind, each with what is imported by it."""
-    return [*file.imports.items(), *_dotted_imports(file)]
-
-
-def _dotted_imports(file: SourceFile) -> list[tuple[str, str]]:
-    """The modules of `import package.module`, each with the name that this binds."""
-    names = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
-    return [(name.partition(".")[0], name) for name in names if "." in name]
+    modules = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
+    dotted = [(name.partition(".")[0], name) for name in modules if "." in name]
+    return [*file.imports.items(), *dotted]
 
 
 def _chased(sources: Sources, module: str, name: str) -> Target:

@@ -386,7 +386,7 @@ class Engine:
             written = replace(written, arguments="()")
         given = dict.fromkeys(claim.operands, "None")
         text = written.written(given, self.speller.by(claim.backend))
-        used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+        used = names_in(ast.parse(text))
         if taken := (used - {"self"}) & bound:
             raise errors.NameTaken(
                 f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "

@@ -14,11 +14,13 @@ from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.dataflow import names_in, uses_of
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
@@ -128,7 +130,7 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
     own = {cls.__name__ for cls in node.cls.__mro__}
     for function in engine.sharing.functions():
         owner = engine.sharing.owner_of(function)
-        named = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        named = names_in(function)
         inside, outside = owner in own and function.name != "__init__", bool(named & own)
         called = {
             id(n.func) for n in ast.walk(function) if isinstance(n, ast.Call) and id(n) in calls
@@ -343,20 +345,14 @@ def _bound(
 ) -> str:
     """The local name for one of several results: that of its statement, or the submodule's."""
     statement = statements[number]
-    first = (statements[0].lineno, statements[0].col_offset)
     if isinstance(statement, ast.Assign) and statements.count(statement) == 1:
         target = statement.targets[0]
         if len(statement.targets) == 1 and isinstance(target, ast.Name):
-            last = (statement.end_lineno or 0, statement.end_col_offset or 0)
-            others = [
-                n
-                for n in ast.walk(function)
-                if isinstance(n, ast.Name) and n.id == target.id and n is not target
-            ]
-            if not any(first <= (n.lineno, n.col_offset) < last for n in others):
+            first, last = position(statements[0]), end_position(statement)
+            others = [n for n in uses_of(function, target.id) if n is not target]
+            if not any(first <= position(n) < last for n in others):
                 return target.id
     leaf = (group[number].root.called or "").rpartition(".")[2]
     stem = leaf.removesuffix("_proj") or leaf
-    taken = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-    taken |= {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+    taken = names_in(function) | {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
     return next(n for n in (stem, leaf, f"{leaf}_output", f"{leaf}_result") if n not in taken)

@@ -14,6 +14,7 @@ from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Resolver, live_names
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.syntax import position
 from slapo_rewrite.patterns.pattern import located, names_around
 
 # Gives the text for a dotted name, `torch.nn.functional.gelu`.
@@ -42,7 +43,7 @@ class Template:
         """The parameters in the order in which the expression reads them."""
         found = [n for n in ast.walk(self.node) if isinstance(n, ast.Name)]
         found = [n for n in found if n.id in self.parameters]
-        return [n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
+        return [n.id for n in sorted(found, key=position)]
 
     def names(self) -> list[str]:
         """The dotted names of what it uses from elsewhere."""

@@ -19,7 +19,7 @@ from slapo_rewrite.code.arguments import Signature, argument_of, first_parameter
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.evaluate import UNKNOWN, Constant, Worth, computed, truth
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import assignments, position
+from slapo_rewrite.code.syntax import assignments, end_position, position
 from slapo_rewrite.model.constructor_values import Frame, Loop
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -260,8 +260,7 @@ class _Place:
         return _Place(self.frame, self.before, {**self.names, **names})
 
     def inside(self, statement: ast.stmt) -> bool:
-        end = (statement.end_lineno or 0, statement.end_col_offset or 0)
-        return position(statement) <= self.before < end
+        return position(statement) <= self.before < end_position(statement)
 
 
 def _destructured(target: ast.expr, value: Any) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import ast
 import itertools
 from dataclasses import dataclass, field, replace
 
+from slapo_rewrite.code.dataflow import names_in
+
 UNDECIDED = "<undecided>"
 
 
@@ -196,7 +198,7 @@ def joined(path: str | None, name: str) -> str | None:
 def counted_by(name: ast.expr, here: Here) -> Loop | None:
     """The loop whose counter is all that varies in a name: `f"layer{i}"`, `str(i)`."""
     nodes = list(ast.walk(name))
-    variables = {n.id for n in nodes if isinstance(n, ast.Name)} - {"str"}
+    variables = names_in(name) - {"str"}
     arithmetic = any(isinstance(n, ast.Constant) and not isinstance(n.value, str) for n in nodes)
     loops = [s for s in here.steps if isinstance(s, Loop) and s.value is None]
     if arithmetic or not loops or variables != {loops[-1].counter}:

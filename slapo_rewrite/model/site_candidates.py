@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.dataflow import stays_as_it_is
 from slapo_rewrite.code.names import is_name
-from slapo_rewrite.code.syntax import assignments, counter_of
+from slapo_rewrite.code.syntax import assignments, counter_of, position
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.constructor_values import Loop
@@ -69,10 +69,9 @@ def at_assignment(site: Site) -> Site:
     if not isinstance(site.value, ast.Name):
         return site
     name = site.value.id
-    before = (site.value.lineno, site.value.col_offset)
     for each in reversed(assignments(site.function, name)):
         statement = each.statement
-        if isinstance(statement, ast.Assign) and (statement.lineno, statement.col_offset) < before:
+        if isinstance(statement, ast.Assign) and position(statement) < position(site.value):
             if not any(is_name(target, name) for target in statement.targets):
                 return site  # one of several that are given together
             return replace(site, statement=statement, value=statement.value)

@@ -11,6 +11,7 @@ from slapo_rewrite.code.effects import is_in_place, writes
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Function, Property, Submodule
 from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.patterns.canonical_ops import Operation, by_module, draws, draws_by_name
 from slapo_rewrite.patterns.interprocedural import Called, Through
 from slapo_rewrite.patterns.known_ops import Given, numbered
@@ -235,7 +236,7 @@ class Calls(Through):
         value = self.make(f"call self.{name}", numbered(given), node, random=random, pure=False)
         if found is not None:
             marks = found[1].decorator_list
-            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in marks)
+            static = any(is_name(d, "staticmethod") for d in marks)
             owner = None if static else path
             self.look_into(Called(value, *found, given, owner))
         return value

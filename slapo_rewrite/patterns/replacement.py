@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, uses_of
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.patterns.graph_of_function import captured
 from slapo_rewrite.patterns.value_graph import Graph, Value, described
@@ -302,8 +302,7 @@ class Standing:
         assert own is not None and function is not None
         end = own.end_lineno or own.lineno
         return name not in captured(function) and not any(
-            isinstance(node, ast.Name) and node.id == name and end < node.lineno < until.lineno
-            for node in ast.walk(function)
+            end < node.lineno < until.lineno for node in uses_of(function, name)
         )
 
     def _fresh(self) -> list[str]:

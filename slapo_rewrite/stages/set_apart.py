@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.inlining import CLOSED
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.subgraphs import root_of
 from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over
 from slapo_rewrite.stages.written_text import rewritten
@@ -100,7 +101,7 @@ def with_fields_apart(flat: Flat, name: str) -> Flat | None:
         name: The record's; None is the result where more is done with it.
     """
     trees = [ast.parse(text) for text in (*(line.text for line in flat.lines), flat.loss)]
-    names = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    names = names_in(*trees)
     made = [number for number, tree in enumerate(trees) if name in bound_in(tree)]
     if len(made) != 1 or name in flat.parameters:
         return None
@@ -134,7 +135,7 @@ def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
         return [], text
     waiting: list[ast.AST] = [statement]
     edits: dict[ast.AST, str] = {}
-    names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    names = {*names_in(statement)}
     while waiting:
         node = waiting.pop(0)
         if function := _trained(node, trains):
@@ -159,6 +160,4 @@ def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
 
 def is_path(node: ast.expr) -> bool:
     """Whether an expression is an attribute of the model, or of what it holds."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id == "self"
+    return root_of(node) == "self"
