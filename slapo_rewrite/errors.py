@@ -16,23 +16,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Span:
-    """A place in a user's file.
+    """A place in a user's file."""
 
-    Attributes:
-        path: The file as it is shown to the user.
-        line: 1-based.
-        column: 1-based, in characters.
-        width: How many characters the caret underlines; at least 1.
-        text: The whole line.
-        note: Words that stand beside the caret.
-    """
-
-    path: str
-    line: int
-    column: int = 1
-    width: int = 1
-    text: str = ""
-    note: str = ""
+    path: str  # the file as it is shown to the user
+    line: int  # 1-based
+    column: int = 1  # 1-based, in characters
+    width: int = 1  # how many characters the caret underlines; at least 1
+    text: str = ""  # the whole line
+    note: str = ""  # words that stand beside the caret
 
     @classmethod
     def of_line(cls, path: str, line: int, text: str, note: str = "") -> Span:

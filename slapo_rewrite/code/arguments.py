@@ -13,20 +13,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes.
+    """What a function takes."""
 
-    Attributes:
-        positional: The parameters that can be given by position, in order.
-        named: Those that can be given by name.
-        rest: The parameter that takes all further positions (`*args`).
-        options: The parameter that takes all further names (`**kwargs`).
-        defaults: What the parameters that may be left out are then.
-    """
-
-    positional: tuple[str, ...]
-    named: tuple[str, ...]
-    rest: str | None = None
-    options: str | None = None
+    positional: tuple[str, ...]  # the parameters that can be given by position, in order
+    named: tuple[str, ...]  # those that can be given by name
+    rest: str | None = None  # the parameter that takes all further positions (`*args`)
+    options: str | None = None  # the parameter that takes all further names (`**kwargs`)
+    # What the parameters that may be left out are then.
     defaults: Mapping[str, ast.expr] = field(default_factory=dict)
 
     @classmethod
@@ -80,25 +73,19 @@ class Signature:
 
 @dataclass
 class BoundArguments(Generic[V]):
-    """The arguments of a call by the parameters of what it calls.
+    """The arguments of a call by the parameters of what it calls."""
 
-    Attributes:
-        signature: What it calls takes.
-        given: What parameters are given, in the order of the call.
-        rest: What is given by position after the last of them.
-        extra: What is given by a name that none of them has.
-        repeated: The parameters that are given twice, as no call may.
-        stars: From the first `*xs` on all that is given by position, whatever it is for.
-        spread: What may give any name: each `**xs`.
-    """
-
-    signature: Signature
+    signature: Signature  # what it calls takes
+    # What parameters are given, in the order of the call.
     given: dict[str, V] = field(default_factory=dict)
-    rest: list[V] = field(default_factory=list)
+    rest: list[V] = field(default_factory=list)  # what is given by position after the last of them
+    # What is given by a name that none of them has.
     extra: list[tuple[str, V]] = field(default_factory=list)
+    # The parameters that are given twice, as no call may.
     repeated: list[str] = field(default_factory=list)
+    # From the first `*xs` on all that is given by position, whatever it is for.
     stars: list[V] = field(default_factory=list)
-    spread: list[V] = field(default_factory=list)
+    spread: list[V] = field(default_factory=list)  # what may give any name: each `**xs`
 
     @property
     def missing(self) -> list[str]:

@@ -23,13 +23,9 @@ _TRYING = (ast.Try, ast.TryStar, ast.Match)
 
 @dataclass(frozen=True)
 class Death:
-    """A local name that nothing needs any more.
+    """A local name that nothing needs any more."""
 
-    Attributes:
-        statement: Behind which it is so.
-    """
-
-    statement: ast.stmt
+    statement: ast.stmt  # behind which it is so
     name: str
 
 

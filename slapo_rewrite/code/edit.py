@@ -30,17 +30,13 @@ _TAIL = re.compile(r"\s*(?:#[^\n]*\n\s*)*$")
 
 @dataclass(frozen=True)
 class Edit:
-    """One node of a statement, written otherwise.
+    """One node of a statement, written otherwise."""
 
-    Attributes:
-        node: The node of the file's `ast`: an expression of the statement, or the statement.
-        make: Gives what stands there, from the libcst node with what changes inside of it.
-        outer: Whether it goes around what other edits make of the same node.
-    """
-
+    # The node of the file's `ast`: an expression of the statement, or the statement.
     node: ast.expr | ast.stmt
+    # Gives what stands there, from the libcst node with what changes inside of it.
     make: Callable[[Any], cst.CSTNode]
-    outer: bool = False
+    outer: bool = False  # whether it goes around what other edits make of the same node
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,11 @@ MOST_CALLS = 3
 
 @dataclass(frozen=True)
 class InPlace:
-    """An expression that takes the place of a name.
+    """An expression that takes the place of a name."""
 
-    Attributes:
-        gone: The statement that binds the name.
-        name: Where it is read.
-        text: The expression.
-    """
-
-    gone: ast.Assign
-    name: ast.Name
-    text: str
+    gone: ast.Assign  # the statement that binds the name
+    name: ast.Name  # where it is read
+    text: str  # the expression
 
 
 def in_place(

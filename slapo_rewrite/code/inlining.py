@@ -76,18 +76,14 @@ def inline_edits(
 
 @dataclass
 class _Body:
-    """A `forward` that is to be written elsewhere.
-
-    Attributes:
-        loads: The names that it reads.
-        stores: The names that it binds, its arguments apart.
-    """
+    """A `forward` that is to be written elsewhere."""
 
     file: SourceFile
     path: str
     forward: ast.FunctionDef
     cause: Directive
-    loads: dict[str, list[ast.Name]] = field(default_factory=dict)
+    loads: dict[str, list[ast.Name]] = field(default_factory=dict)  # the names that it reads
+    # The names that it binds, its arguments apart.
     stores: dict[str, list[ast.Name]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

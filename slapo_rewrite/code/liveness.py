@@ -22,16 +22,12 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 @dataclass(frozen=True)
 class Part:
-    """A run of statements as a function of its own.
+    """A run of statements as a function of its own."""
 
-    Attributes:
-        inputs: Local names whose values it needs, in the order of their first use.
-        outputs: Local names that it binds and that are read afterwards, in the order of the text.
-        unsure: Those of both that are not bound on every way there; such a run cannot be taken out.
-    """
-
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # local names whose values it needs, in the order of their first use
+    # Local names that it binds and that are read afterwards, in the order of the text.
     outputs: tuple[str, ...]
+    # Those of both that are not bound on every way there; such a run cannot be taken out.
     unsure: tuple[str, ...]
 
 

@@ -97,16 +97,11 @@ def local_assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.stmt
 
 @dataclass(frozen=True)
 class Assignment:
-    """A statement that binds a local name.
-
-    Attributes:
-        guards: The tests around it.
-        looped: Whether it runs more than once and builds on what it gave before.
-    """
+    """A statement that binds a local name."""
 
     statement: ast.stmt
-    guards: tuple[tuple[ast.expr, bool], ...]
-    looped: bool
+    guards: tuple[tuple[ast.expr, bool], ...]  # the tests around it
+    looped: bool  # whether it runs more than once and builds on what it gave before
 
 
 def assignments(function: ast.FunctionDef, name: str) -> list[Assignment]:

@@ -29,21 +29,13 @@ from slapo_rewrite.project import Project
 
 @dataclass(frozen=True)
 class BuiltOutput:
-    """The output's model, beside the original's and what was scheduled.
+    """The output's model, beside the original's and what was scheduled."""
 
-    Attributes:
-        emitted: The output.
-        built: Its module tree, of one rank of several.
-        project: The source and the original's tree.
-        outputs: Say what was to be made, and which attributes are to be a rank's share.
-        states: What was asked of each module path.
-    """
-
-    emitted: Emitted
-    built: Tree
-    project: Project
-    outputs: OutputFiles
-    states: Mapping[str, ModuleRequests]
+    emitted: Emitted  # the output
+    built: Tree  # its module tree, of one rank of several
+    project: Project  # the source and the original's tree
+    outputs: OutputFiles  # say what was to be made, and which attributes are to be a rank's share
+    states: Mapping[str, ModuleRequests]  # what was asked of each module path
 
     def check(self) -> None:
         """It is what was scheduled, and else what the original is.

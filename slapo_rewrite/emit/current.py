@@ -25,25 +25,16 @@ TOOL_CHANGED = "slapo-rewrite itself has changed"
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks an output to be made of.
+    """What a command line asks an output to be made of."""
 
-    Attributes:
-        source: The source, as it is given.
-        schedule: The schedule, as it is given.
-        settings: The knobs that are set, as `name=value`.
-        single_file: Whether the helpers are to be part of the model file.
-        further: The further helpers, in order.
-        support: The name of the folder beside the output that is to hold its helpers.
-    """
-
-    source: str
+    source: str  # the source, as it is given
     source_file: Path
-    schedule: str
+    schedule: str  # the schedule, as it is given
     schedule_file: Path
-    settings: tuple[str, ...]
-    single_file: bool
-    further: tuple[str, ...]
-    support: str | None
+    settings: tuple[str, ...]  # the knobs that are set, as `name=value`
+    single_file: bool  # whether the helpers are to be part of the model file
+    further: tuple[str, ...]  # the further helpers, in order
+    support: str | None  # the name of the folder beside the output that is to hold its helpers
 
     @classmethod
     def of(

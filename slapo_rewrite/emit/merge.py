@@ -19,18 +19,13 @@ _MARKERS = (re.compile(rb"^<{7} ", re.M), re.compile(rb"^>{7} ", re.M))
 
 @dataclass(frozen=True)
 class Merged:
-    """Files to be written that hold what was edited by hand.
+    """Files to be written that hold what was edited by hand."""
 
-    Attributes:
-        files: All files, by name.
-        conflicts: Those in which both sides changed the same lines; such a file holds both versions
-            between git's conflict markers.
-        replacing: The edited files that are merged, with the hashes of what they held.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # all files, by name
+    # Those in which both sides changed the same lines; such a file holds both versions between
+    # git's conflict markers.
     conflicts: list[str]
-    replacing: dict[str, str]
+    replacing: dict[str, str]  # the edited files that are merged, with the hashes of what they held
 
 
 def merged(out: Path, files: Mapping[str, str]) -> Merged:

@@ -50,24 +50,15 @@ from slapo_rewrite.schedule.plan import Plan
 
 @dataclass
 class Output:
-    """What a rewrite gives.
+    """What a rewrite gives."""
 
-    Attributes:
-        files: The output folder's files, by name.
-        originals: The sources, by the names of the rewritten files.
-        model_file: The name of the rewritten model file.
-        warnings: What could not be checked, in words.
-        seconds: CPU time of each part of the work.
-        inputs: The user's files that it is made from.
-        uses: The names that it uses of its support folder, by helper module.
-    """
-
-    files: dict[str, str]
-    originals: dict[str, Original]
-    model_file: str
-    warnings: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    inputs: list[Path] = field(default_factory=list)
+    files: dict[str, str]  # the output folder's files, by name
+    originals: dict[str, Original]  # the sources, by the names of the rewritten files
+    model_file: str  # the name of the rewritten model file
+    warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
+    seconds: dict[str, float] = field(default_factory=dict)  # CPU time of each part of the work
+    inputs: list[Path] = field(default_factory=list)  # the user's files that it is made from
+    # The names that it uses of its support folder, by helper module.
     uses: dict[str, set[str]] = field(default_factory=dict)
 
     def diff(self, context: int = 3) -> str:

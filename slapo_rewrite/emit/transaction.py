@@ -33,17 +33,11 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one file.
+    """What becomes of one file."""
 
-    Attributes:
-        name: The file's name.
-        old: The hash of what it holds before; None where it is not there.
-        new: The hash of what it is to hold; None where it is to go.
-    """
-
-    name: str
-    old: str | None
-    new: str | None
+    name: str  # the file's name
+    old: str | None  # the hash of what it holds before; None where it is not there
+    new: str | None  # the hash of what it is to hold; None where it is to go
 
 
 class _EditedError(Exception):

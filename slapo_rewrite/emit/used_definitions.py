@@ -18,18 +18,12 @@ RUNTIME = "slapo_rewrite.runtime"
 
 @dataclass
 class Picked:
-    """Part of a file.
+    """Part of a file."""
 
-    Attributes:
-        imports: Import lines, in groups.
-        body: The definitions.
-        docstring: The file's docstring.
-        helpers: Names used of other runtime modules.
-    """
-
-    imports: list[list[str]]
-    body: str
-    docstring: str | None
+    imports: list[list[str]]  # import lines, in groups
+    body: str  # the definitions
+    docstring: str | None  # the file's docstring
+    # Names used of other runtime modules.
     helpers: dict[str, set[str]] = field(default_factory=dict)
 
     @property

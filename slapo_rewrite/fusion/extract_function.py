@@ -28,14 +28,10 @@ _SYMBOLS = {
 
 @dataclass
 class Moved:
-    """The statements of a match as the body of a function.
+    """The statements of a match as the body of a function."""
 
-    Attributes:
-        lines: The body.
-        arguments: What each of the function's parameters is given, by its name.
-    """
-
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # the body
+    # What each of the function's parameters is given, by its name.
     arguments: dict[str, str] = field(default_factory=dict)
 
     def written(self, head: str, docstring: str, indent: int, line_length: int) -> str:

@@ -33,35 +33,23 @@ from slapo_rewrite.runtime.weights import Weight, concat
 
 @dataclass(frozen=True)
 class Held:
-    """The module that a subclass holds.
+    """The module that a subclass holds."""
 
-    Attributes:
-        name: What it is called there.
-        made: The expression that makes it.
-        left: The submodules whose place it takes.
-        before: Statements of the constructor that need those.
-    """
-
-    name: str
-    made: str
-    left: tuple[str, ...]
-    before: tuple[str, ...] = ()
+    name: str  # what it is called there
+    made: str  # the expression that makes it
+    left: tuple[str, ...]  # the submodules whose place it takes
+    before: tuple[str, ...] = ()  # statements of the constructor that need those
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What takes the place of several calls on one operand.
+    """What takes the place of several calls on one operand."""
 
-    Attributes:
-        name: What the new module is called.
-        origin: The dotted name of its class.
-        arguments: What it is made with, as source; None where it is made as the others are.
-        weights: What its tensors are made of; None where they are the others' one after another.
-    """
-
-    name: str
-    origin: str = "torch.nn.Linear"
+    name: str  # what the new module is called
+    origin: str = "torch.nn.Linear"  # the dotted name of its class
+    # What it is made with, as source; None where it is made as the others are.
     arguments: str | None = None
+    # What its tensors are made of; None where they are the others' one after another.
     weights: Mapping[str, Weight] | None = None
 
 
@@ -182,17 +170,11 @@ def _subclass(
 
 @dataclass(frozen=True)
 class _Made:
-    """How a linear layer is made.
+    """How a linear layer is made."""
 
-    Attributes:
-        inputs: Its `in_features`, as source.
-        width: Its `out_features`.
-        bias: What says that it has none, with a comma before; empty where it has one.
-    """
-
-    inputs: str
-    width: str
-    bias: str
+    inputs: str  # its `in_features`, as source
+    width: str  # its `out_features`
+    bias: str  # what says that it has none, with a comma before; empty where it has one
 
     @staticmethod
     def read(sources: Sources, node: Node, name: str) -> _Made:

@@ -39,14 +39,11 @@ class Packing(Rule):
 
 @dataclass
 class Beside:
-    """What a rule packs.
+    """What a rule packs."""
 
-    Attributes:
-        groups: The calls, those of a module together, and what takes their place.
-        left: Calls that are left as they are, with the reason.
-    """
-
+    # The calls, those of a module together, and what takes their place.
     groups: list[tuple[Packed, Sequence[Match]]] = field(default_factory=list)
+    # Calls that are left as they are, with the reason.
     left: list[tuple[Match, str]] = field(default_factory=list)
 
 

@@ -28,13 +28,9 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class ConcreteArgs:
-    """Arguments of `forward` that are taken as constants while looking for a computation.
+    """Arguments of `forward` that are taken as constants while looking for a computation."""
 
-    Attributes:
-        values: Their values, by name.
-    """
-
-    values: Mapping[str, object]
+    values: Mapping[str, object]  # their values, by name
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:

@@ -26,26 +26,18 @@ class Declined(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """The linear layer that logits come from.
+    """The linear layer that logits come from."""
 
-    Attributes:
-        path: The layer's, relative to the module of the match.
-        hidden: What it is given.
-        chain: The logits as the loss takes them, what they are made of, and so on down to what the
-            function itself calls: the layer, or a module that calls it. The last comes first.
-        shift: Which rows the loss takes, as an index: `..., :-1, :`; empty for all of them.
-        softcap: What bounds the logits: `softcap * tanh(logits / softcap)`.
-        around: The modules that are called around the layer, from the outside in.
-        upcast: Whether the loss takes them as float32.
-    """
-
-    path: str
-    hidden: Value
+    path: str  # the layer's, relative to the module of the match
+    hidden: Value  # what it is given
+    # The logits as the loss takes them, what they are made of, and so on down to what the function
+    # itself calls: the layer, or a module that calls it. The last comes first.
     chain: tuple[Value, ...]
-    shift: str = ""
-    softcap: Value | None = None
+    shift: str = ""  # which rows the loss takes, as an index: `..., :-1, :`; empty for all of them
+    softcap: Value | None = None  # what bounds the logits: `softcap * tanh(logits / softcap)`
+    # The modules that are called around the layer, from the outside in.
     around: tuple[str, ...] = ()
-    upcast: bool = False
+    upcast: bool = False  # whether the loss takes them as float32
 
     def is_size(self, size: Value, found: RuleMatch) -> bool:
         """Whether a number is how many classes it has, whatever the inputs."""
@@ -202,15 +194,10 @@ def _alike(one: Value, other: Value) -> bool:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a loss takes as its labels.
+    """What a loss takes as its labels."""
 
-    Attributes:
-        value: The labels, before they are made one row and put on a device.
-        shift: Which of them it takes, as an index.
-    """
-
-    value: Value
-    shift: str = ""
+    value: Value  # the labels, before they are made one row and put on a device
+    shift: str = ""  # which of them it takes, as an index
 
 
 def labels_of(value: Value) -> Labels:

@@ -16,19 +16,12 @@ from slapo_rewrite.patterns.replacement import Replaced, numbered
 
 @dataclass(frozen=True)
 class Writing:
-    """An expression in the place of a match.
+    """An expression in the place of a match."""
 
-    Attributes:
-        replaced: What it takes the place of.
-        text: The expression.
-        what: What it is, in a word.
-        moved: Whether what was there goes elsewhere, with its comments.
-    """
-
-    replaced: Replaced
-    text: str
-    what: str
-    moved: bool = False
+    replaced: Replaced  # what it takes the place of
+    text: str  # the expression
+    what: str  # what it is, in a word
+    moved: bool = False  # whether what was there goes elsewhere, with its comments
 
 
 def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writing]:

@@ -23,21 +23,13 @@ Speller = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Template:
-    """An expression with parameters.
+    """An expression with parameters."""
 
-    Attributes:
-        name: Of the function that it was read from.
-        parameters: In order.
-        file: Of that function.
-        node: The expression.
-        resolve: What the other names in it mean.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    file: SourceFile
-    node: ast.expr
-    resolve: Resolver
+    name: str  # of the function that it was read from
+    parameters: tuple[str, ...]  # in order
+    file: SourceFile  # of that function
+    node: ast.expr  # the expression
+    resolve: Resolver  # what the other names in it mean
 
     def reads(self) -> list[str]:
         """The parameters in the order in which the expression reads them."""

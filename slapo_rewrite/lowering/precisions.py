@@ -46,19 +46,12 @@ def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What follows of computing products in half precision.
+    """What follows of computing products in half precision."""
 
-    Attributes:
-        found: The layers and casts.
-        dtype: The dtype of what is in half precision, by its name.
-        causes: Who asked.
-        is_half: Whether a module computes its products so, by its path.
-    """
-
-    found: Precisions
-    dtype: str
-    causes: Causes
-    is_half: Callable[[str], bool]
+    found: Precisions  # the layers and casts
+    dtype: str  # the dtype of what is in half precision, by its name
+    causes: Causes  # who asked
+    is_half: Callable[[str], bool]  # whether a module computes its products so, by its path
 
     def parallel(self, path: str) -> Callable[[Layer], Layer] | None:
         """What gives the layer that computes so in the place of a tensor-parallel one."""

@@ -16,18 +16,12 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass(frozen=True)
 class Lookup:
-    """A construction that makes `cls._from_config(...)` for configurations of one class.
+    """A construction that makes `cls._from_config(...)` for configurations of one class."""
 
-    Attributes:
-        config: The configuration, as an expression.
-        name: The configuration's class.
-        module: What defines that.
-        arguments: What `_from_config` gets, where that is not what the construction says.
-    """
-
-    config: str
-    name: str
-    module: str
+    config: str  # the configuration, as an expression
+    name: str  # the configuration's class
+    module: str  # what defines that
+    # What `_from_config` gets, where that is not what the construction says.
     arguments: str | None = None
 
 

@@ -39,24 +39,18 @@ class Unknown(Exception):
 
 @dataclass
 class Scene:
-    """Where an expression is evaluated: in the constructor of a live module.
+    """Where an expression is evaluated: in the constructor of a live module."""
 
-    Attributes:
-        live: The module under construction; finished by now.
-        file: The file of the function.
-        frame: The function.
-        argument: What a parameter of the constructor was given by the call that made the module.
-        stored: Parameter -> the attribute that keeps it, for those that the constructor stores.
-        elements: The loops around the place, and which iteration is meant.
-        hidden: Attributes that were different before the place was reached.
-    """
-
-    live: nn.Module
-    file: SourceFile
-    frame: Frame
+    live: nn.Module  # the module under construction; finished by now
+    file: SourceFile  # the file of the function
+    frame: Frame  # the function
+    # What a parameter of the constructor was given by the call that made the module.
     argument: Callable[[str], Any]
+    # Parameter -> the attribute that keeps it, for those that the constructor stores.
     stored: Mapping[str, str] = field(default_factory=dict)
+    # The loops around the place, and which iteration is meant.
     elements: Mapping[ast.AST, int | ast.expr] = field(default_factory=dict)
+    # Attributes that were different before the place was reached.
     hidden: frozenset[str] = frozenset()
 
 

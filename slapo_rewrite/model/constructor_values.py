@@ -13,17 +13,12 @@ UNDECIDED = "<undecided>"
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A function as called from one place.
+    """A function as called from one place."""
 
-    Attributes:
-        function: Its definition.
-        call: The call, an expression of `parent.function`; None where Python itself calls it.
-        parent: The caller.
-    """
-
-    function: ast.FunctionDef
+    function: ast.FunctionDef  # its definition
+    # The call, an expression of `parent.function`; None where Python itself calls it.
     call: ast.Call | None = None
-    parent: Frame | None = None
+    parent: Frame | None = None  # the caller
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,24 +32,19 @@ class Guard:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop around a construction.
+    """A loop around a construction."""
 
-    Attributes:
-        node: The `for` of a comprehension or of a statement; a `while`.
-        frame: Where it stands.
-        counter: The local variable that counts its iterations from 0, if there is one.
-        value: The constant that its target stands for, where a loop over constants was unrolled.
-        first: The number of the list element that is made here in the first iteration; None where
-            that is not known.
-        every: How many elements each iteration adds to the list.
-    """
-
+    # The `for` of a comprehension or of a statement; a `while`.
     node: ast.comprehension | ast.For | ast.AsyncFor | ast.While
-    frame: Frame
+    frame: Frame  # where it stands
+    # The local variable that counts its iterations from 0, if there is one.
     counter: str | None = None
+    # The constant that its target stands for, where a loop over constants was unrolled.
     value: ast.expr | None = None
+    # The number of the list element that is made here in the first iteration; None where that is
+    # not known.
     first: int | None = None
-    every: int = 1
+    every: int = 1  # how many elements each iteration adds to the list
 
     @property
     def index(self) -> str | None:
@@ -73,18 +63,13 @@ Step = Guard | Loop
 
 @dataclass(eq=False)
 class Item:
-    """An element put into a list, a dict or a module container.
+    """An element put into a list, a dict or a module container."""
 
-    Attributes:
-        key: Its name as a pattern; None where its place in the order is its name.
-        counted: The loop whose iterations the name counts, if it does.
-    """
-
-    key: str | None
+    key: str | None  # its name as a pattern; None where its place in the order is its name
     values: list[Made]
     steps: tuple[Step, ...]
     kind: str
-    counted: Loop | None = None
+    counted: Loop | None = None  # the loop whose iterations the name counts, if it does
 
 
 @dataclass(eq=False)
@@ -97,31 +82,21 @@ class Sequence:
 
 @dataclass(eq=False)
 class Made:
-    """What an expression makes.
+    """What an expression makes."""
 
-    Attributes:
-        expr: The expression.
-        statement: The innermost statement that holds it.
-        kind: How it is put in its place.
-        steps: Guards and loops around it, outermost first.
-        frame: Where it stands.
-        sequences: Elements of a list, dict or container; several where branches made several.
-        container: Whether it is a module container, rather than a plain list or dict.
-        inner: What a helper function returns, or a wrapper was given.
-        alias: The path of the existing module that the expression means.
-        attributes: What is put into it while a local variable holds it.
-    """
-
-    expr: ast.expr
-    statement: ast.stmt
-    kind: str
-    steps: tuple[Step, ...]
-    frame: Frame
+    expr: ast.expr  # the expression
+    statement: ast.stmt  # the innermost statement that holds it
+    kind: str  # how it is put in its place
+    steps: tuple[Step, ...]  # guards and loops around it, outermost first
+    frame: Frame  # where it stands
+    # Elements of a list, dict or container; several where branches made several.
     sequences: list[Sequence] | None = None
-    container: bool = False
+    container: bool = False  # whether it is a module container, rather than a plain list or dict
+    # What a helper function returns, or a wrapper was given.
     inner: list[Made] = field(default_factory=list)
-    alias: str | None = None
+    alias: str | None = None  # the path of the existing module that the expression means
     constant: bool = False
+    # What is put into it while a local variable holds it.
     attributes: list[Item] = field(default_factory=list)
 
 

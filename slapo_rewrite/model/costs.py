@@ -30,15 +30,10 @@ PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
 
 @dataclass
 class Cost:
-    """What an element of a model costs in one forward pass.
+    """What an element of a model costs in one forward pass."""
 
-    Attributes:
-        flops: Of matrix products and attention.
-        moved: Bytes that all other operators read and write.
-    """
-
-    flops: float = 0
-    moved: float = 0
+    flops: float = 0  # of matrix products and attention
+    moved: float = 0  # bytes that all other operators read and write
 
 
 def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:

@@ -44,19 +44,13 @@ class FailedOutput(Exception):
 
 @dataclass
 class Emitted:
-    """An output that is imported.
+    """An output that is imported."""
 
-    Attributes:
-        module: The rewritten model file's module.
-        folder: Where its files lie meanwhile.
-        names: What its files are imported as.
-        parts: By module path and name, the tensors that are to be parts in the last tree: the axis
-            that is split, and the size along it that this rank should have.
-    """
-
-    module: types.ModuleType
-    folder: Path
-    names: Sequence[str] = ()
+    module: types.ModuleType  # the rewritten model file's module
+    folder: Path  # where its files lie meanwhile
+    names: Sequence[str] = ()  # what its files are imported as
+    # By module path and name, the tensors that are to be parts in the last tree: the axis that is
+    # split, and the size along it that this rank should have.
     parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def tree(

@@ -40,16 +40,12 @@ KERNELS = "slapo_rewrite.runtime.kernels"
 
 @dataclass(frozen=True)
 class CountedWays:
-    """What was counted.
+    """What was counted."""
 
-    Attributes:
-        ways: What is recomputed of the chosen layers, each in one way; the first one is nothing.
-        counted: What a step takes then.
-        folds: Which layers of each list were left; those that are chosen are told apart.
-    """
-
+    # What is recomputed of the chosen layers, each in one way; the first one is nothing.
     ways: Sequence[Recomputed]
-    counted: Sequence[Counted]
+    counted: Sequence[Counted]  # what a step takes then
+    # Which layers of each list were left; those that are chosen are told apart.
     folds: Mapping[str, Fold]
 
 

@@ -30,20 +30,14 @@ _Loop = ast.comprehension | ast.For | ast.While
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call, with what is around it.
-
-    Attributes:
-        function: The function that carries it out; a lambda as one that returns its value.
-        loops: The loops around it there, outermost first.
-        local: What is bound in the functions around it.
-        class_name: The class in whose body it stands; '' if in none.
-    """
+    """A call, with what is around it."""
 
     node: ast.Call
+    # The function that carries it out; a lambda as one that returns its value.
     function: ast.FunctionDef
-    loops: tuple[_Loop, ...]
-    local: frozenset[str]
-    class_name: str
+    loops: tuple[_Loop, ...]  # the loops around it there, outermost first
+    local: frozenset[str]  # what is bound in the functions around it
+    class_name: str  # the class in whose body it stands; '' if in none
 
 
 def recorded_site(sources: Sources, node: Node) -> Site | None:

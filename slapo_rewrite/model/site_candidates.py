@@ -21,18 +21,12 @@ REFERENCES = {"argument", "alias"}
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A site, with the module above whose class has it.
-
-    Attributes:
-        holder: That module.
-        numbers: What stands for each `*` of the site's path.
-        certain: Whether the tests around it are known to let it make the module.
-    """
+    """A site, with the module above whose class has it."""
 
     site: Site
-    holder: Node
-    numbers: tuple[str, ...]
-    certain: bool = False
+    holder: Node  # that module
+    numbers: tuple[str, ...]  # what stands for each `*` of the site's path
+    certain: bool = False  # whether the tests around it are known to let it make the module
 
 
 def holders_of(node: Node) -> Iterator[Node]:

@@ -27,25 +27,15 @@ _PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "
 
 @dataclass(frozen=True)
 class Callee:
-    """What a call calls; one of these.
+    """What a call calls; one of these."""
 
-    Attributes:
-        function: The dotted name of a function.
-        options: Arguments that it already has.
-        method: The name of a method of `on`, or of the module at `path` where `on` is None.
-        on: The value whose method it is.
-        path: The path of a submodule.
-        module: That submodule, or a class whose new instance is called.
-        value: Anything else.
-    """
-
-    function: str = ""
-    options: tuple[tuple[str, object], ...] = ()
-    method: str = ""
-    on: Value | None = None
-    path: str = ""
-    module: Submodule | None = None
-    value: Value | None = None
+    function: str = ""  # the dotted name of a function
+    options: tuple[tuple[str, object], ...] = ()  # arguments that it already has
+    method: str = ""  # the name of a method of `on`, or of the module at `path` where `on` is None
+    on: Value | None = None  # the value whose method it is
+    path: str = ""  # the path of a submodule
+    module: Submodule | None = None  # that submodule, or a class whose new instance is called
+    value: Value | None = None  # anything else
 
 
 class Calls(Through):

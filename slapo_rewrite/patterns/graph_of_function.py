@@ -63,13 +63,9 @@ def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule
 
 
 class Flow(Expressions):
-    """Follows one function.
+    """Follows one function."""
 
-    Attributes:
-        given: As for `graph_of`.
-    """
-
-    given: Mapping[str, object] | None = None
+    given: Mapping[str, object] | None = None  # as for `graph_of`
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
         """Makes the function's parameters values."""

@@ -19,23 +19,18 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a call takes the place of.
+    """What a call takes the place of."""
 
-    Attributes:
-        node: The expression that gives the match's result, or a statement.
-        target: The text before the call where it is a statement: `scores = `, `out, weights = `.
-        removed: The statements that compute nothing else: they go.
-        kept: Statements that compute parts of the match among other things: they stay as they are,
-            and a call alone cannot take the match's place.
-        above: Whether `node` stays as well, and the call is a statement of its own above it.
-        reads: Expressions that give a result, and the name of it that they become.
-    """
-
-    node: ast.AST
+    node: ast.AST  # the expression that gives the match's result, or a statement
+    # The text before the call where it is a statement: `scores = `, `out, weights = `.
     target: str = ""
-    removed: tuple[ast.stmt, ...] = ()
+    removed: tuple[ast.stmt, ...] = ()  # the statements that compute nothing else: they go
+    # Statements that compute parts of the match among other things: they stay as they are, and a
+    # call alone cannot take the match's place.
     kept: tuple[ast.stmt, ...] = ()
+    # Whether `node` stays as well, and the call is a statement of its own above it.
     above: bool = False
+    # Expressions that give a result, and the name of it that they become.
     reads: tuple[tuple[ast.AST, str], ...] = ()
 
     @property
@@ -46,23 +41,14 @@ class Replaced:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a call may stand.
+    """Where a call may stand."""
 
-    Attributes:
-        node: The expression or statement that it takes the place of, or that it stands above.
-        value: What is computed there now: a result, or the tuple of them.
-        moment: When the call would run.
-        outer: The values that others may use.
-        named: Whether the call is an assignment that names several results.
-        above: Whether it is a statement of its own above `node`.
-    """
-
-    node: ast.AST
-    value: Value
-    moment: tuple[int, ...]
-    outer: tuple[Value, ...]
-    named: bool = False
-    above: bool = False
+    node: ast.AST  # the expression or statement that it takes the place of, or that it stands above
+    value: Value  # what is computed there now: a result, or the tuple of them
+    moment: tuple[int, ...]  # when the call would run
+    outer: tuple[Value, ...]  # the values that others may use
+    named: bool = False  # whether the call is an assignment that names several results
+    above: bool = False  # whether it is a statement of its own above `node`
 
     @property
     def statement(self) -> ast.stmt | None:
@@ -97,18 +83,12 @@ def places(graph: Graph, results: Sequence[Value]) -> Iterator[Place]:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """How a result is called where the call stands.
-
-    Attributes:
-        name: Its name; `_` where nobody reads it.
-        read: The expression that becomes that name.
-        several: Whether others read it by several names, of which this is one.
-    """
+    """How a result is called where the call stands."""
 
     result: Value
-    name: str
-    read: ast.AST | None = None
-    several: bool = False
+    name: str  # its name; `_` where nobody reads it
+    read: ast.AST | None = None  # the expression that becomes that name
+    several: bool = False  # whether others read it by several names, of which this is one
 
 
 class Standing:

@@ -295,16 +295,12 @@ class PrecisionRun(TorchFunctionMode):
 
 @dataclass
 class _Entered:
-    """A function that a method calls, as it was entered.
+    """A function that a method calls, as it was entered."""
 
-    Attributes:
-        before: The values that there were, by their identity.
-        parameters: Those among them that it is given, and as what.
-        casts: What is there instead, where the call casts them.
-    """
-
-    before: set[int]
+    before: set[int]  # the values that there were, by their identity
+    # Those among them that it is given, and as what.
     parameters: dict[int, str] = field(default_factory=dict)
+    # What is there instead, where the call casts them.
     casts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 

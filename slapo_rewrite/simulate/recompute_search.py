@@ -26,34 +26,21 @@ Ways = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Option:
-    """One way for one layer.
+    """One way for one layer."""
 
-    Attributes:
-        way: Its number.
-        net: Bytes that it keeps until the way back.
-        need: Bytes that there must be room for where it begins.
-        ticks: What it takes, there and back.
-    """
-
-    way: int
-    net: int
-    need: int
-    ticks: int
+    way: int  # its number
+    net: int  # bytes that it keeps until the way back
+    need: int  # bytes that there must be room for where it begins
+    ticks: int  # what it takes, there and back
 
 
 @dataclass(frozen=True)
 class Found:
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        ways: For each layer, what is recomputed.
-        peak: Bytes that the step holds at most, all in all.
-        seconds: Of the step's operators.
-    """
-
-    ways: Ways
-    peak: float
-    seconds: float
+    ways: Ways  # for each layer, what is recomputed
+    peak: float  # bytes that the step holds at most, all in all
+    seconds: float  # of the step's operators
 
 
 class RecomputeSearch:

@@ -32,16 +32,11 @@ LARGEST = 20_000  # points
 
 @dataclass(frozen=True)
 class Axis:
-    """A knob that is tuned.
+    """A knob that is tuned."""
 
-    Attributes:
-        name: The knob's.
-        values: What it may be, at least one.
-        memory: Whether larger values need more memory ("up") or less; None where nobody says so.
-    """
-
-    name: str
-    values: tuple[Value, ...]
+    name: str  # the knob's
+    values: tuple[Value, ...]  # what it may be, at least one
+    # Whether larger values need more memory ("up") or less; None where nobody says so.
     memory: Direction | None = None
 
     @property
@@ -138,17 +133,11 @@ TIMED_OUT: Final = "timed out"
 
 @dataclass(frozen=True)
 class Trial:
-    """A point that was tried.
+    """A point that was tried."""
 
-    Attributes:
-        number: Which of the space's points.
-        kind: How it ended.
-        throughput: What the command reported, 0 unless `kind` is "ok".
-    """
-
-    number: int
-    kind: Kind
-    throughput: float = 0.0
+    number: int  # which of the space's points
+    kind: Kind  # how it ended
+    throughput: float = 0.0  # what the command reported, 0 unless `kind` is "ok"
 
     @property
     def counts(self) -> bool:
