@@ -105,11 +105,7 @@ class Construction(Change):
         variable = _counter(site, text, level)
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
-        """Refuses a site that is no call that names its class.
-
-        Raises:
-            UnfollowableConstruction: It is not.
-        """
+        """Refuses a site that is no call that names its class (`UnfollowableConstruction`)."""
         odd = site.kind in ("alias", "factory") or (
             site.kind == "helper" and (bool(site.inner) or isinstance(self, ReplaceModule))
         )

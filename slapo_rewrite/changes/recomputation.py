@@ -61,11 +61,7 @@ REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 
 
 def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
-    """Refuses a module whose `forward` changes what it is given.
-
-    Raises:
-        Unsupported: It does.
-    """
+    """Refuses a module whose `forward` changes what it is given (`Unsupported`)."""
     if getattr(node.live, "inplace", False) is True:
         raise errors.Unsupported(
             f"{node.shown} changes its input in place, and would do so twice",

@@ -180,11 +180,7 @@ def _by_file(names: Iterable[str], files: Mapping[str, Definitions]) -> dict[str
 
 
 def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
-    """Refuses two functions of one name in one file.
-
-    Raises:
-        Unsupported: There are some.
-    """
+    """Refuses two functions of one name in one file (`Unsupported`)."""
     one, other = (
         {n for part in parts for node in ast.parse(part.body).body for n in bound_names(node)}
         for parts in (kernels, others)

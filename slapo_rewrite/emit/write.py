@@ -90,11 +90,7 @@ def edited(folder: Path, names: Collection[str], hint: str) -> errors.OutputEdit
 
 
 def check_apart(out: Path, inputs: Collection[Path]) -> None:
-    """Refuses a folder that holds what an output is made from.
-
-    Raises:
-        NotAnOutput: It does.
-    """
+    """Refuses a folder that holds what an output is made from (`NotAnOutput`)."""
     for path in inputs:
         if os.path.realpath(path.parent) == os.path.realpath(out):
             raise errors.NotAnOutput(

@@ -104,11 +104,7 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
 
 
 def check_order(paths: Sequence[str], called: Sequence[int]) -> None:
-    """Refuses elements that are not called in their order, each of them once.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Refuses elements that are not called in their order, each of them once (`ValueError`)."""
     if [*called] != [*range(len(paths))]:
         found = [paths[number] for number in called]
         raise ValueError(f"`forward` calls {found}, and not each of {list(paths)} once")

@@ -59,11 +59,7 @@ class Precisions:
         return self.seen.get((path, cast.place, cast.operand), set()) <= {cast.to}
 
     def check(self) -> None:
-        """Refuses a cast of what is no float at other times.
-
-        Raises:
-            CannotCast: There is one.
-        """
+        """Refuses a cast of what is no float at other times (`CannotCast`)."""
         for cast in self.casts:
             if not cast.is_mask and OTHER in self.seen[cast.path, cast.place, cast.operand]:
                 raise CannotCast(

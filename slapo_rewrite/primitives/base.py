@@ -178,11 +178,7 @@ def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
 
 
 def check_called(call: Call, node: Node) -> None:
-    """Refuses a container that holds modules and is never called itself.
-
-    Raises:
-        Unsupported: It is one.
-    """
+    """Refuses a container that holds modules and is never called itself (`Unsupported`)."""
     if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
         raise errors.Unsupported(
             f"{node.shown} is a {node.cls.__name__}: it is never called",

@@ -237,11 +237,7 @@ def dotted(target: Function) -> str:
 
 
 def check_stateless(call: Call, node: Node) -> None:
-    """Refuses a new module whose parameters nothing says the values of.
-
-    Raises:
-        WeightsMisfit: It holds some.
-    """
+    """Refuses a new module whose parameters nothing says the values of (`WeightsMisfit`)."""
     name = module_name(call) if isinstance(call.arguments["new_mod"], type) else ""
     held = node.children.get(name)
     if held is not None and (tensors := list(held.live.state_dict())):

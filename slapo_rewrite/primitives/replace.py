@@ -246,11 +246,7 @@ def weights_of(call: Call) -> dict[str, Weight]:
 
 
 def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Refuses a replacement that would lose weights, or hold some of its own.
-
-    Raises:
-        WeightsMisfit: In words.
-    """
+    """Refuses a replacement that would lose weights, or hold some of its own (`WeightsMisfit`)."""
     inner = {n for weight in weights.values() for n in weight.names()}
     for name in sorted(inner & node.live.state_dict().keys()):
         full = f"{node.path}.{name}"

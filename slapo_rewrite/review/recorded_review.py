@@ -99,11 +99,7 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
 
 
 def _check_whole(out: Path, content: Mapping[str, Any]) -> None:
-    """Refuses an output that lacks files.
-
-    Raises:
-        NotAnOutput: It does.
-    """
+    """Refuses an output that lacks files (`NotAnOutput`)."""
     missing = sorted(name for name in content["files"] if not (out / name).is_file())
     if missing:
         raise errors.NotAnOutput(

@@ -114,11 +114,7 @@ def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that no strategy has.
-
-    Raises:
-        UsageError: There is no such strategy.
-    """
+    """Refuses a name that no strategy has (`UsageError`)."""
     if name not in NAMES:
         raise errors.UsageError(
             f"there is no strategy `{name}`",
