@@ -184,16 +184,12 @@ class _Part:
 
 
 class _Trees:
-    """Statements of a file as one libcst module, with the places of its nodes.
-
-    Attributes:
-        module: The module: a statement of it for each.
-        spans: Where its nodes stand in its text, parentheses around them left out.
-    """
+    """Statements of a file as one libcst module, with the places of its nodes."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.text = "".join(f"{part.text}\n" for part in parts)
-        self.module = cst.parse_module(self.text)
+        self.module = cst.parse_module(self.text)  # the module: a statement of it for each
+        # Where its nodes stand in its text, parentheses around them left out.
         self.spans = dict(_spans(self.module, self.text))
         self.by_span: dict[Span, cst.CSTNode] = {
             span: node for node, span in self.spans.items() if isinstance(node, cst.BaseExpression)

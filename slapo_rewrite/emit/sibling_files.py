@@ -38,9 +38,6 @@ class SiblingFiles:
         sources: The files that the model's classes come from.
         outputs: Name the files.
         edits: What changes in each file, by its module's name; the model file is among them.
-
-    Attributes:
-        files: The files, by their modules' names, the model file first.
     """
 
     def __init__(
@@ -48,6 +45,7 @@ class SiblingFiles:
     ) -> None:
         self.sources, self.outputs, self.edits = sources, outputs, edits
         main = sources.main
+        # The files, by their modules' names, the model file first.
         self.files: dict[str, SourceFile] = {main.name: main}
         for name, own in edits.items():
             file = sources.file_named(name)

@@ -104,13 +104,11 @@ class _Made:
         sources: The source files.
         node: One of the modules that the call made.
         file: The file of the call.
-
-    Attributes:
-        modules: The modules that the call made, by path.
     """
 
     def __init__(self, sources: Sources, node: Node, file: SourceFile, call: _Call) -> None:
         self.root, self.path, self.file, self.call = node.root.live, node.path, file, call
+        # The modules that the call made, by path.
         self.modules = sources.made_at(node.root, construction_calls.stack_of(node.live)[0])
         self.start, self.class_name = self._held(node.path)
 

@@ -30,13 +30,11 @@ class Representatives:
     Args:
         tree: The module tree.
         asked: What was asked of each module path, if anything.
-
-    Attributes:
-        siblings: For the first of several elements that are alike: the names of all of them.
     """
 
     def __init__(self, tree: Tree, asked: Mapping[str, Hashable]) -> None:
         self.tree = tree
+        # For the first of several elements that are alike: the names of all of them.
         self.siblings: dict[str, tuple[str, ...]] = {}
         self._asked: dict[str, list[tuple[str, int]]] = {}
         numbers: dict[Hashable, int] = {}

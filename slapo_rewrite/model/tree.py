@@ -164,19 +164,14 @@ class Node:
 
 
 class Tree:
-    """All modules of a model.
-
-    Attributes:
-        root: The model.
-        nodes: Path -> node, a module before what it holds.
-        ties: Full parameter name -> all names of the same parameter, for those that have several.
-    """
+    """All modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.root = Node("", model, None)
-        self.nodes: dict[str, Node] = {}
+        self.root = Node("", model, None)  # the model
+        self.nodes: dict[str, Node] = {}  # path -> node, a module before what it holds
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._build(self.root, set())
+        # Full parameter name -> all names of the same parameter, for those that have several.
         self.ties: dict[str, tuple[str, ...]] = self._ties()
 
     def graft(self, modules: Mapping[str, nn.Module]) -> None:

@@ -69,17 +69,12 @@ _SEVERAL = ("choice", "merge", "loop")
 
 
 class Matcher:
-    """Matches one pattern in one graph, and remembers how far it came.
-
-    Attributes:
-        nearest: Why the attempt that came furthest ended.
-        branched: Whether one may have ended at a branch.
-    """
+    """Matches one pattern in one graph, and remembers how far it came."""
 
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
-        self.nearest: Mismatch | None = None
-        self.branched = False
+        self.nearest: Mismatch | None = None  # why the attempt that came furthest ended
+        self.branched = False  # whether one may have ended at a branch
 
     def starts(self) -> list[Value]:
         """The values that may be the pattern's first result, or that one may hide in."""

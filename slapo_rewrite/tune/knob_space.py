@@ -68,13 +68,6 @@ Point = Mapping[str, Value]
 class KnobSpace:
     """The points that may be tried, numbered in the order of the knobs and of their values.
 
-    Attributes:
-        axes: The knobs.
-        points: Each a value for every knob.
-        coordinates: A row for each point, with the columns of `Axis.coordinates`.
-        signs: For each column, whether memory grows along it, as `Axis.sign` says it.
-        ordered: For each column, whether it belongs to a knob that has an order.
-
     Args:
         axes: The knobs.
         allowed: Whether a point belongs to the space.
@@ -103,14 +96,17 @@ class KnobSpace:
                 f"`space` allows none of the {size:,} combinations of "
                 + ", ".join(axis.name for axis in axes)
             )
-        self.axes = tuple(axes)
-        self.points: list[Point] = [point for _, point in kept]
+        self.axes = tuple(axes)  # the knobs
+        self.points: list[Point] = [point for _, point in kept]  # each a value for every knob
         columns = [axis.coordinates() for axis in axes]
+        # A row for each point, with the columns of `Axis.coordinates`.
         self.coordinates: Floats = np.array(
             [np.concatenate([c[i] for c, i in zip(columns, row, strict=True)]) for row, _ in kept]
         )
         widths = [c.shape[1] for c in columns]
+        # For each column, whether memory grows along it, as `Axis.sign` says it.
         self.signs = np.repeat([axis.sign for axis in axes], widths)
+        # For each column, whether it belongs to a knob that has an order.
         self.ordered = np.repeat([axis.is_ordered for axis in axes], widths)
 
     def __len__(self) -> int:
