@@ -21,7 +21,7 @@ from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.code.syntax import end_position, position
-from slapo_rewrite.code.text import listed
+from slapo_rewrite.code.text import listed, with_article
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
@@ -163,8 +163,7 @@ def _subclass(
     cls = engine.speller(new.origin)
     held = Held(name, f"{cls}({arguments})", left, before)
     changes = _side_by_side(engine, group, name, sizes)
-    article = "An" if node.cls.__name__[0] in "AEIOU" else "A"
-    doc = f"{article} `{node.cls.__name__}` with {listed(left)} in one `{name}`."
+    doc = f"{with_article(node.cls.__name__)} with {listed(left)} in one `{name}`."
     return _holding(engine, node, held, changes, new_name, doc)
 
 

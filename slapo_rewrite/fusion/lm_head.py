@@ -11,13 +11,17 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.value_graph import Value, described
 
-LINEAR = ("torch.nn.modules.linear", "Linear")
 # How rows are left out so that each prediction stands beside the next label, and the labels' part.
 SHIFTS = {
     "..., :-1, :": ("..., 1:", ":, 1:"),
     ":, :-1, :": ("..., 1:", ":, 1:"),
     ":, :-1": ("..., 1:", ":, 1:"),
 }
+
+
+def is_linear(live: object) -> bool:
+    """Whether a module is torch's own linear layer, and of no class derived from that."""
+    return (type(live).__module__, type(live).__name__) == ("torch.nn.modules.linear", "Linear")
 
 
 class Declined(Exception):
@@ -85,7 +89,7 @@ def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
         way.chain.append(value)
     path = str(value.called)
     live = found.attribute(path)
-    if (type(live).__module__, type(live).__name__) != LINEAR:
+    if not is_linear(live):
         raise Declined(f"`{path}` is a `{type(live).__name__}`, and no plain linear layer")
     if rows and not way.sizes:
         raise Declined("the logits are not made rows of classes where the loss takes them")

@@ -6,6 +6,7 @@ here what they find out.
 
 from __future__ import annotations
 
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -330,10 +331,7 @@ class Run:
             remedy=error.remedy,
             place=place_in_traceback(error, self.editable),
         )
-        traceback = error.__traceback__
-        while traceback is not None:
-            frame = traceback.tb_frame
+        for frame, _ in traceback.walk_tb(error.__traceback__):
             if self.editable(frame.f_code.co_filename):
                 refused.within = self.method_owner(frame) or refused.within
-            traceback = traceback.tb_next
         return refused
