@@ -16,6 +16,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs, record
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
 # As many changed modules of one package are named one by one.
@@ -183,9 +184,7 @@ def reasons(content: Mapping[str, Any], request: Request) -> list[str]:
 
 def changed_modules(modules: Sequence[str]) -> list[str]:
     """What is said of changed modules: of many in one package, as of a checkout, their number."""
-    packages: dict[str, list[str]] = {}
-    for name in modules:
-        packages.setdefault(name.split(".")[0], []).append(name)
+    packages = grouped((name.split(".")[0], name) for name in modules)
     return [
         line
         for package, names in packages.items()

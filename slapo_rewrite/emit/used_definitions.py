@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.groups import grouped
 
 LINE_LENGTH = 88  # black's default, which emitted files keep
 
@@ -122,11 +123,7 @@ def kept_statements(text: str, mark: str, keeps: bool) -> str:
 
 def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     """Top-level statements by the names that they bind."""
-    found: dict[str, list[ast.stmt]] = {}
-    for statement in tree.body:
-        for name in bound_names(statement):
-            found.setdefault(name, []).append(statement)
-    return found
+    return grouped((name, each) for each in tree.body for name in bound_names(each))
 
 
 def bound_names(statement: ast.stmt) -> list[str]:

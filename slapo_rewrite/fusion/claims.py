@@ -11,6 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Value
@@ -174,12 +175,12 @@ class Skipped:
 
 def by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
     """Claims of the same text for several modules, together."""
-    groups: dict[tuple[object, ...], list[Claim]] = {}
-    for claim in claims:
+
+    def text(claim: Claim) -> tuple[object, ...]:
         operands = tuple(sorted(claim.operands.items()))
-        key = (id(claim.match.replaced.node), claim.what, operands, claim.backend)
-        groups.setdefault(key, []).append(claim)
-    return list(groups.values())
+        return id(claim.match.replaced.node), claim.what, operands, claim.backend
+
+    return list(grouped((text(claim), claim) for claim in claims).values())
 
 
 def misuse(claim: Claim) -> str | None:

@@ -27,6 +27,7 @@ from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.fusion.replacements import Writing, apart, replacements
 from slapo_rewrite.fusion.rule import graph_in
 from slapo_rewrite.fusion.spelled_names import Spelling
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.model.auto_classes import is_looked_up
 from slapo_rewrite.model.node_facts import method_of
@@ -74,9 +75,7 @@ class Engine:
         taken: dict[int, tuple[set[int], dict[str, Claim]]] = {}
         kept: list[Claim] = []
         left: list[Skipped] = []
-        claiming: dict[int, set[str]] = {}
-        for claim in claims:
-            claiming.setdefault(id(claim.match.replaced.node), set()).add(claim.node.path)
+        claiming = grouped((id(claim.match.replaced.node), claim.node.path) for claim in claims)
         for group in by_text(claims):
             stop = self._stop(group, claiming[id(group[0].match.replaced.node)])
             if stop is not None:
@@ -238,9 +237,7 @@ class Engine:
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
         """The edits, and the modules that are called no more."""
-        by_path: dict[str, list[Claim]] = {}
-        for claim in claims:
-            by_path.setdefault(claim.node.path, []).append(claim)
+        by_path = grouped((claim.node.path, claim) for claim in claims)
         known: dict[tuple[object, ...], dict[ast.stmt, ReplaceStatement]] = {}
         changes: dict[str, dict[ast.stmt, ReplaceStatement]] = {}
         for path, here in by_path.items():
@@ -346,10 +343,7 @@ class Engine:
 
     def _idle(self, claims: Sequence[Claim]) -> Iterator[tuple[ast.stmt, Claim]]:
         """Statements that give names which only the old text reads."""
-        by_function: dict[str, list[Claim]] = {}
-        for claim in claims:
-            by_function.setdefault(claim.match.function, []).append(claim)
-        for here in by_function.values():
+        for here in grouped((claim.match.function, claim) for claim in claims).values():
             texts = [claim.match.replaced for claim in here]
             old = [t.node for t in texts if not t.above] + [n for t in texts for n, _ in t.reads]
             new = names_in(*(ast.parse(self._text(claim)) for claim in here))

@@ -19,6 +19,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import counter_of
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import RECORDED, Site
 from slapo_rewrite.model.constructor_values import Frame, Loop
@@ -131,9 +132,7 @@ class _Made:
 
         The same loops for all that the call made, wherever that is.
         """
-        alike: dict[str, list[str]] = {}
-        for path in self.modules:
-            alike.setdefault(with_wildcards(path), []).append(path)
+        alike = grouped((with_wildcards(path), path) for path in self.modules)
         found: dict[_Loop, int] = {}
         last = {shape: self._held(paths[0])[0] - 1 for shape, paths in alike.items()}
         for loop in self.call.loops:

@@ -16,6 +16,7 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.garbage import collector_paused
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
 from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
 from slapo_rewrite.project import Project
@@ -205,11 +206,11 @@ class _Planner:
             most = max(1, len(self.layers))
         fixed = self.values.get(STAGES, 1)
         stages = [n for n in range(1, most + 1) if STAGES in self.free or n == fixed]
-        grouped: dict[Way, list[Way]] = {}
-        for way in ways(wanted.gpus, wanted.batch, list(predictors), stages, self.ratios):
-            own = replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
-            grouped.setdefault(replace(own, recomputed=0.0), []).append(own)
-        for alike in grouped.values():
+        own = (
+            replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
+            for way in ways(wanted.gpus, wanted.batch, list(predictors), stages, self.ratios)
+        )
+        for alike in grouped((replace(way, recomputed=0.0), way) for way in own).values():
             yield alike, predictors[alike[0].tensor]
 
     def assumptions(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.primitives.page import first_line, rules
 
 IMPORT = "import what is used below"
@@ -44,10 +45,7 @@ class Reason:
         """The calls of each primitive, by what it does; where a rule fired, by what that does."""
         name = self.what.strip("`")
         rule = first_line(name) if name in rules() else ""
-        found: dict[str, list[Call]] = {}
-        for call in self.calls:
-            found.setdefault(rule or call.does, []).append(call)
-        return found
+        return grouped((rule or call.does, call) for call in self.calls)
 
     @property
     def lines(self) -> list[Call]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.simulate.step_memory import Piece, States, Unfolded, in_runs
 
 if TYPE_CHECKING:
@@ -145,16 +146,13 @@ class RecomputeSearch:
         found: Ways = {}
         for listed, own in ways.items():
             kinds = self.unfolded.plain.stands_for[listed]
-            taken: dict[tuple[int, bool], list[int]] = {}
-            for n, way in enumerate(own):
-                taken.setdefault((kinds[n], self.may_be[listed][n]), []).append(way)
+            alike = list(zip(kinds, self.may_be[listed], strict=False))
+            taken = grouped(zip(alike, own, strict=False))
             for group in taken.values():
                 counts = Counter(group)
                 by_net = sorted(counts, key=lambda way: self._net(listed, way))
                 group[:] = [way for way in by_net for _ in range(counts[way])]
-            found[listed] = [
-                taken[kinds[n], self.may_be[listed][n]].pop(0) for n in range(len(own))
-            ]
+            found[listed] = [taken[alike[n]].pop(0) for n in range(len(own))]
         return found
 
     def _net(self, listed: str, way: int) -> float:
