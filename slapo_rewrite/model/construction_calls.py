@@ -43,7 +43,7 @@ _scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[None]:
+def recorded() -> Iterator[None]:
     """Notes the calls that lead to each module made meanwhile, the innermost first."""
     original = nn.Module.__init__
 
@@ -51,8 +51,8 @@ def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         stack, scopes = _calls(self, sys._getframe(1))
         original(self, *args, **kwargs)
-        if self not in stacks:
-            stacks[self], _scopes[self] = stack, scopes
+        if self not in _stacks:
+            _stacks[self], _scopes[self] = stack, scopes
 
     with mock.patch.object(nn.Module, "__init__", construct):
         yield
@@ -74,11 +74,6 @@ def sets_noted() -> Iterator[Sets]:
     methods: dict[str, Any] = {name: noting(getattr(nn.Module, name)) for name in _SETTING}
     with mock.patch.multiple(nn.Module, **methods):
         yield noted
-
-
-def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> contextlib.AbstractContextManager[Any]:
-    """Goes by calls that were noted elsewhere, for as long as it lasts."""
-    return mock.patch.dict(_stacks, stacks)
 
 
 def stack_of(module: nn.Module) -> Stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,6 @@ class ModuleRow:
         """The last segment of its path."""
         segments: list[str] = re.findall(r"\[[^]]*\]|[^.]+", self.path)
         return segments[-1]
-
-    def walk(self) -> Iterator[ModuleRow]:
-        """The row and those below it."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
 
 
 def module_rows(recorded: Recorded, models: Models) -> ModuleRow:
