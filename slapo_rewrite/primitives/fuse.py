@@ -88,14 +88,9 @@ class Fuse(Rewriting):
         y = self.up(x)
         return x + self.down(bias_gelu(y, self.bias, self.act))
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact without a compiler; else the compiler's or the rule's affair.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact without a compiler; else the compiler's or the rule's affair.
+    State: Unchanged.
 
     Raises:
         SR105 the name is taken; SR206 there is no such compiler; SR210 the pattern is no pure

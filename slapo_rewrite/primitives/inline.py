@@ -67,14 +67,9 @@ class Inline(Rewriting):
         x = self.mlp.up(self.norm(x))
         y = self.mlp.down(x)
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact.
+    State: Unchanged.
 
     Raises:
         SR202 no such submodule; SR305 one with hooks or a `forward` of its own, whose class's

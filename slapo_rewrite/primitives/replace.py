@@ -292,11 +292,8 @@ class Replace(Replacing):
         -->
         self.up = ScaledLinear(width, 4 * width)
 
-    Shapes:
-        The new module's affair.
-
-    Numerics:
-        The new module's affair; `--verify` compares.
+    Shapes: The new module's affair.
+    Numerics: The new module's affair; `--verify` compares.
 
     State:
         `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
