@@ -156,18 +156,12 @@ class UseParallelLayer(Construction):
 
 @dataclass(frozen=True)
 class ReplaceModule(Construction):
-    """At a construction site: a class that the schedule names, or a subclass defined here.
+    """At a construction site: a class that the schedule names, or a subclass defined here."""
 
-    Attributes:
-        target: The class.
-        arguments: Its constructor's arguments as source; None keeps the original's.
-        weights: What its tensors are made of, by name.
-        layer: The tensor-parallel layer that is made instead, where it is sharded.
-    """
-
-    target: Function
-    arguments: str | None
-    weights: tuple[tuple[str, Weight], ...] = ()
+    target: Function  # the class
+    arguments: str | None  # its constructor's arguments as source; None keeps the original's
+    weights: tuple[tuple[str, Weight], ...] = ()  # what its tensors are made of, by name
+    # The tensor-parallel layer that is made instead, where it is sharded.
     layer: Layer | None = None
     subclass: str | None = None
 
@@ -228,20 +222,15 @@ class ReplaceModule(Construction):
 
 @dataclass(frozen=True)
 class UseSubclass(Construction):
-    """At a construction site: a specialised class in the place of the `original` one.
+    """At a construction site: a specialised class in the place of the `original` one."""
 
-    Attributes:
-        name: The class.
-        original: The one that it is derived from, or that it is.
-        module: Where the output has it, beside the file with the construction site; None for in it.
-        is_above: Whether that one imports this file, and holds nothing yet when this is read.
-        lookup: How the construction finds the original, where it does not name it.
-    """
-
-    name: str
-    original: str
+    name: str  # the class
+    original: str  # the one that it is derived from, or that it is
+    # Where the output has it, beside the file with the construction site; None for in it.
     module: str | None = None
+    # Whether that one imports this file, and holds nothing yet when this is read.
     is_above: bool = False
+    # How the construction finds the original, where it does not name it.
     lookup: Lookup | None = None
 
     is_parallel = False

@@ -27,48 +27,32 @@ KERNEL_FILES = (KERNELS, *(f"{KERNELS}_{backend}" for backend in WRITTEN))
 
 @dataclass(frozen=True)
 class Function:
-    """A function or class of the schedule file, or an importable one.
+    """A function or class of the schedule file, or an importable one."""
 
-    Attributes:
-        name: What the output calls it.
-        module: Where it is imported from; None where the schedule file defines it.
-    """
-
-    name: str
-    module: str | None
+    name: str  # what the output calls it
+    module: str | None  # where it is imported from; None where the schedule file defines it
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A name that a text uses from elsewhere.
+    """A name that a text uses from elsewhere."""
 
-    Attributes:
-        origin: The dotted name, as the tool itself can import it.
-        module: A helper module of the output, with a dot before it, or an installed one.
-        name: What is used of it.
-        written: How the text refers to it: the name, as a rule.
-        backend: Of a function that rules call: what it is carried out by, where that is no kernel.
-    """
-
-    origin: str
-    module: str
-    name: str
-    written: str
+    origin: str  # the dotted name, as the tool itself can import it
+    module: str  # a helper module of the output, with a dot before it, or an installed one
+    name: str  # what is used of it
+    written: str  # how the text refers to it: the name, as a rule
+    # Of a function that rules call: what it is carried out by, where that is no kernel.
     backend: str = ""
 
 
 class Imports:
-    """Collects what is referred to; a name that is taken is reached through its module instead.
-
-    Attributes:
-        helpers: Names used of each helper module of the output folder.
-        packages: Names used of each installed module.
-    """
+    """Collects what is referred to; a name that is taken is reached through its module instead."""
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
+        # Names used of each helper module of the output folder.
         self.helpers: dict[str, set[str]] = {}
-        self.packages: dict[str, set[str]] = {}
+        self.packages: dict[str, set[str]] = {}  # names used of each installed module
         self._modules: set[str] = set()
         self._along: set[str] = set()
         self._causes: dict[str, list[Directive]] = {}

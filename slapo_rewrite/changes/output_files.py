@@ -38,25 +38,16 @@ _RESERVED |= {"modules", "pipeline", *KERNEL_FILES}
 
 @dataclass
 class OutputFile:
-    """What is collected for one file.
-
-    Attributes:
-        changes: What changes in its classes.
-        imports: Names that it needs of the helper modules.
-    """
+    """What is collected for one file."""
 
     file: SourceFile
-    changes: ChangeSet
+    changes: ChangeSet  # what changes in its classes
     classes: ClassHierarchy
-    imports: Imports
+    imports: Imports  # names that it needs of the helper modules
 
 
 class OutputFiles:
-    """One for each file that defines classes of the model and may be rewritten.
-
-    Attributes:
-        main: The model file's.
-    """
+    """One for each file that defines classes of the model and may be rewritten."""
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.sources = sources
@@ -67,7 +58,7 @@ class OutputFiles:
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._same: dict[int, dict[int, Directive]] = {}
         self._stems: dict[str, str] = {}
-        self.main = self._open(sources.main)
+        self.main = self._open(sources.main)  # the model file's
         self.stem(sources.main)
         seen: set[type] = set()
         for node in tree.nodes.values():

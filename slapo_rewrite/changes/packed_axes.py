@@ -38,15 +38,10 @@ _SIZES = ("split_size_or_sections", "split_size", "split_sizes")
 
 @dataclass(frozen=True)
 class _Block:
-    """The size of a block as a product, in names that are known where the tensor is made.
+    """The size of a block as a product, in names that are known where the tensor is made."""
 
-    Attributes:
-        factors: What is multiplied.
-        meaning: What that comes to by what the names were bound to.
-    """
-
-    factors: tuple[ast.expr, ...]
-    meaning: _Sum
+    factors: tuple[ast.expr, ...]  # what is multiplied
+    meaning: _Sum  # what that comes to by what the names were bound to
 
 
 class _BlockWriter:

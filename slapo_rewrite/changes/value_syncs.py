@@ -25,13 +25,9 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
 @dataclass(frozen=True)
 class SyncValue(Change):
-    """A local name is bound to what a collective makes of its value.
+    """A local name is bound to what a collective makes of its value."""
 
-    Attributes:
-        value: The name, and the statement beside which that is done.
-    """
-
-    value: LocalValue
+    value: LocalValue  # the name, and the statement beside which that is done
     collective: Collective
 
     def write_at(self, text: ClassText, place: AtNode) -> None:

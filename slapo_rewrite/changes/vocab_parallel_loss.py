@@ -36,33 +36,23 @@ RESHAPES = {"to", "view", "reshape", "flatten", "contiguous", "clone", "long"}
 
 @dataclass(frozen=True)
 class _Branch:
-    """A condition around the loss.
+    """A condition around the loss."""
 
-    Attributes:
-        node: The statement, or the expression, that decides.
-        taken: Whether the loss is computed where the condition holds.
-    """
-
-    node: ast.If | ast.IfExp
-    taken: bool
+    node: ast.If | ast.IfExp  # the statement, or the expression, that decides
+    taken: bool  # whether the loss is computed where the condition holds
 
 
 @dataclass(frozen=True)
 class VocabParallelLoss(Change):
-    """Where a method computes a loss of logits of which a rank has a part.
+    """Where a method computes a loss of logits of which a rank has a part."""
 
-    Attributes:
-        function: What is called in the place of a function of transformers; None where
-            `cross_entropy` or a criterion stands there itself.
-        head: The path of the layer that gives the logits, below the method's module.
-        names: Local variables that hold such parts, with the axis that is split.
-        losses: Where the losses of the same logits are that the file's methods compute, itself
-            included.
-    """
-
+    # What is called in the place of a function of transformers; None where `cross_entropy` or a
+    # criterion stands there itself.
     function: str | None
-    head: str
+    head: str  # the path of the layer that gives the logits, below the method's module
+    # Local variables that hold such parts, with the axis that is split.
     names: tuple[tuple[str, int], ...]
+    # Where the losses of the same logits are that the file's methods compute, itself included.
     losses: tuple[AtNode, ...]
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
@@ -125,17 +115,14 @@ class _Gathers:
     Args:
         calls: The calls in it that compute losses of the logits, in their order.
 
-    Attributes:
-        statement: Behind it all losses are computed that are.
-        branches: The conditions around that, outermost first.
-
     Raises:
         Unsupported: There are several losses, and a condition leaves out some of them.
     """
 
     def __init__(self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST]) -> None:
         self.text, self.method, self.calls = text, method, calls
-        self.statement = _last_of_all(method, calls)
+        self.statement = _last_of_all(method, calls)  # behind it all losses are computed that are
+        # The conditions around that, outermost first.
         self.branches = _branches(text.file, method, self.statement, calls[-1])
         around = [branch.node for branch in self.branches]
         for node in ast.walk(method) if len(calls) > 1 else ():

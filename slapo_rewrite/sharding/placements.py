@@ -80,12 +80,9 @@ class PlacementError(Exception):
 
 
 class MeetsWhole(PlacementError):
-    """A part beside a value that every rank has whole, and would have to be split as well.
+    """A part beside a value that every rank has whole, and would have to be split as well."""
 
-    Attributes:
-        to_scatter: The value, where a rank's slice of it would do, and the slice's axis.
-    """
-
+    # The value, where a rank's slice of it would do, and the slice's axis.
     to_scatter: tuple[torch.Tensor, int] | None = None
 
 
@@ -146,17 +143,14 @@ class Flow:
 
     Args:
         undecided: The all-gathers that may yet turn out to sum gradients.
-
-    Attributes:
-        shared: Whole parameters found to meet parts, with the module that makes what they meet.
-        summed: All-gathers found to need summed gradients.
     """
 
     def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
         self._states: dict[int, State] = {}
         self._undecided = frozenset(undecided)
+        # Whole parameters found to meet parts, with the module that makes what they meet.
         self.shared: dict[tuple[str, str], str | None] = {}
-        self.summed: set[tuple[str, int]] = set()
+        self.summed: set[tuple[str, int]] = set()  # all-gathers found to need summed gradients
 
     def of(self, tensor: torch.Tensor) -> State:
         """What is known of a tensor; what nothing is known of is whole."""

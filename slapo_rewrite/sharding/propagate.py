@@ -55,17 +55,13 @@ from slapo_rewrite.sharding.types import (
 
 @dataclass
 class Records:
-    """What is known of a model and its inputs, and asked of it, for as long as they stay.
+    """What is known of a model and its inputs, and asked of it, for as long as they stay."""
 
-    Attributes:
-        runs: Of the whole model, by the layers that it is watched for and by the way through it;
-            and by the identities of its modules, of which some are left out at times.
-        results: What operations gave.
-        worlds: The world sizes that are tried until one divides every head count.
-    """
-
+    # Of the whole model, by the layers that it is watched for and by the way through it; and by the
+    # identities of its modules, of which some are left out at times.
     runs: dict[tuple[frozenset[str], Way, tuple[int, ...]], Trace] = field(default_factory=dict)
-    results: KnownResults = field(default_factory=KnownResults)
+    results: KnownResults = field(default_factory=KnownResults)  # what operations gave
+    # The world sizes that are tried until one divides every head count.
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
 
 

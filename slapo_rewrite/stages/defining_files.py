@@ -31,16 +31,11 @@ Origin = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class DefiningFile:
-    """A file with classes of the model.
-
-    Attributes:
-        world: The names of its module.
-        module: How `pipeline.py` imports it; files of the output by a dot.
-    """
+    """A file with classes of the model."""
 
     file: SourceFile
-    world: Mapping[str, Any]
-    module: str
+    world: Mapping[str, Any]  # the names of its module
+    module: str  # how `pipeline.py` imports it; files of the output by a dot
 
     def value(self, name: str) -> Any:
         """What a name that is not local means here.
@@ -76,19 +71,15 @@ class DefiningFiles:
         file: The rewritten model file.
         module: The same, imported.
         world: Its names.
-
-    Attributes:
-        main: The model file.
-        origins: Where names come from that the model file does not have.
-        values: What they stand for.
     """
 
     def __init__(self, file: SourceFile, module: ModuleType, world: Mapping[str, Any]) -> None:
-        self.main = DefiningFile(file, world, f".{file.path.stem}")
+        self.main = DefiningFile(file, world, f".{file.path.stem}")  # the model file
         self.package = module.__name__.rpartition(".")[0]
         self._files: dict[str, DefiningFile | None] = {module.__name__: self.main}
+        # Where names come from that the model file does not have.
         self.origins: dict[str, Origin] = {}
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # what they stand for
 
     def of(self, cls: type) -> DefiningFile | None:
         """The file that defines a class; None where none can be read.

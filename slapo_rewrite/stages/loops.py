@@ -12,24 +12,15 @@ from slapo_rewrite.stages.written_text import rewritten
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop over layers runs over.
+    """What a loop over layers runs over."""
 
-    Attributes:
-        lists: The lists of layers, as the text spells them; several for `zip`.
-        first: The first layer.
-        stop: Where the slice ends, as text; empty without one.
-        target: What a round calls its layers.
-        counter: What counts the rounds.
-        start: What it begins with.
-        read: Where a layer is read by its number, for `range(len(self.layers))`.
-    """
-
-    lists: tuple[str, ...]
-    first: int
-    stop: str
-    target: str
-    counter: str | None = None
-    start: int = 0
+    lists: tuple[str, ...]  # the lists of layers, as the text spells them; several for `zip`
+    first: int  # the first layer
+    stop: str  # where the slice ends, as text; empty without one
+    target: str  # what a round calls its layers
+    counter: str | None = None  # what counts the rounds
+    start: int = 0  # what it begins with
+    # Where a layer is read by its number, for `range(len(self.layers))`.
     read: tuple[ast.expr, ...] = ()
 
     def ends_before(self, layer: int) -> bool:

@@ -25,18 +25,14 @@ FUNCTION = "loss"  # what a schedule calls it
 
 @dataclass(frozen=True)
 class StepLoss:
-    """How the loss is made of what the model returns.
+    """How the loss is made of what the model returns."""
 
-    Attributes:
-        parts: The attributes, keys or elements of the result that it needs; None for all of it.
-        arguments: What the schedule's function is given beside, as it is given: by parameter. None
-            where the one part is the loss, and that function only picks it.
-        by_attribute: Whether the parts are attributes.
-    """
-
+    # The attributes, keys or elements of the result that it needs; None for all of it.
     parts: tuple[str | int, ...] | None
+    # What the schedule's function is given beside, as it is given: by parameter. None where the one
+    # part is the loss, and that function only picks it.
     arguments: Mapping[str, str] | None = None
-    by_attribute: bool = False
+    by_attribute: bool = False  # whether the parts are attributes
 
     @property
     def names(self) -> tuple[str, ...]:

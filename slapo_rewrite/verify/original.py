@@ -51,17 +51,11 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A class that the schedule changed or added.
+    """A class that the schedule changed or added."""
 
-    Attributes:
-        original: What it was; None where it was not.
-        now: What it is in the output.
-        lines: The schedule's lines.
-    """
-
-    original: Any
-    now: Any
-    lines: tuple[str, ...]
+    original: Any  # what it was; None where it was not
+    now: Any  # what it is in the output
+    lines: tuple[str, ...]  # the schedule's lines
 
 
 class Original:
