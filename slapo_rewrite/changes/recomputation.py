@@ -39,7 +39,14 @@ class Recomputed(Requested):
     caches: tuple[str, ...] = ()
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
-        """The same, once it is known that it may be done, and what it takes."""
+        """The same, once it is known that it may be done, and what it takes.
+
+        Args:
+            to: Has the tree and the files.
+            node: The module.
+            twice: What of it runs twice.
+            cause: Who asks.
+        """
         check_repeats(to.files, twice, cause)
         check_transformed(to.files, node, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
@@ -61,7 +68,11 @@ REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 
 
 def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
-    """Refuses a module whose `forward` changes what it is given (`Unsupported`)."""
+    """Refuses a module whose `forward` changes what it is given.
+
+    Raises:
+        Unsupported: It does.
+    """
     if getattr(node.live, "inplace", False) is True:
         raise errors.Unsupported(
             f"{node.shown} changes its input in place, and would do so twice",

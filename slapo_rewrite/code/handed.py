@@ -37,10 +37,15 @@ ANY_OF_SELF = "self.*"  # the attribute of a name that is worked out
 
 @dataclass(frozen=True)
 class _State:
-    """What is known at a statement."""
+    """What is known at a statement.
 
-    means: Mapping[str, _Values]  # the values that a name may mean
-    handed: _Values = _NONE  # the values that were handed on
+    Attributes:
+        means: The values that a name may mean.
+        handed: The values that were handed on.
+    """
+
+    means: Mapping[str, _Values]
+    handed: _Values = _NONE
 
     def of(self, key: str) -> _Values:
         """The values of a name, or of an attribute of `self`."""
@@ -66,11 +71,14 @@ class _State:
 
 @dataclass
 class Handed:
-    """Follows what a function hands on."""
+    """Follows what a function hands on.
 
-    # The expressions that are handed on by an expression.
+    Attributes:
+        handed: The expressions that are handed on by an expression.
+        changed: The arguments that a call changes in place.
+    """
+
     handed: Callable[[ast.expr], Iterable[ast.expr]] = lambda _: ()
-    # The arguments that a call changes in place.
     changed: Callable[[ast.Call], Iterable[ast.expr]] = lambda _: ()
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _held: dict[object, _Values] = field(default_factory=dict)  # by lists and dictionaries

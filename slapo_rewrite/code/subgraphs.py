@@ -12,17 +12,21 @@ from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import position
-from slapo_rewrite.code.text import within
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of one method, and the run of statements around them."""
+    """Calls of one method, and the run of statements around them.
+
+    Attributes:
+        method: The method.
+        run: Consecutive statements of one block.
+        calls: The calls, in the order of the text.
+    """
 
     method: ast.FunctionDef
-    run: tuple[ast.stmt, ...]  # consecutive statements of one block
-    calls: tuple[ast.Call, ...]  # the calls, in the order of the text
+    run: tuple[ast.stmt, ...]
+    calls: tuple[ast.Call, ...]
 
     @property
     def is_single(self) -> bool:
@@ -72,19 +76,31 @@ def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls 
     found = [call for name, call in called_names(method) if wanted_names([name], wanted)]
     if not found:
         return None
-    found.sort(key=position)
+    found.sort(key=lambda call: (call.lineno, call.col_offset))
     return Calls(method, tuple(_around(method.body, found)), tuple(found))
 
 
 def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
     """The smallest run of statements of one block that holds all calls."""
-    holding = [n for n, each in enumerate(body) if any(within(each, call) for call in calls)]
+    holding = [
+        number
+        for number, statement in enumerate(body)
+        if any(_holds(statement, call) for call in calls)
+    ]
     run = body[holding[0] : holding[-1] + 1]
     if len(run) == 1:
         for block in blocks(run[0]):
-            if all(any(within(s, call) for s in block) for call in calls):
+            if all(any(_holds(s, call) for s in block) for call in calls):
                 return _around(block, calls)
     return run
+
+
+def _holds(statement: ast.stmt, call: ast.Call) -> bool:
+    first = (statement.lineno, statement.col_offset)
+    last = (statement.end_lineno or 0, statement.end_col_offset or 0)
+    return first <= (call.lineno, call.col_offset) and (
+        (call.end_lineno or 0, call.end_col_offset or 0) <= last
+    )
 
 
 # What draws random numbers that a second computation does not set back, and what makes a source of
@@ -101,11 +117,17 @@ MUTATING = {
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why statements cannot be a method of their own that runs twice."""
+    """Why statements cannot be a method of their own that runs twice.
 
-    node: ast.stmt | ast.expr  # what stands in the way
-    words: str  # what it does
-    hint: str  # what to do about it
+    Attributes:
+        node: What stands in the way.
+        words: What it does.
+        hint: What to do about it.
+    """
+
+    node: ast.stmt | ast.expr
+    words: str
+    hint: str
 
 
 def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | None:
