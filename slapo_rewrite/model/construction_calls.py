@@ -43,7 +43,7 @@ _scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[None]:
+def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[None]:
     """Notes the calls that lead to each module made meanwhile, the innermost first."""
     original = nn.Module.__init__
 
@@ -51,8 +51,8 @@ def recorded() -> Iterator[None]:
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         stack, scopes = _calls(self, sys._getframe(1))
         original(self, *args, **kwargs)
-        if self not in _stacks:
-            _stacks[self], _scopes[self] = stack, scopes
+        if self not in stacks:
+            stacks[self], _scopes[self] = stack, scopes
 
     with mock.patch.object(nn.Module, "__init__", construct):
         yield
