@@ -223,12 +223,6 @@ def place_syncs(
 ) -> None:
     """The collectives at a module's borders, those that a layer carries out itself apart.
 
-    Args:
-        to: Takes them.
-        node: The module.
-        borders: Its borders.
-        is_layer: Whether a parallel layer takes the module's place.
-
     Raises:
         RewriteError: There is no place for one.
     """

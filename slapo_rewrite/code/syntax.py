@@ -176,11 +176,7 @@ def end_position(node: ast.stmt | ast.expr) -> tuple[int, int]:
 
 
 def names_read(source: str) -> set[str]:
-    """The names that a function reads.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """The names that a function reads."""
     return {*read_in(ast.parse(textwrap.dedent(source)))}
 
 
@@ -189,11 +185,7 @@ _SIZES = {"shape", "size", "numel", "nelement"}
 
 
 def sizes_in_tests(source: str) -> set[str]:
-    """What a function's branches ask about the sizes of tensors, but to raise an error.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """What a function's branches ask about the sizes of tensors, but to raise an error."""
     function = ast.parse(textwrap.dedent(source))
     sizes: set[str] = set()
     asked: set[str] = set()
@@ -219,11 +211,7 @@ def sizes_in_tests(source: str) -> set[str]:
 
 
 def changing_in_tests(source: str) -> set[str]:
-    """What a function's branches ask about attributes that it binds anew, a counter's say.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """What a function's branches ask about attributes that it binds anew, a counter's say."""
     nodes = [*ast.walk(ast.parse(textwrap.dedent(source)))]
     bound = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     tests = [n.test for n in nodes if isinstance(n, (ast.If, ast.IfExp, ast.While))]
@@ -245,11 +233,7 @@ def _is_number(expr: ast.expr) -> bool:
 
 
 def names_in_tests(source: str) -> set[str]:
-    """The names that a function's branches ask about.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """The names that a function's branches ask about."""
     asked: set[str] = set()
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):

@@ -66,11 +66,6 @@ def requested_again(
 ) -> Request:
     """What was asked for when an output was written.
 
-    Args:
-        content: Its record.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
-
     Raises:
         NotAnOutput: It was written by a newer version of the tool.
         RewriteError: There is no such source or schedule.

@@ -55,15 +55,7 @@ def unified_diff(
     context: int,
     sides: tuple[str, str] = ("original", "rewritten"),
 ) -> str:
-    """The difference of two texts, empty where there is none.
-
-    Args:
-        before: One text.
-        after: The other.
-        name: The name of the file that they are of.
-        context: How many lines are shown around what differs.
-        sides: What the texts are called.
-    """
+    """The difference of two texts, empty where there is none."""
     lines = difflib.unified_diff(
         ended_lines(before),
         ended_lines(after),

@@ -68,13 +68,7 @@ def state(path: Path) -> str | None:
 
 
 def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
-    """Carries out what has to change, all of it or nothing.
-
-    Args:
-        out: The folder, which is locked.
-        files: What its files are to hold.
-        known: The tool's files that are there.
-    """
+    """Carries out what has to change, all of it or nothing."""
     gone = sorted(set(known) - files.keys())
     steps = [Step(n, state(out / n), record.digest(data)) for n, data in sorted(files.items())]
     steps += [Step(name, state(out / name), None) for name in gone]

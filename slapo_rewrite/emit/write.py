@@ -132,11 +132,6 @@ def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list
 def note_verification(out: Path, verification: Mapping[str, Any], of: str) -> bool:
     """Puts what verification found in the folder's record.
 
-    Args:
-        out: The folder.
-        verification: What was found.
-        of: The hash of the record of what was verified.
-
     Returns:
         Whether that is still the one that is there.
     """

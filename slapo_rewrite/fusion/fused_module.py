@@ -224,14 +224,6 @@ def _holding(
 ) -> TextEdit:
     """The class of a module with another module in the place of some of its submodules.
 
-    Args:
-        engine: What the change belongs to.
-        node: The module.
-        held: What it holds.
-        changes: What changes in its methods, by statement.
-        new_name: The subclass's name.
-        doc: Its docstring's line.
-
     Raises:
         Unsupported: The class has no constructor of its own.
     """

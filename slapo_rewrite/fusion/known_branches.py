@@ -69,15 +69,7 @@ def find(
     sources: Sources,
     given: ConcreteArgs,
 ) -> Matches:
-    """Every place in some functions where a pattern stands, also around branches of a known way.
-
-    Args:
-        pattern: The pattern.
-        scopes: The functions.
-        nodes: Their modules, by path.
-        sources: The files.
-        given: Arguments that are taken as constants.
-    """
+    """Every place in some functions where a pattern stands, also around branches of a known way."""
     found = find_pattern(pattern, scopes)
     more: dict[str, list[Match]] = {}
     misses: dict[str, list[Miss]] = {}

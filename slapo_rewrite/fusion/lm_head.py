@@ -250,11 +250,6 @@ def depending(value: Value, on: Value) -> list[Value]:
 def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
     """A head's input as text.
 
-    Args:
-        value: The input.
-        held: What names hold where it is to stand.
-        file: Where that is.
-
     Raises:
         Declined: It is computed inside a module, in a way that cannot be written from outside.
     """

@@ -42,12 +42,7 @@ class Template:
         return [dotted for _, dotted in self._outside()]
 
     def written(self, operands: Mapping[str, str], spell: Speller) -> str:
-        """The expression's text.
-
-        Args:
-            operands: The text of each parameter.
-            spell: Gives the text for a dotted name.
-        """
+        """The expression's text."""
         texts = {node: spell(dotted) for node, dotted in self._outside()}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Name) and node.id in self.parameters:

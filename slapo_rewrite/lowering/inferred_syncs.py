@@ -38,10 +38,6 @@ class Inference:
     def refuse(self, why: str, also: Sequence[errors.Span] = ()) -> None:
         """Refuses to infer anything, if something is to be inferred.
 
-        Args:
-            why: The reason: the model does not run.
-            also: Where it stops.
-
         Raises:
             Unsupported: With the reason.
         """

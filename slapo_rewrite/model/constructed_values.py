@@ -64,10 +64,6 @@ class Evaluator:
     def evaluate(self, expr: ast.expr, names: Mapping[str, Any] | None = None) -> Any:
         """What the expression came to.
 
-        Args:
-            expr: The expression.
-            names: What names are known to mean there.
-
         Raises:
             Unknown: It cannot be told.
         """

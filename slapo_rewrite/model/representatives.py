@@ -112,12 +112,7 @@ class Representatives:
 
 @contextlib.contextmanager
 def repeated(model: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[None]:
-    """Has layers stand for others, for as long as it lasts.
-
-    Args:
-        model: The model, each call of which begins anew.
-        places: In how many places each layer stands.
-    """
+    """Has layers stand for others, for as long as it lasts."""
     calls = [(layer, _Calls(layer, times)) for layer, times in places.items()]
 
     def begin(model: nn.Module, args: Any) -> None:

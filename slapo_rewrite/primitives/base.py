@@ -162,13 +162,7 @@ class Rewriting(Primitive):
 
 
 def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
-    """What to write in the place of a name that is no parameter of a module.
-
-    Args:
-        name: What was given.
-        node: The module.
-        known: The names that it could be.
-    """
+    """What to write in the place of a name that is no parameter of a module."""
     path, _, own = name.rpartition(".")
     inner = node.at(path)
     if path and inner is not None and own in {**inner.parameters, **inner.buffers}:

@@ -62,11 +62,6 @@ class Recorded:
 def read_output(out: Path, source: str | None = None, schedule: str | None = None) -> Recorded:
     """Reads an output.
 
-    Args:
-        out: Its folder.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
-
     Raises:
         NotAnOutput: The folder has no record, or lacks files that the record names.
     """

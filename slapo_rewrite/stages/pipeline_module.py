@@ -62,13 +62,7 @@ def arguments(names: Sequence[str], together: str) -> tuple[str, list[str]]:
 
 
 def named_arguments(takes: Sequence[str], stages: Stages, stage: Stage) -> str:
-    """The parameters of a stage that is given all arguments of the step by name.
-
-    Args:
-        takes: What it takes from the stage before.
-        stages: All stages.
-        stage: The stage.
-    """
+    """The parameters of a stage that is given all arguments of the step by name."""
     named = [stages.spelled(v) for v in stage.named]
     apart = ["/"] if set(takes) & stages.arguments().keys() else []
     return ", ".join([*takes, *apart, *(["*", *named] if named else []), "**_"])

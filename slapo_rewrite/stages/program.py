@@ -97,12 +97,6 @@ class Program:
 def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any]) -> Program:
     """Cuts a flat `forward`.
 
-    Args:
-        flat: The `forward`.
-        cuts: Where stages end, in order.
-        model: The model.
-        world: The names of its file.
-
     Raises:
         CannotCut: A module after which no stage can end.
     """
@@ -335,10 +329,6 @@ def is_message(called: ast.Attribute, world: Mapping[str, Any]) -> bool:
     """Whether a function does nothing but write a warning, or a line of a log.
 
     Of a logger that is a method of the standard library's or of transformers': `warning_once`.
-
-    Args:
-        called: The function.
-        world: What names of the file stand for.
     """
     owner = Environment(None, None, "", {}, world, {}).global_at(called.value)
     function = getattr(owner, called.attr, None)

@@ -23,10 +23,6 @@ def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
     """The same with the last modules called before the loss, on lines of their own.
 
     Logits that are put together in eval mode are so before the loss too, which takes either.
-
-    Args:
-        flat: A flat `forward`.
-        trains: Whether a text calls a module with parameters.
     """
     gathers = [line for line in flat.lines if _is_gather(line)]
     others = [line for line in flat.lines if not _is_gather(line)]
@@ -68,10 +64,6 @@ def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
     """The same with the last modules called on lines of their own, apart from the loss.
 
     `return mse_loss(self.last(x), y)`  ->  `last_output = self.last(x)`, and the loss of that.
-
-    Args:
-        flat: A flat `forward`.
-        trains: Whether a text calls a module with parameters.
     """
     lines, loss = list(flat.lines), flat.loss
     if trains(loss):

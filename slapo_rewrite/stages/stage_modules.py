@@ -128,13 +128,6 @@ def sizes_of(
 ) -> list[list[str]]:
     """The modules of others that each stage reads sizes of: `self.embed.embedding_dim`.
 
-    Args:
-        stages: The stages.
-        held: What each of them holds.
-        model: The model.
-        files: Those that define its classes.
-        at: The schedule's line, for refusals.
-
     Raises:
         CannotCut: What is read changes as the model runs, elsewhere.
     """

@@ -111,13 +111,7 @@ def is_picked_later(function: ast.FunctionDef, loss: StepLoss) -> bool:
 def only_loss(
     function: ast.FunctionDef, loss: StepLoss, world: Mapping[str, Any]
 ) -> ast.FunctionDef:
-    """A `forward` that returns nothing but what its loss is made of.
-
-    Args:
-        function: The `forward`.
-        loss: The loss.
-        world: The names of its file.
-    """
+    """A `forward` that returns nothing but what its loss is made of."""
     if loss.parts is None:
         return function
     function = copy.deepcopy(function)

@@ -63,12 +63,7 @@ class LimitBelief:
         self._likelihood = np.zeros(count)
 
     def see(self, number: int, fits: bool) -> None:
-        """Takes in a trial.
-
-        Args:
-            number: The point.
-            fits: Whether it did.
-        """
+        """Takes in a trial."""
         expected = self._fits[number] if fits else 1 - self._fits[number]
         self._likelihood += np.log(expected * (1 - 2 * SURPRISE) + SURPRISE)
 
