@@ -25,7 +25,6 @@ class ClassText:
     """Takes what changes in the text of a class.
 
     Args:
-        classes: The classes of the file.
         imports: Takes the names that the changes refer to.
         wanted: All that changes, by its place.
         indices: The elements that each loop makes.

@@ -53,12 +53,7 @@ class Subclass:
 
 
 class ClassWriter:
-    """Edits one source file, class by class.
-
-    Args:
-        classes: The classes of the file.
-        imports: Takes the names that the text refers to.
-    """
+    """Edits one source file, class by class."""
 
     def __init__(self, classes: ClassHierarchy, imports: Imports) -> None:
         self.classes, self.imports = classes, imports

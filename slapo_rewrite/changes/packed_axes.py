@@ -45,14 +45,7 @@ class _Block:
 
 
 class _BlockWriter:
-    """Writes the sizes of the blocks of one tensor.
-
-    Args:
-        sources: The source files.
-        classes: The classes of the file in which it is made.
-        node: The layer, or the module whose own parameter it is.
-        site: Where it is made.
-    """
+    """Writes the sizes of the blocks of one tensor."""
 
     def __init__(self, sources: Sources, classes: ClassHierarchy, node: Node, site: Site) -> None:
         self.sources, self.classes, self.node, self.site = sources, classes, node, site

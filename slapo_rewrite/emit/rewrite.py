@@ -131,13 +131,7 @@ def _emitting(project: Project, options: Options) -> Iterator[_Emission]:
 
 
 class _Emission:
-    """Makes the files of one output, one kind after the other.
-
-    Args:
-        project: The source, the schedule and the model.
-        options: How the output is to be written.
-        original: The module of the source as it was before the schedule ran.
-    """
+    """Makes the files of one output, one kind after the other."""
 
     def __init__(self, project: Project, options: Options, original: types.ModuleType) -> None:
         self.project, self.options, self.original = project, options, original

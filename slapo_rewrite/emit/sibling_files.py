@@ -32,13 +32,7 @@ Target = tuple[str, str]
 
 
 class SiblingFiles:
-    """Which files are in the output, and what becomes of the imports between them.
-
-    Args:
-        sources: The files that the model's classes come from.
-        outputs: Name the files.
-        edits: What changes in each file, by its module's name; the model file is among them.
-    """
+    """Which files are in the output, and what becomes of the imports between them."""
 
     def __init__(
         self, sources: Sources, outputs: OutputFiles, edits: Mapping[str, Sequence[Edit]]

@@ -35,12 +35,7 @@ class Picked:
 
 
 class Definitions:
-    """A Python file whose top-level definitions can be taken out one by one.
-
-    Args:
-        text: The file.
-        tree: The file as parsed, if that was done already.
-    """
+    """A Python file whose top-level definitions can be taken out one by one."""
 
     def __init__(self, text: str, tree: ast.Module | None = None) -> None:
         self.text, self.tree = text, tree or ast.parse(text)

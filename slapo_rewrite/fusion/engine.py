@@ -38,15 +38,7 @@ from slapo_rewrite.patterns.replacement import Replaced
 
 
 class Engine:
-    """Turns claims into one change of the source.
-
-    Args:
-        tree: The module tree.
-        sources: The files.
-        states: What was asked of modules so far.
-        cause: Who asks.
-        earlier: What earlier changes of the source use from elsewhere.
-    """
+    """Turns claims into one change of the source."""
 
     def __init__(
         self,

@@ -12,12 +12,7 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 class Sharing:
-    """Answers, for each method and function of the model file, which modules run it.
-
-    Args:
-        tree: The module tree.
-        sources: The files.
-    """
+    """Answers, for each method and function of the model file, which modules run it."""
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.tree, self.file = tree, sources.main

@@ -17,13 +17,7 @@ SCHEDULE, MODULES = "schedule_file", "modules"
 
 
 class Spelling:
-    """Gives the text for dotted names, and notes what has to be imported for them.
-
-    Args:
-        file: The model file.
-        cause: Who asks.
-        earlier: What earlier changes of the file use from elsewhere.
-    """
+    """Gives the text for dotted names, and notes what has to be imported for them."""
 
     def __init__(
         self, file: SourceFile, cause: Directive, earlier: Iterable[Reference] = ()

@@ -24,12 +24,7 @@ States = dict[str, ModuleRequests]
 
 
 class Inference:
-    """Adds collectives to what was asked of the modules that a schedule leaves them open for.
-
-    Args:
-        tree: The module tree.
-        states: What was asked of each module path.
-    """
+    """Adds collectives to what was asked of the modules that a schedule leaves them open for."""
 
     def __init__(self, tree: Tree, states: Mapping[str, ModuleRequests]) -> None:
         self.tree = tree

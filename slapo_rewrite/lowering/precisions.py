@@ -87,13 +87,7 @@ class Mixed:
 
 
 class Mixing:
-    """Follows a model in which some modules compute in half precision.
-
-    Args:
-        tree: The module tree, with all elements of lists.
-        states: What was asked of each module path.
-        files: The files that may be rewritten.
-    """
+    """Follows a model in which some modules compute in half precision."""
 
     def __init__(
         self, tree: Tree, states: Mapping[str, ModuleRequests], files: OutputFiles

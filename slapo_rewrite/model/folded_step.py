@@ -40,7 +40,6 @@ class FoldedStep:
     """A step of a model, to be counted in one way or several.
 
     Args:
-        schedule: The schedule's module.
         model: The model, on the meta device; it is in the dtype afterwards.
         layers: The layers that are left in each list.
         sequence: How many tokens a row has; None for what the schedule's `inputs` give.

@@ -142,7 +142,6 @@ class _Search:
     """One search; knows the modules it is in the middle of, so that it ends.
 
     Args:
-        sources: The source files.
         remembers: As for `resolve`.
     """
 

@@ -99,13 +99,7 @@ def _counter(loop: _Loop) -> str | None:
 
 
 class _Made:
-    """What a call made, in one model.
-
-    Args:
-        sources: The source files.
-        node: One of the modules that the call made.
-        file: The file of the call.
-    """
+    """What a call made, in one model."""
 
     def __init__(self, sources: Sources, node: Node, file: SourceFile, call: _Call) -> None:
         self.root, self.path, self.file, self.call = node.root.live, node.path, file, call

@@ -25,12 +25,7 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 class Representatives:
-    """Which elements of each module list are made and treated alike, all the way down.
-
-    Args:
-        tree: The module tree.
-        asked: What was asked of each module path, if anything.
-    """
+    """Which elements of each module list are made and treated alike, all the way down."""
 
     def __init__(self, tree: Tree, asked: Mapping[str, Hashable]) -> None:
         self.tree = tree

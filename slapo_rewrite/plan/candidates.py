@@ -83,7 +83,6 @@ class Predictor:
     Args:
         counted: What was counted without recomputation, and with all of it; the other way round,
             what was counted as it is, and None.
-        hardware: The GPUs.
         precision: What is trained in.
         node: How many GPUs a node has.
         cut: For a number of stages, how many layers there are up to the end of each.

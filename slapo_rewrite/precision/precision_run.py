@@ -49,13 +49,7 @@ ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
 
 
 class PrecisionRun(TorchFunctionMode):
-    """A run in which every operation is computed in the precision that it is to have.
-
-    Args:
-        stack: Tells where operations are called.
-        wanted: What is to be computed in half precision.
-        found: Takes what has to be cast.
-    """
+    """A run in which every operation is computed in the precision that it is to have."""
 
     def __init__(self, stack: CallStack, wanted: Wanted, found: Precisions) -> None:
         super().__init__()

@@ -37,8 +37,6 @@ class Plan:
         references: What changes of the source use from elsewhere.
 
     Args:
-        tree: The module tree.
-        sources: The files.
         change: Changes the source; None where nothing that does so is called.
         on_ranks: Counts what the schedule gives on one of several ranks; None where nothing is to
             be chosen by that.

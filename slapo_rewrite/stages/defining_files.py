@@ -65,13 +65,7 @@ class DefiningFile:
 
 
 class DefiningFiles:
-    """The files that define a model's classes, and the names that stages take from them.
-
-    Args:
-        file: The rewritten model file.
-        module: The same, imported.
-        world: Its names.
-    """
+    """The files that define a model's classes, and the names that stages take from them."""
 
     def __init__(self, file: SourceFile, module: ModuleType, world: Mapping[str, Any]) -> None:
         self.main = DefiningFile(file, world, f".{file.path.stem}")  # the model file

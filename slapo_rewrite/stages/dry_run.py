@@ -40,8 +40,6 @@ class Trial:
         loss: How that is made of what it returns.
 
     Args:
-        schedule: The schedule's module.
-        module: The rewritten model's module.
         full: The model at its full size, which says how deep its lists are.
         cause: The schedule's line, for refusals.
         kept: The layers that a small model is to have; without it, it has all.

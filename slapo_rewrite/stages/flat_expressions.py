@@ -47,7 +47,6 @@ class Expressions(ABC):
 
     Args:
         model: The model, built without memory.
-        files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         cuts: Where stages end; the first one's line is shown in refusals.
     """

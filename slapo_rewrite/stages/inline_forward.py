@@ -57,7 +57,6 @@ class Flattening(Calls):
 
     Args:
         model: The model, built without memory.
-        files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         loss: How the loss is made of the result.
         cuts: Where stages end.

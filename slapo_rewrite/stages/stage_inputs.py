@@ -28,7 +28,6 @@ class Planner:
     """Decides what crosses each cut.
 
     Args:
-        program: The program, cut.
         seen: What each value was in a run.
         model: The model, which tells what has parameters.
         cuts: The schedule's lines, one for each cut.

@@ -68,10 +68,6 @@ Point = Mapping[str, Value]
 class KnobSpace:
     """The points that may be tried, numbered in the order of the knobs and of their values.
 
-    Args:
-        axes: The knobs.
-        allowed: Whether a point belongs to the space.
-
     Raises:
         BadSpace: No point does, or there are more than can be searched.
     """

@@ -30,7 +30,6 @@ class LimitBelief:
     """How likely each point of a space fits.
 
     Args:
-        space: The points.
         declared: For each column of the coordinates 1 or -1 if the need is known to grow or shrink
             along it, else 0.
         seed: Which Sobol sequence.

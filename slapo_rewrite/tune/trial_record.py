@@ -90,11 +90,6 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
 class TrialRecord:
     """A record that is being written.
 
-    Args:
-        path: The file.
-        head: What its first line has to say.
-        space: What is searched.
-
     Raises:
         OtherTrials: The file is of something else, or is damaged.
     """

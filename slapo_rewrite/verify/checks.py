@@ -41,11 +41,7 @@ DROPOUT = 0.1  # for layers whose own is 0 in the twin
 
 
 class Checks:
-    """Runs the checks on one pair.
-
-    Args:
-        pair: The models.
-    """
+    """Runs the checks on one pair."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair

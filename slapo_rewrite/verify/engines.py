@@ -41,11 +41,6 @@ class Engine(ABC):
         built: What it has built.
         stage: The stage that this rank holds.
         rate: The learning rate.
-
-    Args:
-        layout: The ranks.
-        training: How they train.
-        rank: This one.
     """
 
     pipeline: Any

@@ -77,11 +77,6 @@ class Original:
         notes: What a reader of the report should know.
         source: The original's file and hash.
         share: This rank's parameters, as a share of the original's; None before they are built.
-
-    Args:
-        job: What `run.py` wrote.
-        rank: This process's number.
-        stage: Told what is being done.
     """
 
     def __init__(self, job: dict[str, Any], rank: int, stage: Stage) -> None:

@@ -24,11 +24,7 @@ from .staged import STEPS, Staged, Trained
 
 
 class StageChecks:
-    """Runs the checks on one rank; the first one compares numbers, since all have the same.
-
-    Args:
-        staged: The original and the stage.
-    """
+    """Runs the checks on one rank; the first one compares numbers, since all have the same."""
 
     def __init__(self, staged: Staged) -> None:
         self.staged = staged
