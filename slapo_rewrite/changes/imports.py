@@ -12,6 +12,7 @@ from slapo_rewrite import errors, runtime
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import below
 from slapo_rewrite.code.layout import fitted
+from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
@@ -171,12 +172,14 @@ class Imports:
             body: Its statements.
             causes: The directives that need it.
         """
-        unique, number = name, 2
-        while self._taken(unique) or self._defined.get(unique, (body,))[0] != body:
-            unique, number = f"{name}_{number}", number + 1
-        known = self._defined.get(unique, (body, ()))[1]
-        self._defined[unique] = (body, merged_causes(known, causes))
-        return unique
+
+        def is_taken(other: str) -> bool:
+            return self._taken(other) or self._defined.get(other, (body,))[0] != body
+
+        name = unique(name, is_taken, "_")
+        known = self._defined.get(name, (body, ()))[1]
+        self._defined[name] = (body, merged_causes(known, causes))
+        return name
 
     def _taken(self, name: str) -> bool:
         """Whether a name means something in the file, at its top level or inside a function."""

@@ -25,6 +25,7 @@ from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.names import unique
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.layers import base_of
@@ -192,10 +193,7 @@ class OutputFiles:
             while name in taken and any(above):
                 name = f"{above.pop()}_{name}"
             name = f"{name}_model" if name in _RESERVED else name
-            unique, number = name, 2
-            while unique in taken:
-                unique, number = f"{name}_{number}", number + 1
-            self._stems[file.name] = unique
+            self._stems[file.name] = unique(name, taken.__contains__, "_")
         return self._stems[file.name]
 
     def making(self, node: Node) -> OutputFile:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+from collections.abc import Callable
 
 from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.syntax import assignments
@@ -37,6 +39,12 @@ def self_path(expr: ast.expr) -> str | None:
 def is_name(node: ast.AST, name: str) -> bool:
     """Whether a node is the plain name."""
     return isinstance(node, ast.Name) and node.id == name
+
+
+def unique(wanted: str, is_taken: Callable[[str], bool], between: str = "") -> str:
+    """A name that nothing else has: the wanted one, or else that with a number behind it."""
+    others = (f"{wanted}{between}{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([wanted], others) if not is_taken(name))
 
 
 def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[str]:

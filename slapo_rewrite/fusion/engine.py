@@ -157,11 +157,10 @@ class Engine:
 
     def refused(self, left: Skipped) -> errors.RewriteError:
         """The error for a match that cannot be replaced."""
-        at = [self.cause.at] if self.cause.at else []
         return errors.NoMatch(
             f"`{left.claim.what}` cannot take the place of what it matches: {left.reason}",
             at=left.claim.place(),
-            also=at,
+            cause=self.cause,
             hint=left.hint,
         )
 

@@ -17,7 +17,7 @@ from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.dataflow import names_in, uses_of
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
-from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.names import is_name, unique
 from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.code.syntax import end_position, position
@@ -76,7 +76,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
         )
         if node.cls not in made:
             _check_unread(engine, node, group)
-            new_name = _free(f"Packed{node.cls.__name__}", engine)
+            new_name = unique(f"Packed{node.cls.__name__}", engine.file.names.__contains__)
             made[node.cls] = (new_name, how)
             edits.append(_subclass(engine, node, group, new, new_name))
         elif made[node.cls][1] != how:
@@ -204,14 +204,6 @@ class _Made:
             text("out_features", f"self.{name}.out_features"),
             bias,
         )
-
-
-def _free(name: str, engine: Engine) -> str:
-    """A class name that the file does not have yet."""
-    unique, number = name, 2
-    while unique in engine.file.names:
-        unique, number = f"{name}{number}", number + 1
-    return unique
 
 
 def _holding(
