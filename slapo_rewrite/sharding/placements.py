@@ -26,28 +26,20 @@ _WORDS = {SHARD: "a part", PARTIAL: "a partial sum"}
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a tensor.
+    """What is known of a tensor."""
 
-    Attributes:
-        kind: `whole`, `part` or `partial sum`.
-        source: The module that made it a part or a partial sum.
-        copies: Whether several ranks have the same part. What each makes of it in the end has to be
-            its own, or it would count several times.
-        axis: The axis of that module's output that is split.
-        covered: The module whose sync adds up this value's gradient.
-        parameters: The parameters, by module path and name, that it was computed from, with no
-            other value but constants.
-        is_input: Whether it was computed from what the model is given.
-        gathers: The all-gathers, by module path and number, that it was computed from.
-    """
-
-    kind: str = REPLICATE
-    source: str | None = None
+    kind: str = REPLICATE  # `whole`, `part` or `partial sum`
+    source: str | None = None  # the module that made it a part or a partial sum
+    # Whether several ranks have the same part. What each makes of it in the end has to be its own,
+    # or it would count several times.
     replicated_shard: bool = False
-    axis: int = -1
-    grad_reduced: str | None = None
+    axis: int = -1  # the axis of that module's output that is split
+    grad_reduced: str | None = None  # the module whose sync adds up this value's gradient
+    # The parameters, by module path and name, that it was computed from, with no other value but
+    # constants.
     parameters: frozenset[tuple[str, str]] | None = None
-    is_input: bool = False
+    is_input: bool = False  # whether it was computed from what the model is given
+    # The all-gathers, by module path and number, that it was computed from.
     gathers: frozenset[tuple[str, int]] = frozenset()
 
 

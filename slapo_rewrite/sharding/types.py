@@ -226,64 +226,58 @@ class Way:
 
 @dataclass
 class ShardingResult:
-    """What follows from the sharded sizes.
+    """What follows from the sharded sizes."""
 
-    Attributes:
-        sizes: Integer attributes that become this rank's share.
-        heads: The attribute that is a head's size, for each layer that gives heads.
-        units: What the split of a layer must be a multiple of.
-        multiples: What the split of a module's own parameter must be a multiple of.
-        replicated: The layers of which several ranks may hold the same heads.
-        repeats: Attributes that say how often such heads are repeated.
-        may_repeat: Attributes that heads are repeated by which no rank shares with another.
-        few: Those of `sizes` that are smaller than a world size that fits.
-        arguments: Arguments of calls in `forward` that have to change.
-        given_parts: The calls that are given parts, each with the module in whose method it stands.
-        given_whole: Those that are given whole values, likewise.
-        once: Whole parameters that are added to partial sums, by one rank then.
-        shared: Whole parameters that meet parts, by module path and name: their gradients have to
-            be added up. With the module that makes what they meet, where known.
-        readings: Where parameters are read, if there are any among `shared`.
-        summed: The all-gathers whose gradient has to be summed over the ranks, by module path and
-            number.
-        nested: Modules whose output has its first tensor inside of something else.
-        losses: Cross entropies of what stays split over the vocabulary, by place.
-        statistics: Means and variances that are taken over all ranks.
-        tied_heads: Products with the tables of split embeddings.
-        draws: Random numbers for whole values, and for parts outside of what is forked.
-        cuts: Where the parts that a module makes are taken apart by a list of sizes, or by slices:
-            the module's path, the call or subscript, and the number of the slice in that.
-        even: Sizes that every world size that fits divides.
-        questions: Where `forward` asks for values that decide which way it goes.
-        unfollowed: Ways through `forward` that were not followed to their end, in words, each with
-            its place if it has one.
-        is_of_small: Whether a small model was followed instead, whose sizes may be in other ratios.
-    """
-
-    sizes: frozenset[Attribute] = frozenset()
+    sizes: frozenset[Attribute] = frozenset()  # integer attributes that become this rank's share
+    # The attribute that is a head's size, for each layer that gives heads.
     heads: dict[LayerKey, str] = field(default_factory=dict)
+    # What the split of a layer must be a multiple of.
     units: dict[LayerKey, Unit] = field(default_factory=dict)
+    # What the split of a module's own parameter must be a multiple of.
     multiples: dict[tuple[LayerKey, str], int] = field(default_factory=dict)
+    # The layers of which several ranks may hold the same heads.
     replicated: Mapping[LayerKey, str] = field(default_factory=dict)
+    # Attributes that say how often such heads are repeated.
     repeats: frozenset[Attribute] = frozenset()
+    # Attributes that heads are repeated by which no rank shares with another.
     may_repeat: set[Attribute] = field(default_factory=set)
+    # Those of `sizes` that are smaller than a world size that fits.
     few: set[Attribute] = field(default_factory=set)
+    # Arguments of calls in `forward` that have to change.
     arguments: set[ArgumentChange] = field(default_factory=set)
+    # The calls that are given parts, each with the module in whose method it stands.
     sharded_calls: set[tuple[Place, str]] = field(default_factory=set)
+    # Those that are given whole values, likewise.
     replicated_calls: set[tuple[Place, str]] = field(default_factory=set)
+    # Whole parameters that are added to partial sums, by one rank then.
     once: set[tuple[LayerKey, str]] = field(default_factory=set)
+    # Whole parameters that meet parts, by module path and name: their gradients have to be added
+    # up. With the module that makes what they meet, where known.
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    # Where parameters are read, if there are any among `shared`.
     readings: set[Reading] = field(default_factory=set)
+    # The all-gathers whose gradient has to be summed over the ranks, by module path and number.
     summed: frozenset[tuple[str, int]] = frozenset()
+    # Modules whose output has its first tensor inside of something else.
     nested: set[str] = field(default_factory=set)
+    # Cross entropies of what stays split over the vocabulary, by place.
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
+    # Means and variances that are taken over all ranks.
     statistics: set[Statistic] = field(default_factory=set)
+    # Products with the tables of split embeddings.
     tied_heads: set[TiedHead] = field(default_factory=set)
+    # Random numbers for whole values, and for parts outside of what is forked.
     draws: set[Draw] = field(default_factory=set)
+    # Where the parts that a module makes are taken apart by a list of sizes, or by slices: the
+    # module's path, the call or subscript, and the number of the slice in that.
     cuts: set[tuple[str, Place, int]] = field(default_factory=set)
-    even: set[int] = field(default_factory=set)
+    even: set[int] = field(default_factory=set)  # sizes that every world size that fits divides
+    # Where `forward` asks for values that decide which way it goes.
     questions: set[Place] = field(default_factory=set)
+    # Ways through `forward` that were not followed to their end, in words, each with its place if
+    # it has one.
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
+    # Whether a small model was followed instead, whose sizes may be in other ratios.
     is_of_small: bool = False
 
     def take_in(self, other: ShardingResult) -> bool:
