@@ -92,10 +92,6 @@ class BoundArguments(Generic[V]):
         """The parameters that no argument is for, unless a star gives them."""
         return [name for name in self.signature.names if name not in self.given]
 
-    def may_be_given(self, name: str) -> bool:
-        """Whether a star may give a parameter that no argument is for."""
-        return bool(self.spread or (self.stars and name in self.signature.positional))
-
 
 def given_by(call: ast.Call) -> list[tuple[str, ast.expr]]:
     """The arguments of a call, as they are bound."""
@@ -127,9 +123,8 @@ def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.exp
         first = len(signature.positional)
         hidden = any(isinstance(a, ast.Starred) for a in call.args[:first])
         return None if hidden else ast.Tuple(call.args[first:], ast.Load())
-    if name in bound.given or bound.may_be_given(name):
-        return bound.given.get(name)
-    return signature.defaults.get(name)
+    by_star = bound.spread or (bound.stars and name in signature.positional)
+    return (bound.given if name in bound.given or by_star else signature.defaults).get(name)
 
 
 def all_arguments(function: Function) -> list[ast.arg]:

@@ -64,13 +64,6 @@ def within(outer: ast.AST, inner: ast.AST) -> bool:
     return any(node is inner for node in ast.walk(outer))
 
 
-def simple_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """The statements of a function that hold no others."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            yield node
-
-
 def returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
     """The `return` statements of a function, those of functions inside it left out."""
     waiting: list[ast.AST] = list(function.body)

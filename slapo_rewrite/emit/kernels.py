@@ -34,8 +34,9 @@ def libraries() -> dict[str, Definitions]:
 
     def place(name: str) -> None:
         if name not in ordered:
-            for needed in _needed(found[name].tree):
-                place(needed)
+            for node in found[name].tree.body:
+                if isinstance(node, ast.ImportFrom) and node.level and node.module:
+                    place(node.module)
             ordered[name] = found[name]
 
     for name in found:
@@ -55,11 +56,6 @@ def _read(folder: str) -> dict[str, Definitions]:
     return {
         p.stem: Definitions(p.read_text(encoding="utf-8")) for p in paths if p.stem != "__init__"
     }
-
-
-def _needed(tree: ast.Module) -> list[str]:
-    """The kernel files that a file imports from."""
-    return [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and n.level and n.module]
 
 
 def is_of_kernels(module: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class Evaluator:
     def _turns(self, generators: list[ast.comprehension], at: _Place) -> Iterator[_Place]:
         first, *rest = generators
         for value in self._expr(first.iter, at):
-            inner = at.with_names(_destructured(first.target, value))
+            inner = replace(at, names={**at.names, **_destructured(first.target, value)})
             ways = [self._truth(test, inner) for test in first.ifs]
             if None in ways:
                 raise Unknown
@@ -245,9 +245,6 @@ class _Place:
     frame: Frame
     before: tuple[int, int]
     names: Mapping[str, Any]
-
-    def with_names(self, names: Mapping[str, Any]) -> _Place:
-        return _Place(self.frame, self.before, {**self.names, **names})
 
     def inside(self, statement: ast.stmt) -> bool:
         return position(statement) <= self.before < end_position(statement)

@@ -308,7 +308,8 @@ class Calls(Through):
         known = by_module()[new.operation.removeprefix("new ")]
         options = [p for p in known.parameters[known.inputs :] if p[0] != "training"]
         maker = Operation(known.name, tuple(options))
-        arguments = None if known.tensors else self.bound(maker, _unnumbered(new.arguments), node)
+        made = [("" if key.isdecimal() else key, value) for key, value in new.arguments]
+        arguments = None if known.tensors else self.bound(maker, made, node)
         inputs = self._inputs(known, given, node)
         altered = any(mutation.target is new for mutation in self.graph.mutations)
         if altered or arguments is None or inputs is None:
@@ -324,10 +325,6 @@ def imported_file(name: str) -> SourceFile | None:
     """The file of a module that is imported; None where it has none."""
     path = getattr(sys.modules.get(name), "__file__", None)
     return read_once(Path(path), name) if path else None
-
-
-def _unnumbered(arguments: Given) -> Given:
-    return [("" if key.isdecimal() else key, value) for key, value in arguments]
 
 
 def joined(value: Value, name: str) -> str:
