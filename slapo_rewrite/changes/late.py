@@ -108,7 +108,7 @@ class Late:
                 return self._written(node, node.id)
 
             def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                if is_name(node.value, "self"):
                     return self._written(node, f"self.{node.attr}")
                 return self.generic_visit(node)
 

@@ -15,6 +15,7 @@ from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtParameter, AtReads, AtSite
 from slapo_rewrite.changes.reads import values_read
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node
@@ -156,7 +157,7 @@ class ReduceParameterGradient(Change):
                 if place.end:
                     is_meant = place.end == (node.end_lineno, node.end_col_offset)
                 else:
-                    is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
+                    is_meant = is_name(node.value, "self")
                 if is_meant:
                     text.replace(node, lambda made: reduced.of(made, text.helper), why)
                     found = True

@@ -44,9 +44,7 @@ def writes(node: ast.AST) -> bool:
 
 def _writes(node: ast.AST) -> bool:
     match node:
-        case ast.AugAssign():
-            return True
-        case ast.Subscript(ctx=ast.Store() | ast.Del()):
+        case ast.AugAssign() | ast.Subscript(ctx=ast.Store() | ast.Del()):
             return True
         case ast.Attribute(value=owner, ctx=ast.Store()):
             return not is_name(owner, "self")

@@ -87,9 +87,10 @@ def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
     match expr:
         case ast.Constant(value=value):
             return Constant(value)
-        case ast.NamedExpr(value=inner):
-            return of(inner)
-        case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
+        case (
+            ast.NamedExpr(value=inner)
+            | ast.FormattedValue(value=inner, conversion=-1, format_spec=None)
+        ):
             return of(inner)
         case ast.Tuple(elts=elts) | ast.List(elts=elts) | ast.Set(elts=elts):
             found = applied(_DISPLAYS[type(expr)], *_elements(elts, of))

@@ -405,11 +405,12 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
     while pending:
         node = pending.pop()
         match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                yield name
-            case ast.MatchMapping(rest=str(name)):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+            ):
                 yield name
         pending.extend(
             child

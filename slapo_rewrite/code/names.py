@@ -36,7 +36,7 @@ def self_path(expr: ast.expr) -> str | None:
     return None
 
 
-def is_name(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST, name: str | None) -> bool:
     """Whether a node is the plain name."""
     return isinstance(node, ast.Name) and node.id == name
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.groups import grouped
 
 LINE_LENGTH = 88  # black's default, which emitted files keep
@@ -201,9 +202,7 @@ def _attributes(tree: ast.Module, name: str) -> set[str]:
     return {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
+        if isinstance(node, ast.Attribute) and is_name(node.value, name)
     }
 
 

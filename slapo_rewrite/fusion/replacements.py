@@ -11,7 +11,8 @@ from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.patterns.replacement import Replaced, numbered
+from slapo_rewrite.code.names import unique
+from slapo_rewrite.patterns.replacement import Replaced
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writin
             others = [w.replaced for w in found if any(name == n for _, n in w.replaced.reads)]
             if not any(_lines(o)[0] <= lines[1] and lines[0] <= _lines(o)[1] for o in others):
                 continue
-            free = numbered(name, taken)
+            free = unique(name, taken.__contains__, "_")
             taken.add(free)
             replaced = replace(
                 replaced,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in, uses_of
+from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.patterns.graph_of_function import captured
 from slapo_rewrite.patterns.value_graph import Graph, Value, described
@@ -293,7 +293,7 @@ class Standing:
         taken.update(names_in(function))
         found = []
         for name in self.names:
-            found.append(numbered(name, taken))
+            found.append(unique(name, taken.__contains__, "_"))
             taken.add(found[-1])
         return found
 
@@ -342,24 +342,17 @@ class Standing:
         return self.name_of(value) or text_of(value)
 
 
-def numbered(name: str, taken: Set[str]) -> str:
-    """The name, with a number behind it where it is taken."""
-    more = (f"{name}_{n}" for n in itertools.count(2))
-    return next(each for each in itertools.chain([name], more) if each not in taken)
-
-
 def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:
     """Whether a statement only gives a name to one of some values."""
     match statement:
-        case ast.Assign(targets=[ast.Name()], value=given):
-            pass
-        case ast.AnnAssign(target=ast.Name(), value=ast.expr() as given):
-            pass
+        case (
+            ast.Assign(targets=[ast.Name()], value=given)
+            | ast.AnnAssign(target=ast.Name(), value=ast.expr() as given)
+        ):
+            return any(value.site.node is given for value in values)
         case ast.AugAssign(target=ast.Name()):
             return any(value.site.node is statement for value in values)
-        case _:
-            return False
-    return any(value.site.node is given for value in values)
+    return False
 
 
 def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
@@ -380,10 +373,8 @@ def given_name(statement: ast.stmt) -> str:
 def is_alias(statement: ast.stmt) -> bool:
     """Whether a statement only gives a value another name."""
     match statement:
-        case ast.Assign(targets=[ast.Name()], value=ast.Name()):
-            return True
-        case ast.AnnAssign(target=ast.Name(), value=ast.Name()):
-            return True
+        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
+            return isinstance(target, ast.Name) and isinstance(value, ast.Name)
     return False
 
 

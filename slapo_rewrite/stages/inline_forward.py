@@ -614,11 +614,7 @@ class Flattening(Calls):
         name, value = target.id, result.value
         written = scope.spelled(name)
         inside_compound = self.depth > 0
-        if isinstance(value, Constant) and not inside_compound:
-            scope.names.values[name] = value
-            self.comments.clear()
-            return
-        if isinstance(value, KnownObject) and not inside_compound:
+        if isinstance(value, Constant | KnownObject) and not inside_compound:
             scope.names.values[name] = value
             self.comments.clear()
             return

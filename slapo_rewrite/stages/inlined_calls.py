@@ -240,9 +240,7 @@ class Calls(Expressions):
         read = {
             node.attr
             for node in ast.walk(method.function)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == me
+            if isinstance(node, ast.Attribute) and is_name(node.value, me)
         } - seen
         if read & wanted:
             return True

@@ -162,7 +162,5 @@ def is_counted(statement: ast.For, loop: Loop) -> bool:
     """Whether the number of a round is read, but to take the layer of that number."""
     inner = {n for node in loop.read for n in ast.walk(node)}
     return any(
-        isinstance(n, ast.Name) and n.id == loop.counter and n not in inner
-        for s in statement.body
-        for n in ast.walk(s)
+        is_name(n, loop.counter) and n not in inner for s in statement.body for n in ast.walk(s)
     )

@@ -166,9 +166,10 @@ def _read(function: Any) -> tuple[str, ...] | None:
     read: dict[ast.AST, str] = {}
     for node in ast.walk(found):
         match node:
-            case ast.Attribute(value=ast.Name() as base, attr=name):
-                read[base] = name
-            case ast.Subscript(value=ast.Name() as base, slice=ast.Constant(value=str(name))):
+            case (
+                ast.Attribute(value=ast.Name() as base, attr=name)
+                | ast.Subscript(value=ast.Name() as base, slice=ast.Constant(value=str(name)))
+            ):
                 read[base] = name
     uses = [node for node in ast.walk(found) if is_name(node, outputs)]
     return tuple(dict.fromkeys(read[n] for n in uses)) if uses and {*uses} <= {*read} else None
