@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.code.text import joined_path, with_wildcards
 from slapo_rewrite.model.layers import inner_of
 
 
@@ -148,7 +148,7 @@ def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
             if name in ("in_proj_weight", "weight"):
                 return ()  # several projections in the place of a packed one
             continue
-        key = f"{pattern}.{with_wildcards(path)}".strip("."), axis, blocks
+        key = joined_path(pattern, with_wildcards(path)), axis, blocks
         found.setdefault(key, []).append(name)
     return tuple(
         Shard(path, tuple(dict.fromkeys(names)), axis, (1,) * blocks if blocks > 1 else ())

@@ -26,6 +26,7 @@ from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import unique
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.layers import base_of
@@ -267,7 +268,7 @@ def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
         siblings: For the first of several elements that are alike: the names of all of them.
     """
     elements = {
-        f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+        joined_path(path.rpartition(".")[0], name): path
         for path, names in siblings.items()
         for name in names
     }
@@ -277,7 +278,7 @@ def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
         if not path:
             return path
         above, _, name = path.rpartition(".")
-        own = f"{told(above)}.{name}".lstrip(".")
+        own = joined_path(told(above), name)
         return elements.get(own, own)
 
     return told

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from slapo_rewrite.code.evaluate import Constant, is_plain
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import joined_path
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def dotted(function: object) -> str | None:
         return f"torch.nn.functional.{name}"
     if home.startswith("torch.nn.modules."):
         return f"torch.nn.{name}"
-    return f"{home}.{name}" if home else name
+    return joined_path(home, name)
 
 
 class NoFacts(Facts):

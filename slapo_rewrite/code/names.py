@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.syntax import assignments
+from slapo_rewrite.code.text import joined_path
 
 
 def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
@@ -32,7 +33,7 @@ def self_path(expr: ast.expr) -> str | None:
             | ast.Subscript(value=value, slice=ast.Constant(int() | str() as last))
         ):
             above = self_path(value)
-            return None if above is None else f"{above}.{last}".lstrip(".")
+            return None if above is None else joined_path(above, str(last))
     return None
 
 
@@ -50,9 +51,9 @@ def unique(wanted: str, is_taken: Callable[[str], bool], between: str = "") -> s
 def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[str]:
     match expr:
         case ast.Attribute(value=value, attr=attr):
-            return [f"{each}.{attr}".lstrip(".") for each in _paths(value, method, depth)]
+            return [joined_path(each, attr) for each in _paths(value, method, depth)]
         case ast.Subscript(value=value, slice=ast.Constant(int() | str() as index)):
-            return [f"{each}.{index}".lstrip(".") for each in _paths(value, method, depth)]
+            return [joined_path(each, str(index)) for each in _paths(value, method, depth)]
         case ast.NamedExpr(value=value):
             return _paths(value, method, depth)
         case ast.Name(id=name):

@@ -25,6 +25,11 @@ def accessor(path: str) -> str:
     return text
 
 
+def joined_path(path: str, name: str) -> str:
+    """The path of what has a name, or a path, below a path; '' is where paths begin."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def listed(names: Iterable[str]) -> str:
     """Names in words: `a`, `b` and `c`, in backquotes."""
     shown = [f"`{name}`" for name in names]

@@ -11,6 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
@@ -153,7 +154,7 @@ class Claim:
         return [self._below(path) for path in self.spread.idle] if self.spread else []
 
     def _below(self, relative: str) -> str:
-        return f"{self.node.path}.{relative}" if self.node.path else relative
+        return joined_path(self.node.path, relative)
 
     def place(self) -> errors.Span:
         """Where it stands."""

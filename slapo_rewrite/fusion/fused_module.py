@@ -21,7 +21,7 @@ from slapo_rewrite.code.names import is_name, unique
 from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.code.syntax import end_position, position
-from slapo_rewrite.code.text import listed, with_article
+from slapo_rewrite.code.text import joined_path, listed, with_article
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
@@ -94,7 +94,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
 def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
     """The live layers that are called."""
     paths = [str(match.root.called) for match in group]
-    lives = [engine.tree.nodes[f"{node.path}.{p}" if node.path else p].live for p in paths]
+    lives = [engine.tree.nodes[joined_path(node.path, p)].live for p in paths]
     pairs = zip(paths, lives, strict=True)
     if any("." in path or not hasattr(live, "out_features") for path, live in pairs):
         raise errors.Unsupported(
@@ -103,7 +103,7 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
             at=group[0].place,
         )
     for path, live in zip(paths, lives, strict=True):
-        check_uncalled(f"{node.path}.{path}" if node.path else path, live)
+        check_uncalled(joined_path(node.path, path), live)
     return lives
 
 

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.text import joined_path
 
 UNDECIDED = "<undecided>"
 
@@ -165,9 +166,7 @@ def inner_sequences(value: Made) -> list[Sequence]:
 
 def joined(path: str | None, name: str) -> str | None:
     """The path of an attribute of what `path` means."""
-    if path is None:
-        return None
-    return f"{path}.{name}" if path else name
+    return None if path is None else joined_path(path, name)
 
 
 def counted_by(name: ast.expr, here: Here) -> Loop | None:

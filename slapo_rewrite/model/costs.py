@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
@@ -75,7 +76,7 @@ def calls_of(
 def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules below one that have no lists of their own, and the items of those lists."""
     for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
+        inner = joined_path(path, name)
         is_item = is_container(type(module)) and not is_container(type(child))
         if is_item or not any(is_container(type(below)) for below in child.modules()):
             yield inner, child

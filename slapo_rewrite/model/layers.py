@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from slapo_rewrite.code.arguments import Signature, given_by
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 
@@ -307,7 +308,7 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
         return None  # the largest values of parts do not add up
     if (split := _AS_ONE.get(qualified(base))) is not None:
         inner = inner_of(module).items()
-        return {(f"{path}.{name}".lstrip("."), axis): split for (path, name), (axis, _) in inner}
+        return {(joined_path(path, name), axis): split for (path, name), (axis, _) in inner}
     return (_GROUPED if is_grouped(module) else SPLITS)[qualified(base)]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched, forwards_instead
@@ -149,7 +150,7 @@ def _parts(layers: Collection[Node]) -> list[str]:
 
     def look(node: Node, path: str) -> None:
         for name, child in node.children.items():
-            inner = f"{path}.{name}" if path else name
+            inner = joined_path(path, name)
             if child.is_container:
                 look(child, inner)
             elif not child.cls.__module__.startswith("torch."):

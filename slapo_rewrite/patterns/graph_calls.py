@@ -12,6 +12,7 @@ from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Function, Property, Submodule
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.canonical_ops import Operation, by_module, draws, draws_by_name
 from slapo_rewrite.patterns.interprocedural import Called, Through
 from slapo_rewrite.patterns.known_ops import Given, numbered
@@ -220,7 +221,7 @@ class Calls(Through):
     # Methods of the module, submodules ----------------------------------------------------------
 
     def _own_method(self, path: str, name: str, given: Given, node: ast.AST) -> Value:
-        computed = self.facts.look(f"{path}.{name}" if path else name) == Property()
+        computed = self.facts.look(joined_path(path, name)) == Property()
         found = None if computed else self.facts.method(path, name)
         random = found is None or draws(found[1], found[0].functions)
         value = self.make(f"call self.{name}", numbered(given), node, random=random, pure=False)
@@ -296,7 +297,7 @@ class Calls(Through):
     def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:
         """The modules of a `Sequential`, called one after the other."""
         for name in module.children:
-            inner = f"{path}.{name}" if path else name
+            inner = joined_path(path, name)
             fact = self.facts.look(inner)
             if isinstance(fact, Submodule):
                 place = self.facts.place(inner)
@@ -329,4 +330,4 @@ def imported_file(name: str) -> SourceFile | None:
 
 def joined(value: Value, name: str) -> str:
     """The path of an attribute of the module, or of an attribute of it."""
-    return f"{value.literal}.{name}" if value.literal else name
+    return joined_path(str(value.literal or ""), name)

@@ -13,6 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.facts import Facts, NoFacts, Property, Submodule
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.sinking import Sunk
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.graph_of_function import chain_graph, graph_of
 from slapo_rewrite.patterns.legality import Judge
 from slapo_rewrite.patterns.matching import Bindings, Matcher, Mismatch, Note, outermost
@@ -341,8 +342,7 @@ def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite
 
     def wanted(path: str, call: CallSite) -> bool:
         inner = path[len(base) :].lstrip(".") if base else path
-        full = f"{inner}.{call.path}" if inner else call.path
-        return bool(call.path and regex.match(full))
+        return bool(call.path and regex.match(joined_path(inner, call.path)))
 
     return wanted
 

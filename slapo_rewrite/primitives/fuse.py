@@ -8,6 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.fusion.claims import Calling, Claim
 from slapo_rewrite.fusion.engine import Engine
@@ -232,7 +233,7 @@ class Fuse(Rewriting):
         what = said if isinstance(said, str) else getattr(said, "__name__", shown)
         what = shown if what == "<lambda>" else what
         called = tuple(body.arguments)
-        where = f"{owner}.{match.function}" if owner else match.function
+        where = joined_path(owner or "", match.function)
         if method:
             doc = f"The part of `{match.function}` that computes `{what}`."
             body.arguments = {"self": "", **body.arguments}
