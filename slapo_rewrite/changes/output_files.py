@@ -94,7 +94,7 @@ class OutputFiles:
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
         """By the path of each module, that of the one whose changes are its own."""
         own = stand_in(self._siblings)
-        first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+        first = tree.first_paths()
         return {path: own(first[id(node.live)]) for path, node in tree.nodes.items()}
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:

@@ -184,8 +184,7 @@ class _BlockWriter:
         pieces: list[list[ast.expr]] = []
         ends: list[ast.expr] = []
         for place, number in places:
-            start, end = (place.line, place.column), (place.end_line, place.end_column)
-            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, start, end))
+            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, place.start, place.end))
             for method, node in nodes:
                 statement = self.site.file.statement_of(node)
                 local = Late(self.site.file, method, statement)

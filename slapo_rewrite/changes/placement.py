@@ -166,8 +166,7 @@ class Requested(Change):
 
 def at_node(kind: str, place: FollowedPlace, what: object = ()) -> AtNode:
     """Where a run of the model came by, as a place in a class."""
-    ends = (place.line, place.column, place.end_line, place.end_column)
-    return AtNode(kind, *ends, what=what)
+    return AtNode(kind, *place.start, *place.end, what=what)
 
 
 def find_subgraph(

@@ -35,7 +35,7 @@ class SyncValue(Change):
         name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
-        start = (self.value.statement.line, self.value.statement.column)
+        start = self.value.statement.start
         statement = next(s for s in text.file.statements if position(s) == start)
         put(statement, line, f"{self.collective.function} of `{name}`")
 
@@ -90,8 +90,8 @@ def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingColle
     """
     assert missing.value is not None
     home, at = files.at(missing.value.statement), missing.value.statement
-    start, end = (at.line, at.column), (at.end_line, at.end_column)
-    around = [s for s in home.file.statements if position(s) <= start and end <= end_position(s)]
+    statements = home.file.statements
+    around = [s for s in statements if position(s) <= at.start and at.end <= end_position(s)]
     function = max(n for n, s in enumerate(around) if isinstance(s, ast.FunctionDef))
     inside = around[function + 1 :]
     loop = next((s for s in inside if isinstance(s, ast.For | ast.While)), None)

@@ -297,7 +297,7 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
                 if (other.head, other.owner, other.place.filename)
                 == (loss.head, loss.owner, loss.place.filename)
             ),
-            key=lambda other: (other.place.line, other.place.column),
+            key=lambda other: other.place.start,
         )
         change = VocabParallelLoss(
             loss.function,

@@ -22,6 +22,11 @@ def bound_in(*nodes: ast.AST) -> Set[str]:
     return names_in(*nodes, context=ast.Store)
 
 
+def parameters_in(node: ast.AST) -> Set[str]:
+    """The parameters of the functions in a node, lambdas too."""
+    return {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+
+
 def uses_of(
     node: ast.AST, name: str, context: type[ast.expr_context] = ast.expr_context
 ) -> list[ast.Name]:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.blocks import Function, blocks, statements
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import bound_in, parameters_in
 
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -147,7 +147,7 @@ def _events(node: ast.AST) -> Iterator[_Event]:
             yield from _perhaps(_all(*others))
         case ast.Lambda(args=args, body=body):
             yield from _all(*args.defaults, *(d for d in args.kw_defaults if d))
-            own = {a.arg for a in ast.walk(args) if isinstance(a, ast.arg)}
+            own = parameters_in(args)
             yield from (e for e in _events(body) if e.kind == "read" and e.name not in own)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             yield from _comprehension(node)

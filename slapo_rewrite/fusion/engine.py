@@ -14,7 +14,7 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.runs import above, behind
@@ -362,10 +362,7 @@ class Engine:
     def _check_names(self, claim: Claim) -> None:
         """A name that the new text uses must not be a local one of the function."""
         function = self.sharing.function_of(claim.match.replaced.node)
-        bound = {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                bound.add(node.id)
+        bound = parameters_in(function) | bound_in(function)
         written = claim.expression
         if isinstance(written, Renamed):  # the arguments stand there already
             written = replace(written, arguments="()")

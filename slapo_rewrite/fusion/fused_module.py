@@ -14,7 +14,7 @@ from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import parenthesised
-from slapo_rewrite.code.dataflow import names_in, uses_of
+from slapo_rewrite.code.dataflow import names_in, parameters_in, uses_of
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
 from slapo_rewrite.code.names import is_name, unique
@@ -319,5 +319,5 @@ def _bound(
                 return target.id
     leaf = (group[number].root.called or "").rpartition(".")[2]
     stem = leaf.removesuffix("_proj") or leaf
-    taken = names_in(function) | {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+    taken = names_in(function) | parameters_in(function)
     return next(n for n in (stem, leaf, f"{leaf}_output", f"{leaf}_result") if n not in taken)

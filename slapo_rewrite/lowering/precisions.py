@@ -35,7 +35,7 @@ MakeSmall = Callable[[], tuple[Any, dict[str, Any]]]
 
 def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
     """Notes what stays in float32 at the modules themselves, by the first name of each."""
-    names = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+    names = tree.first_paths()
     for path, state in list(states.items()):
         for asked, cause in state.asks(HalfPrecision):
             for pattern in asked.keep:
@@ -100,7 +100,7 @@ class Mixing:
         }
         self.kept = {path for path, state in states.items() if state.asks(KeepFloat32)}
         self.states = states
-        self.paths = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+        self.paths = tree.first_paths()
 
     def follow(
         self,

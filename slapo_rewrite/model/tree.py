@@ -175,6 +175,10 @@ class Tree:
         # Full parameter name -> all names of the same parameter, for those that have several.
         self.ties: dict[str, tuple[str, ...]] = self._ties()
 
+    def first_paths(self) -> dict[int, str]:
+        """By the identity of each live module, the first path at which it is."""
+        return {id(node.live): path for path, node in reversed(self.nodes.items())}
+
     def graft(self, modules: Mapping[str, nn.Module]) -> None:
         """Puts other modules in the place of those at some paths, in the tree and in the model.
 

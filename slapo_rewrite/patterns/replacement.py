@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from slapo_rewrite.code.dataflow import bound_in, names_in, uses_of
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in, uses_of
 from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.patterns.graph_of_function import captured
@@ -289,8 +289,7 @@ class Standing:
         """Names that the function does not have yet."""
         function = self.graph.function
         assert function is not None
-        taken = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-        taken.update(names_in(function))
+        taken = {*names_in(function), *parameters_in(function)}
         found = []
         for name in self.names:
             found.append(unique(name, taken.__contains__, "_"))

@@ -57,6 +57,16 @@ class Place:
     column: int
     end_column: int
 
+    @property
+    def start(self) -> tuple[int, int]:
+        """Where it begins."""
+        return self.line, self.column
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Where it ends."""
+        return self.end_line, self.end_column
+
 
 @dataclass(frozen=True)
 class LocalValue:

@@ -13,7 +13,7 @@ from typing import Any
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in, read_in
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import NOT_NONE, Compared, Count, Unlike
 from slapo_rewrite.stages.program import ARGUMENT, Depth
@@ -252,7 +252,7 @@ class PipelineText:
         tree = ast.parse(body)
         names = names_in(tree)
         bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        bound |= bound_in(tree) | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        bound |= bound_in(tree) | parameters_in(tree)
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
         known = {name for module in imports.values() for name in module}
         self._check_names(known.union(*(bound_in(statement) for statement in tree.body)))
