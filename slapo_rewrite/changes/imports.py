@@ -14,6 +14,7 @@ from slapo_rewrite.code.import_lines import below
 from slapo_rewrite.code.layout import fitted
 from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.code.text import imported_as
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 
@@ -116,7 +117,7 @@ class Imports:
                 at=causes[0].at if causes else None,
                 hint="rename one of them in the source",
             )
-        self.packages.setdefault(module, set()).add(name if used == name else f"{name} as {used}")
+        self.packages.setdefault(module, set()).add(imported_as(name, used))
         self._causes.setdefault(module, []).extend(causes)
         return used
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.blocks import Function, blocks, statements
 from slapo_rewrite.code.dataflow import bound_in, parameters_in
+from slapo_rewrite.code.text import bound_by
 
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -163,7 +164,7 @@ def _events(node: ast.AST) -> Iterator[_Event]:
             yield _Event("bind", node.name)
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             for alias in names:
-                yield _Event("bind", alias.asname or alias.name.partition(".")[0])
+                yield _Event("bind", bound_by(alias))
         case (
             ast.MatchAs(name=str(name))
             | ast.MatchStar(name=str(name))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.text import bound_by
 
 MAX_UNROLLED = 32
 
@@ -161,7 +162,7 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
         case ast.With(items=items) | ast.AsyncWith(items=items):
             return bound_in(*(i.optional_vars for i in items if i.optional_vars))
         case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {a.asname or a.name.partition(".")[0] for a in names}
+            return {bound_by(a) for a in names}
     return set()
 
 

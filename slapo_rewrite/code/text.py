@@ -47,6 +47,16 @@ def with_article(name: str) -> str:
     return f"{'An' if name[:1] in vowels else 'A'} `{name}`"
 
 
+def bound_by(alias: ast.alias) -> str:
+    """The name that a part of an import statement binds."""
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def imported_as(name: str, local: str) -> str:
+    """What stands in an import statement for a name that is called `local` from there on."""
+    return name if name == local else f"{name} as {local}"
+
+
 def docstring(text: str, indent: int, line_length: int) -> list[str]:
     """A docstring of one line, or broken over several where it does not fit."""
     pad = " " * indent

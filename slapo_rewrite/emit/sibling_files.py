@@ -21,6 +21,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import from_module, instead, is_remarked
 from slapo_rewrite.code.splice import Change, Edit
+from slapo_rewrite.code.text import imported_as
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import Site
@@ -338,7 +339,7 @@ class SiblingFiles:
             local = alias.asname or (stem if dotted else alias.name)
             if dotted:
                 self._check_free(file, node, stem)
-            shown.append(stem if local == stem else f"{stem} as {local}")
+            shown.append(imported_as(stem, local))
         causes = merged_causes(*(self._causes(a.name) for a in copied))
         lines.append(f"from . import {', '.join(shown)}")
         placed = instead(file, node, lines)

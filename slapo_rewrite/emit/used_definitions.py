@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.text import bound_by
 from slapo_rewrite.groups import grouped
 
 LINE_LENGTH = 88  # black's default, which emitted files keep
@@ -128,7 +129,7 @@ def bound_names(statement: ast.stmt) -> list[str]:
         inner = [name for s in statement.body for name in bound_names(s)]
         imports = [s for s in statement.body if isinstance(s, (ast.Import, ast.ImportFrom))]
         aliases = [a for s in imports for a in s.names]
-        return inner + [a.asname or a.name.split(".")[0] for a in aliases]
+        return inner + [bound_by(a) for a in aliases]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
     if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):

@@ -18,6 +18,7 @@ from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.code.liveness import local_names
+from slapo_rewrite.code.text import bound_by, imported_as
 from slapo_rewrite.stages.environment import CHANGING
 from slapo_rewrite.stages.function_syntax import (
     attributes_set,
@@ -50,9 +51,9 @@ class DefiningFile:
         for node in ast.walk(self.file.tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
-                    if (alias.asname or alias.name.split(".")[0]) != name:
+                    if bound_by(alias) != name:
                         continue
-                    shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+                    shown = ast.unparse(alias)
                     if isinstance(node, ast.Import):
                         return shown, ""
                     return self._imported_from(node), shown
@@ -174,4 +175,4 @@ class DefiningFiles:
             module, first = home.module, name  # bound in several ways, and by another one of them
         if not wanted:
             return (module, "") if spelled == name else (home.module, f"{name} as {spelled}")
-        return module, first if spelled == first else f"{first} as {spelled}"
+        return module, imported_as(first, spelled)
