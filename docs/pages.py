@@ -119,6 +119,7 @@ def written(name: str) -> str:
 
 def sections(doc: str) -> list[str]:
     """A docstring as Markdown: what stands below `Rewrite:` is code, other sections are prose."""
+    doc = re.sub(r"^(Shapes|Numerics|State|Raises): (.+)$", r"**\1:** \2\n", doc, flags=re.M)
     parts = []
     for part in re.split(r"\n\n(?=[A-Z]\w*:\n)", doc):
         title, _, rest = part.partition("\n")

@@ -19,16 +19,11 @@ class Share:
     """A slice of a module list by fractions of its length, which are rounded down.
 
     Rounded so, `[:0.5]` and `[0.5:]` are all elements, each once, whatever their number.
-
-    Attributes:
-        path: The module list.
-        start: Where the slice begins, from 0 to 1.
-        stop: Where it ends.
     """
 
-    path: str
-    start: Fraction
-    stop: Fraction
+    path: str  # the module list
+    start: Fraction  # where the slice begins, from 0 to 1
+    stop: Fraction  # where it ends
 
     def elements(self, length: int) -> range:
         """The elements that it takes of so many."""
@@ -42,27 +37,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Directive:
-    """One primitive call of the schedule.
+    """One primitive call of the schedule."""
 
-    Attributes:
-        number: Position in the schedule's order.
-        primitive: The primitive's name.
-        at: Where the schedule calls it.
-        text: The call as the schedule writes it, on one line.
-        paths: The module paths that it was called on.
-        shares: The slices by fractions by which these paths were selected.
-        outcome: What the primitive has chosen among these paths, and why, in words; it does nothing
-            to the others.
-        inferred: The collective that was inferred from it for these paths, if it infers any.
-    """
-
-    number: int
-    primitive: str
-    at: Span | None
-    text: str
-    paths: tuple[str, ...]
-    shares: tuple[Share, ...] = ()
+    number: int  # position in the schedule's order
+    primitive: str  # the primitive's name
+    at: Span | None  # where the schedule calls it
+    text: str  # the call as the schedule writes it, on one line
+    paths: tuple[str, ...]  # the module paths that it was called on
+    shares: tuple[Share, ...] = ()  # the slices by fractions by which these paths were selected
+    # The collective that was inferred from it for these paths, if it infers any.
     inferred: str | None = None
+    # What the primitive has chosen among these paths, and why, in words; it does nothing to the
+    # others.
     outcome: str | None = None
 
 

@@ -16,23 +16,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Span:
-    """A place in a user's file.
+    """A place in a user's file."""
 
-    Attributes:
-        path: The file as it is shown to the user.
-        line: 1-based.
-        column: 1-based, in characters.
-        width: How many characters the caret underlines; at least 1.
-        text: The whole line.
-        note: Words that stand beside the caret.
-    """
-
-    path: str
-    line: int
-    column: int = 1
-    width: int = 1
-    text: str = ""
-    note: str = ""
+    path: str  # the file as it is shown to the user
+    line: int  # 1-based
+    column: int = 1  # 1-based, in characters
+    width: int = 1  # how many characters the caret underlines; at least 1
+    text: str = ""  # the whole line
+    note: str = ""  # words that stand beside the caret
 
     @classmethod
     def of_line(cls, path: str, line: int, text: str, note: str = "") -> Span:
@@ -64,18 +55,10 @@ class Cause(Protocol):
 
 
 class RewriteError(Exception):
-    """A mistake that the user can mend.
+    """A mistake that the user can mend."""
 
-    Attributes:
-        code: Names this kind of mistake; never reused.
-        exit_code: What the command exits with.
-        at: Where it is; None where no file is involved (a bad option, say).
-        also: Other places that belong to it, the schedule's line as a rule.
-        hint: What to do about it.
-    """
-
-    code = "SR000"
-    exit_code = 2
+    code = "SR000"  # names this kind of mistake; never reused
+    exit_code = 2  # what the command exits with
 
     def __init_subclass__(cls, code: str, exit_code: int = 2) -> None:
         cls.code, cls.exit_code = code, exit_code
@@ -100,10 +83,11 @@ class RewriteError(Exception):
         """
         super().__init__(message)
         self.message = message
-        self.at = at
+        self.at = at  # where it is; None where no file is involved (a bad option, say)
         asked = [cause] if cause is not None and not isinstance(cause, Sequence) else cause or ()
+        # Other places that belong to it, the schedule's line as a rule.
         self.also = tuple(p for p in (*also, *(c.at for c in asked[:1])) if p is not None)
-        self.hint = hint
+        self.hint = hint  # what to do about it
 
     def record(self) -> dict[str, Any]:
         """The same for programs: the code as the reason, the message, the places, the hint."""

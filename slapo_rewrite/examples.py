@@ -83,19 +83,13 @@ class Twice(enum.Enum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What holds besides an ordinary training step; each is tested with the rule's examples.
+    """What holds besides an ordinary training step; each is tested with the rule's examples."""
 
-    Attributes:
-        double_backward: Gradients of gradients.
-        autocast: Under `torch.autocast`.
-        half_precision: Of a model in bfloat16 or float16.
-        empty_batches: Of inputs without a row.
-    """
-
-    double_backward: Twice
-    autocast: str = "outputs and gradients have the types that they had"
+    double_backward: Twice  # gradients of gradients
+    autocast: str = "outputs and gradients have the types that they had"  # under `torch.autocast`
+    # Of a model in bfloat16 or float16.
     half_precision: str = "outputs and gradients have the types that they had, rounded elsewhere"
-    empty_batches: str = "as before"
+    empty_batches: str = "as before"  # of inputs without a row
 
     def lines(self) -> list[str]:
         """One line for each, for the rule's page."""

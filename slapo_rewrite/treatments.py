@@ -11,16 +11,11 @@ Axes = set[int]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operation.
+    """A call of an operation."""
 
-    Attributes:
-        args: Its positional arguments; a method's first is the tensor.
-        kwargs: Its keyword arguments.
-        shapes: The whole shapes of the tensors among the arguments, in their order.
-    """
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[Any]  # its positional arguments; a method's first is the tensor
+    kwargs: Mapping[str, Any]  # its keyword arguments
+    # The whole shapes of the tensors among the arguments, in their order.
     shapes: Sequence[tuple[int, ...]]
 
     @property
@@ -50,21 +45,17 @@ _OTHER_NAMES = {"dim": ("axis", "dims"), "dims": ("dim", "axis")}
 
 @dataclass(frozen=True)
 class Treatment:
-    """How a call treats the axes of its operands.
+    """How a call treats the axes of its operands."""
 
-    Attributes:
-        over: For each operand the axes that it needs whole.
-        summed: For each operand the axes that it sums over: of a split one a rank has a summand.
-        aligned: How many of the last axes are an operand's own. All before them are the result's,
-            counted from there: what is split along one is split so in every operand that has it.
-            None where axes are not aligned.
-        paired: How many of the first operands have to be split along the same axes; -1 for the
-            first and the third, with indices between them.
-    """
-
-    over: tuple[Axes, ...] = ()
+    over: tuple[Axes, ...] = ()  # for each operand the axes that it needs whole
+    # For each operand the axes that it sums over: of a split one a rank has a summand.
     summed: tuple[Axes, ...] = ()
+    # How many of the last axes are an operand's own. All before them are the result's, counted from
+    # there: what is split along one is split so in every operand that has it. None where axes are
+    # not aligned.
     aligned: int | None = None
+    # How many of the first operands have to be split along the same axes; -1 for the first and the
+    # third, with indices between them.
     paired: int = 0
 
 

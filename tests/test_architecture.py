@@ -35,7 +35,7 @@ LAYERS = (
     {"model"},
     {"patterns"},
     {"code"},
-    {"bundle", "examples", "garbage", "operations", "hugging_face"},
+    {"bundle", "examples", "garbage", "groups", "operations", "hugging_face"},
     {"treatments"},
     {"directive"},
     {"errors"},

@@ -96,15 +96,13 @@ class ActivationDropout(Rule):
             hidden_states, "relu", activation=self.act, dropout=self.dropout
         )
 
-    Shapes:
-        x (...) -> (...)
+    Shapes: x (...) -> (...)
 
     Numerics:
         Reseeded: on a GPU dropout draws other numbers, and the activation is rounded once. On a
         CPU the same operations as before, a GELU that is written out apart.
 
-    State:
-        Unchanged.
+    State: Unchanged.
 
     Raises:
         SR309 another activation, what it gives is used elsewhere too, or dropout's rate is 0.

@@ -101,15 +101,13 @@ class BiasGelu(Rule):
         -->
         hidden_states = linear_gelu(hidden_states, self.dense, activation=self.act)
 
-    Shapes:
-        x (..., F), bias (F,) -> (..., F)
+    Shapes: x (..., F), bias (F,) -> (..., F)
 
     Numerics:
         Reassociated: the sum is not rounded before GELU is computed, the product is. On a CPU the
         same operations as before, a GELU that is written out apart.
 
-    State:
-        Unchanged.
+    State: Unchanged.
 
     Raises:
         SR309 no linear layer with a bias gives what GELU alone reads, or what is added is no

@@ -182,15 +182,13 @@ class CrossEntropy(Rule):
         -->
         loss = cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
 
-    Shapes:
-        logits (M, V), labels (M,) -> ()
+    Shapes: logits (M, V), labels (M,) -> ()
 
     Numerics:
         Reassociated: float32 inside, and no float32 copy of the logits. The loss has the dtype that
         it had.
 
-    State:
-        Unchanged.
+    State: Unchanged.
 
     Raises:
         SR309 weights of classes, another reduction, logits whose classes are not on the last axis,

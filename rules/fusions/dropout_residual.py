@@ -75,17 +75,13 @@ class DropoutResidual(Rule):
             forwarded_states, hidden_states, linear=self.dense, dropout=self.dropout
         )
 
-    Shapes:
-        x and residual (..., D) -> (..., D)
+    Shapes: x and residual (..., D) -> (..., D)
 
     Numerics:
         Reseeded: on a GPU dropout draws other numbers; on a CPU the same operations as before.
 
-    State:
-        Unchanged.
-
-    Raises:
-        SR309 what is dropped is used elsewhere too, is not added, or dropout's rate is 0.
+    State: Unchanged.
+    Raises: SR309 what is dropped is used elsewhere too, is not added, or dropout's rate is 0.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Salmon et al. 2011, doi:10.1145/2063384.2063405.
     """

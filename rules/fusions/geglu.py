@@ -87,18 +87,14 @@ class Geglu(Rule):
         -->
         self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), "tanh", activation=self.act_fn))
 
-    Shapes:
-        gate and up (..., F) -> (..., F)
+    Shapes: gate and up (..., F) -> (..., F)
 
     Numerics:
         Reseeded: on a GPU dropout of the product draws other numbers; without it, float32 inside,
         rounded once. On a CPU the same operations as before, a GELU that is written out apart.
 
-    State:
-        Unchanged.
-
-    Raises:
-        SR309 another activation, or the activated gate is used elsewhere too.
+    State: Unchanged.
+    Raises: SR309 another activation, or the activated gate is used elsewhere too.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """

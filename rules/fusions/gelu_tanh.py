@@ -81,17 +81,10 @@ class GeluTanh(Rule):
         -->
         hidden_states = nn.functional.gelu(hidden_states, approximate="tanh")
 
-    Shapes:
-        x (...) -> (...)
-
-    Numerics:
-        Reassociated: the same formula, rounded fewer times.
-
-    State:
-        Unchanged: the activation holds no parameters.
-
-    Raises:
-        SR309 GELU by the error function, or other constants.
+    Shapes: x (...) -> (...)
+    Numerics: Reassociated: the same formula, rounded fewer times.
+    State: Unchanged: the activation holds no parameters.
+    Raises: SR309 GELU by the error function, or other constants.
 
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2.
     """

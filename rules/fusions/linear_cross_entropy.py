@@ -196,15 +196,13 @@ class LinearCrossEntropy(Rule):
         elif labels is not None:
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
 
-    Shapes:
-        x (..., D), weight (V, D), labels (...) -> ()
+    Shapes: x (..., D), weight (V, D), labels (...) -> ()
 
     Numerics:
         Reassociated: the loss is computed in float32, of logits of the layer's dtype, and so are
         the sums that make the weight's gradient.
 
-    State:
-        Unchanged.
+    State: Unchanged.
 
     Raises:
         SR309 the logits are scaled, or needed for more than the loss; the layer is no plain linear

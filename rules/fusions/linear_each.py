@@ -90,14 +90,9 @@ class LinearEach(Rule):
         k = key.view(shape)
         v = value.view(shape)
 
-    Shapes:
-        x (..., D) -> (..., Q), (..., K) and (..., V)
-
-    Numerics:
-        Reassociated: a product adds to the gradient so far before it is rounded.
-
-    State:
-        Unchanged.
+    Shapes: x (..., D) -> (..., Q), (..., K) and (..., V)
+    Numerics: Reassociated: a product adds to the gradient so far before it is rounded.
+    State: Unchanged.
 
     Raises:
         SR309 no three layers that are named so read one operand in one branch, in this order.

@@ -160,15 +160,13 @@ class MaskedSoftmax(Rule):
         -->
         weights = masked_softmax(q @ k.transpose(-2, -1), mask, 1.0 / math.sqrt(k.size(-1)))
 
-    Shapes:
-        scores (B, N, T, S), mask like (B, N, T, S) or None -> (B, N, T, S)
+    Shapes: scores (B, N, T, S), mask like (B, N, T, S) or None -> (B, N, T, S)
 
     Numerics:
         Reassociated: float32 inside; the weights have the dtype of the scores. A row whose tokens
         are all hidden is not a number, as by the operations.
 
-    State:
-        Unchanged.
+    State: Unchanged.
 
     Raises:
         SR309 another softmax, scores that are used elsewhere too, or a function that this model

@@ -70,18 +70,14 @@ class PackGateUp(Packing):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         self.down(F.silu(gate) * up)
 
-    Shapes:
-        x (..., D) -> (..., F) twice; the weight is (2F, D).
-
-    Numerics:
-        Reassociated: the gradient of the operand is summed inside one product.
+    Shapes: x (..., D) -> (..., F) twice; the weight is (2F, D).
+    Numerics: Reassociated: the gradient of the operand is summed inside one product.
 
     State:
         `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
         for bit; models of transformers read and write the original's checkpoints.
 
-    Raises:
-        SR309 no such layers stand side by side; SR305 one of them is read elsewhere too.
+    Raises: SR309 no such layers stand side by side; SR305 one of them is read elsewhere too.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """

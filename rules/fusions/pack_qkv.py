@@ -82,18 +82,14 @@ class PackQkv(Packing):
         -->
         query, key, value = self.qkv_proj(x).chunk(3, dim=-1)
 
-    Shapes:
-        x (..., D) -> (..., Q), (..., K) and (..., K); the weight is (Q + 2K, D).
-
-    Numerics:
-        Reassociated: the gradient of the operand is summed inside one product.
+    Shapes: x (..., D) -> (..., Q), (..., K) and (..., K); the weight is (Q + 2K, D).
+    Numerics: Reassociated: the gradient of the operand is summed inside one product.
 
     State:
         `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
         for bit; models of transformers read and write the original's checkpoints.
 
-    Raises:
-        SR309 no such layers stand side by side; SR305 one of them is read elsewhere too.
+    Raises: SR309 no such layers stand side by side; SR305 one of them is read elsewhere too.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """

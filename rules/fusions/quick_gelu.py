@@ -78,17 +78,13 @@ class QuickGelu(Rule):
         -->
         hidden_states = quick_gelu(hidden_states, activation=self.activation_fn)
 
-    Shapes:
-        x (...) -> (...)
+    Shapes: x (...) -> (...)
 
     Numerics:
         Reassociated: float32 inside, rounded once. On a CPU the same operations as before.
 
-    State:
-        Unchanged: the activation holds no parameters.
-
-    Raises:
-        SR309 another constant, or another function.
+    State: Unchanged: the activation holds no parameters.
+    Raises: SR309 another constant, or another function.
 
     Source: Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2; CLIP, github.com/openai/CLIP.
     """

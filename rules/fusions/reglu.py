@@ -33,18 +33,14 @@ class Reglu(Rule):
         -->
         self.down(reglu(self.gate(x), self.up(x)))
 
-    Shapes:
-        gate and up (..., F) -> (..., F)
+    Shapes: gate and up (..., F) -> (..., F)
 
     Numerics:
         Reseeded: on a GPU dropout of the product draws other numbers; without it, float32 inside,
         rounded once. On a CPU the same operations as before.
 
-    State:
-        Unchanged.
-
-    Raises:
-        SR309 another activation, or the activated gate is used elsewhere too.
+    State: Unchanged.
+    Raises: SR309 another activation, or the activated gate is used elsewhere too.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """

@@ -170,15 +170,13 @@ class ResidualLayerNorm(Rule):
         )
         x = x + self.mlp(normed)
 
-    Shapes:
-        x and residual (..., D), weight and bias (D,) -> (..., D), or (..., D) and (..., D)
+    Shapes: x and residual (..., D), weight and bias (D,) -> (..., D), or (..., D) and (..., D)
 
     Numerics:
         Reseeded: on a GPU dropout draws other numbers; without it, and on a CPU, the same formula.
         The sum is rounded as before; statistics in float32.
 
-    State:
-        Unchanged: the norm stays where it is made.
+    State: Unchanged: the norm stays where it is made.
 
     Raises:
         SR309 the norm does not follow the addition in one `forward`, or goes over several axes.

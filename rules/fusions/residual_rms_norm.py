@@ -125,18 +125,14 @@ class ResidualRmsNorm(Rule):
             hidden_states, residual, self.norm.weight, self.norm.variance_epsilon, norm=self.norm
         )
 
-    Shapes:
-        x and residual (..., D), weight (D,) -> (..., D) and (..., D)
+    Shapes: x and residual (..., D), weight (D,) -> (..., D) and (..., D)
 
     Numerics:
         Reseeded: on a GPU dropout draws other numbers; without it, and on a CPU, the same formula.
         The sum is rounded as before; statistics in float32.
 
-    State:
-        Unchanged: the norm stays where it is made.
-
-    Raises:
-        SR309 the norm does not follow the addition in one `forward`.
+    State: Unchanged: the norm stays where it is made.
+    Raises: SR309 the norm does not follow the addition in one `forward`.
 
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """

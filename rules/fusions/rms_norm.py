@@ -157,14 +157,9 @@ class RmsNorm(Rule):
         -->
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
-    Shapes:
-        x (..., D), weight (D,) -> (..., D)
-
-    Numerics:
-        Reassociated: statistics in float32, as before; sums in another order.
-
-    State:
-        Unchanged.
+    Shapes: x (..., D), weight (D,) -> (..., D)
+    Numerics: Reassociated: statistics in float32, as before; sums in another order.
+    State: Unchanged.
 
     Raises:
         SR309 another norm, a cast at another point, or a value inside is used elsewhere too.

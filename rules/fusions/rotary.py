@@ -126,14 +126,9 @@ class Rotary(Rule):
         q (B, N, T, H), k (B, K, T, H), cos and sin (B, T, R), R <= H -> q's and k's;
         with `unsqueeze_dim` 2, q (B, T, N, H) and k (B, T, K, H)
 
-    Numerics:
-        Reassociated: float32 inside, rounded once.
-
-    State:
-        Unchanged.
-
-    Raises:
-        SR309 another layout of the pairs, or a value inside is used elsewhere too.
+    Numerics: Reassociated: float32 inside, rounded once.
+    State: Unchanged.
+    Raises: SR309 another layout of the pairs, or a value inside is used elsewhere too.
 
     Source: Su et al. 2021, arXiv:2104.09864; part of a head: Black et al. 2022, arXiv:2204.06745.
     """

@@ -186,8 +186,7 @@ class Sdpa(Rule):
         row whose tokens are all hidden is not a number by the operations, and may be zero; where a
         large number hides them, some of torch's kernels give its queries and keys other gradients.
 
-    State:
-        Unchanged: a mask's buffer stays.
+    State: Unchanged: a mask's buffer stays.
 
     Raises:
         SR309 the weights are used elsewhere too, or are no plain softmax of scaled products.

@@ -87,18 +87,14 @@ class Swiglu(Rule):
         -->
         self.down(swiglu(self.gate_proj(x), self.up_proj(x), activation=self.act_fn))
 
-    Shapes:
-        gate and up (..., F) -> (..., F)
+    Shapes: gate and up (..., F) -> (..., F)
 
     Numerics:
         Reseeded: on a GPU dropout of the product draws other numbers; without it, float32 inside,
         rounded once. On a CPU the same operations as before.
 
-    State:
-        Unchanged.
-
-    Raises:
-        SR309 another activation, or the activated gate is used elsewhere too.
+    State: Unchanged.
+    Raises: SR309 another activation, or the activated gate is used elsewhere too.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """

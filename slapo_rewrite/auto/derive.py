@@ -38,25 +38,15 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Derived:
-    """A schedule that was worked out.
+    """A schedule that was worked out."""
 
-    Attributes:
-        text: The file's text.
-        head: What stands before `schedule` in it.
-        title: What the model is.
-        groups: What is split.
-        share: The share of its parameters that is split.
-        why: Why nothing is checkpointed, where that is so.
-        others: What is said of other models of the source, each in words.
-    """
-
-    text: str
-    head: str
-    title: str
-    groups: tuple[Group, ...]
-    share: float
-    why: str
-    others: tuple[str, ...]
+    text: str  # the file's text
+    head: str  # what stands before `schedule` in it
+    title: str  # what the model is
+    groups: tuple[Group, ...]  # what is split
+    share: float  # the share of its parameters that is split
+    why: str  # why nothing is checkpointed, where that is so
+    others: tuple[str, ...]  # what is said of other models of the source, each in words
 
 
 @collector_paused()

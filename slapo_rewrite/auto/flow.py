@@ -29,39 +29,29 @@ _APART = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 
 @dataclass
 class Passage:
-    """How a layer was used in the step.
+    """How a layer was used in the step."""
 
-    Attributes:
-        paths: The modules that the pattern stands for.
-        rows: How many rows it was given in all, each a vector of features.
-        width: How many numbers it was given in all.
-        pieces: Sizes of the pieces that its result was taken apart into, each once.
-    """
-
-    paths: set[str] = field(default_factory=set)
-    rows: int = 0
-    width: int = 0
+    paths: set[str] = field(default_factory=set)  # the modules that the pattern stands for
+    rows: int = 0  # how many rows it was given in all, each a vector of features
+    width: int = 0  # how many numbers it was given in all
+    # Sizes of the pieces that its result was taken apart into, each once.
     pieces: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @dataclass
 class Flow:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        layers: The layers that can be split over inputs or outputs, by pattern.
-        tables: The embeddings, likewise.
-        sources: For each layer, those whose results reach it with no other between.
-        between: For each other module with parameters of its own, those whose results reach it.
-        ends: The layers whose results are a part of what the model returns.
-        apart: The lists whose elements follow one another in a layer, by pattern: each is a node.
-    """
-
+    # The layers that can be split over inputs or outputs, by pattern.
     layers: dict[str, Passage] = field(default_factory=dict)
-    tables: dict[str, Passage] = field(default_factory=dict)
+    tables: dict[str, Passage] = field(default_factory=dict)  # the embeddings, likewise
+    # For each layer, those whose results reach it with no other between.
     sources: dict[str, set[str]] = field(default_factory=dict)
+    # For each other module with parameters of its own, those whose results reach it.
     between: dict[str, set[str]] = field(default_factory=dict)
+    # The layers whose results are a part of what the model returns.
     ends: set[str] = field(default_factory=set)
+    # The lists whose elements follow one another in a layer, by pattern: each is a node.
     apart: frozenset[str] = frozenset()
 
 

@@ -44,6 +44,7 @@ from slapo_rewrite.auto.shard_groups import (
     with_parts,
 )
 from slapo_rewrite.changes.change_set import stands_in_its_class
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.layers import Split, splits_of
@@ -418,10 +419,11 @@ class Search:
     def _shards(self, pattern: str, wanted: Callable[[Split], bool]) -> tuple[Shard, ...]:
         """A layer split over its outputs, or its inputs; empty where it cannot be."""
         module = self.modules[pattern][0]
-        by_axis: dict[int, list[str]] = {}
-        for (name, axis), split in (splits_of(module) or {}).items():
-            if wanted(split) and getattr(module, name, None) is not None:
-                by_axis.setdefault(axis, []).append(name)
+        by_axis = grouped(
+            (axis, name)
+            for (name, axis), split in (splits_of(module) or {}).items()
+            if wanted(split) and getattr(module, name, None) is not None
+        )
         return tuple(Shard(pattern, tuple(names), axis) for axis, names in by_axis.items())
 
     def _carried(self, pattern: str) -> Shard | None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite.auto.step import Step
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.small_arguments import FEW, small_heads, small_number
 
@@ -34,7 +35,7 @@ def in_order(classes: list[type], module: types.ModuleType) -> list[type]:
                 tree = ast.parse(inspect.getsource(value).strip())
             except (OSError, TypeError, SyntaxError):
                 continue
-            used |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id != name}
+            used |= names_in(tree) - {name}
     plain = [cls for cls in classes if getattr(cls, "config_class", None) is None]
     return [cls for cls in reversed(plain) if cls.__name__ not in used]
 

@@ -18,15 +18,10 @@ _SEALED = re.compile(r"^# slapo-rewrite (\S+): worked out of ([0-9a-f]+), ([0-9a
 
 @dataclass(frozen=True)
 class WorkedOut:
-    """A schedule file that was worked out.
+    """A schedule file that was worked out."""
 
-    Attributes:
-        file: Where it lies.
-        words: What is said of it.
-    """
-
-    file: Path
-    words: str
+    file: Path  # where it lies
+    words: str  # what is said of it
 
 
 def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:

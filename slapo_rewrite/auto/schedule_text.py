@@ -10,6 +10,7 @@ from dataclasses import replace
 from slapo_rewrite import __version__
 from slapo_rewrite.auto.shard_groups import Found, Group
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.groups import grouped
 
 LINE_LENGTH = 100
 NONE_PAYS = (
@@ -200,9 +201,7 @@ def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
     """The lines of a group, modules that are split alike in one."""
     slow = "" if group.pays or none_pays else " It takes longer than it saves, and is for memory."
     lines = _comment(_reason(group) + slow, LINE_LENGTH - 8)
-    alike: dict[str, list[str]] = {}
-    for shard in group.shards:
-        alike.setdefault(shard.arguments(), []).append(shard.pattern)
+    alike = grouped((shard.arguments(), shard.pattern) for shard in group.shards)
     for arguments, patterns in alike.items():
         lines += [f"{_selected(path, main)}.shard({arguments})" for path in _joined(patterns)]
     for mode, paths in (("fwd_post", group.results), ("bwd_post", group.summed)):
@@ -223,9 +222,7 @@ def _reason(group: Group) -> str:
         more = len({*group.patterns}) > 1 and not {*group.results} <= {*group.patterns}
         beside = " and of what runs beside them, and the sum of all is taken once" if more else ""
         return f"{size}: each rank has a part of every expert{beside}."
-    roles: dict[str, list[str]] = {}
-    for shard in group.shards:
-        roles.setdefault(shard.pattern, []).append(shard.arguments())
+    roles = grouped((shard.pattern, shard.arguments()) for shard in group.shards)
     if len({*map(tuple, roles.values())}) == 1:
         return f"{size}, whose results are put together."
     once = "; the gradient of what goes in is summed once" if group.summed else ""
@@ -241,9 +238,7 @@ def _spoken(number: int) -> str:
 
 def _left(found: Found) -> list[str]:
     """A comment for what stays whole."""
-    by_reason: dict[str, list[str]] = {}
-    for pattern, reason in found.whole.items():
-        by_reason.setdefault(reason, []).append(pattern)
+    by_reason = grouped((reason, pattern) for pattern, reason in found.whole.items())
     lines: list[str] = []
     for reason, patterns in by_reason.items():
         said = ", ".join(f"`{path}`" for path in _joined(patterns))

@@ -10,25 +10,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.code.text import joined_path, with_wildcards
 from slapo_rewrite.model.layers import inner_of
 
 
 @dataclass(frozen=True)
 class Shard:
-    """`shard` of the modules that a pattern selects.
+    """`shard` of the modules that a pattern selects."""
 
-    Attributes:
-        pattern: Their path.
-        names: The parameters.
-        axis: Which axis.
-        parts: How the axis is packed; empty where it is not.
-    """
-
-    pattern: str
-    names: tuple[str, ...]
+    pattern: str  # their path
+    names: tuple[str, ...]  # the parameters
     axis: int
-    parts: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()  # how the axis is packed; empty where it is not
 
     def arguments(self) -> str:
         """What stands in the brackets of the call."""
@@ -42,27 +35,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are split together.
+    """Layers that are split together."""
 
-    Attributes:
-        shards: How.
-        summed: The modules whose input's gradient is summed once for all layers in them.
-        results: The modules whose result is summed.
-        head: The head whose parts go into the loss, if any.
-        parameters: How many they have.
-        rows: What the rows of their weights are where each rank has as many of them: words, say.
-        is_experts: Whether they are the experts of mixtures.
-        pays: Whether the split saves more than its collectives take.
-    """
-
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # how
+    # The modules whose input's gradient is summed once for all layers in them.
     summed: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
-    head: str | None = None
-    parameters: int = 0
+    results: tuple[str, ...] = ()  # the modules whose result is summed
+    head: str | None = None  # the head whose parts go into the loss, if any
+    parameters: int = 0  # how many they have
+    # What the rows of their weights are where each rank has as many of them: words, say.
     rows: str = ""
-    is_experts: bool = False
-    pays: bool = True
+    is_experts: bool = False  # whether they are the experts of mixtures
+    pays: bool = True  # whether the split saves more than its collectives take
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -81,17 +65,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search came to.
+    """What the search came to."""
 
-    Attributes:
-        groups: What is split.
-        whole: Layers with a share of the parameters that stay whole, each with the reason.
-        total: How many parameters the model has.
-    """
-
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...]  # what is split
+    # Layers with a share of the parameters that stay whole, each with the reason.
     whole: dict[str, str]
-    total: int
+    total: int  # how many parameters the model has
 
     @property
     def share(self) -> float:
@@ -105,17 +84,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Cube:
-    """A parameter that holds one matrix for each expert.
+    """A parameter that holds one matrix for each expert."""
 
-    Attributes:
-        pattern: The module that holds it.
-        name: Its name there.
-        beside: All of that module's parameters.
-    """
-
-    pattern: str
+    pattern: str  # the module that holds it
     name: str
-    beside: dict[str, nn.Parameter]
+    beside: dict[str, nn.Parameter]  # all of that module's parameters
 
     @property
     def shape(self) -> torch.Size:
@@ -167,12 +140,7 @@ def common_pattern(patterns: Iterable[str]) -> str:
 
 
 def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
-    """How a layer of torch is split that holds others, and is split with them; () for any other.
-
-    Args:
-        pattern: Its path.
-        module: The layer.
-    """
+    """How a layer of torch is split that holds others, and is split with them; () for any other."""
     found: dict[tuple[str, int, int], list[str]] = {}
     for (path, name), (axis, blocks) in inner_of(module).items():
         held = module.get_submodule(path)
@@ -180,7 +148,7 @@ def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
             if name in ("in_proj_weight", "weight"):
                 return ()  # several projections in the place of a packed one
             continue
-        key = f"{pattern}.{with_wildcards(path)}".strip("."), axis, blocks
+        key = joined_path(pattern, with_wildcards(path)), axis, blocks
         found.setdefault(key, []).append(name)
     return tuple(
         Shard(path, tuple(dict.fromkeys(names)), axis, (1,) * blocks if blocks > 1 else ())

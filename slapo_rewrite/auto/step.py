@@ -29,23 +29,17 @@ class DoesNotRun(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """How the model is built, and one training step of it, as text of a schedule file.
+    """How the model is built, and one training step of it, as text of a schedule file."""
 
-    Attributes:
-        title: What the model is called.
-        imports: What the functions use of other modules: module and name.
-        model: The expression that `model(m)` returns.
-        twin: The expression that `verify_model(m)` returns; None where the tool makes one itself.
-        inputs: The items of the dictionary that `inputs(model)` returns; None where the tool makes
-            them itself.
-        loss: The expression that `loss(outputs)` returns; None where the model computes its own.
-    """
-
-    title: str
-    imports: tuple[tuple[str, str], ...]
-    model: str
+    title: str  # what the model is called
+    imports: tuple[tuple[str, str], ...]  # what the functions use of other modules: module and name
+    model: str  # the expression that `model(m)` returns
+    # The expression that `verify_model(m)` returns; None where the tool makes one itself.
     twin: str | None = None
+    # The items of the dictionary that `inputs(model)` returns; None where the tool makes them
+    # itself.
     inputs: Mapping[str, str] | None = None
+    # The expression that `loss(outputs)` returns; None where the model computes its own.
     loss: str | None = None
 
     def text(self) -> str:
@@ -90,13 +84,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Given(Step):
-    """What the user's own file says, as it stands there.
+    """What the user's own file says, as it stands there."""
 
-    Attributes:
-        written: The file's text.
-    """
-
-    written: str = ""
+    written: str = ""  # the file's text
 
     @classmethod
     def read(cls, file: Path) -> Given:

@@ -24,18 +24,12 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass(frozen=True)
 class AddBias(Change):
-    """Where methods call a linear layer: the product, with the bias added to it.
+    """Where methods call a linear layer: the product, with the bias added to it."""
 
-    Attributes:
-        product: `linear`, or `matmul` where the weight is not transposed.
-        before: The collective that the layer's input goes through, if any.
-        after: The one that the product goes through.
-        shared: The parameters that meet parts: their gradients are added up.
-    """
-
-    product: str
-    before: Collective | None
-    after: Collective | None
+    product: str  # `linear`, or `matmul` where the weight is not transposed
+    before: Collective | None  # the collective that the layer's input goes through, if any
+    after: Collective | None  # the one that the product goes through
+    # The parameters that meet parts: their gradients are added up.
     shared: frozenset[str] = frozenset()
 
     prefix = "Decomposed"

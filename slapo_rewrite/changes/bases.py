@@ -52,17 +52,11 @@ class DeriveFrom(Change):
 
 @dataclass(frozen=True)
 class MixIn(Change):
-    """In a class: another base, before its own.
+    """In a class: another base, before its own."""
 
-    Attributes:
-        module: The helper module that defines it.
-        name: The class.
-        why: What it is for, as a sentence.
-    """
-
-    module: str
-    name: str
-    why: str
+    module: str  # the helper module that defines it
+    name: str  # the class
+    why: str  # what it is for, as a sentence
 
     is_parallel = False
 

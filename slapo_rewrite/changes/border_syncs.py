@@ -38,15 +38,10 @@ HOOKS = {
 
 @dataclass(frozen=True)
 class SyncInput(Change):
-    """At the start of `forward`: its first argument goes through collectives.
+    """At the start of `forward`: its first argument goes through collectives."""
 
-    Attributes:
-        collectives: One by one.
-        of: Another argument that goes through them instead.
-    """
-
-    collectives: tuple[Collective, ...]
-    of: str | None = None
+    collectives: tuple[Collective, ...]  # one by one
+    of: str | None = None  # another argument that goes through them instead
 
     @property
     def side(self) -> str:
@@ -82,16 +77,11 @@ class SyncInput(Change):
 
 @dataclass(frozen=True)
 class SyncOutput(Change):
-    """Where `forward` returns: the value, or what stands first in it, goes through collectives.
+    """Where `forward` returns: the value, or what stands first in it, goes through collectives."""
 
-    Attributes:
-        collectives: One by one.
-        nested: Whether what is returned has the tensor inside of it.
-        first: The first field of each class that holds what is returned.
-    """
-
-    collectives: tuple[Collective, ...]
-    nested: bool = False
+    collectives: tuple[Collective, ...]  # one by one
+    nested: bool = False  # whether what is returned has the tensor inside of it
+    # The first field of each class that holds what is returned.
     first: tuple[tuple[str, str], ...] = ()
     side = "output"
 
@@ -128,17 +118,11 @@ class SyncOutput(Change):
 
 @dataclass(frozen=True)
 class SyncCall(Change):
-    """Where methods call a submodule: collectives around its first argument or its result.
+    """Where methods call a submodule: collectives around its first argument or its result."""
 
-    Attributes:
-        collectives: One by one.
-        around: `argument` or `result`.
-        name: The first argument's name, where it is given by keyword.
-    """
-
-    collectives: tuple[Collective, ...]
-    around: str
-    name: str | None = None
+    collectives: tuple[Collective, ...]  # one by one
+    around: str  # `argument` or `result`
+    name: str | None = None  # the first argument's name, where it is given by keyword
 
     def write_at(self, text: ClassText, place: AtCalls) -> None:
         """Puts them around it in every call."""
@@ -238,12 +222,6 @@ def place_syncs(
     to: Placement, node: Node, borders: Sequence[ModuleBoundary], is_layer: bool
 ) -> None:
     """The collectives at a module's borders, those that a layer carries out itself apart.
-
-    Args:
-        to: Takes them.
-        node: The module.
-        borders: Its borders.
-        is_layer: Whether a parallel layer takes the module's place.
 
     Raises:
         RewriteError: There is no place for one.

@@ -13,20 +13,15 @@ from slapo_rewrite.directive import Causes
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a class. Equal changes at one place are one for all instances.
+    """One change of a class. Equal changes at one place are one for all instances."""
 
-    Attributes:
-        order: When it is written: what takes in others' lines comes after them.
-        prefix: What a subclass that differs in such changes alone is called by.
-        says: What is said of its instances.
-        is_parallel: Whether it belongs to splitting the class over ranks.
-        is_lasting: Whether it stays with the module whatever else changes there.
-    """
-
-    order: ClassVar[int] = 0
+    order: ClassVar[int] = 0  # when it is written: what takes in others' lines comes after them
+    # What a subclass that differs in such changes alone is called by.
     prefix: ClassVar[str] = "TensorParallel"
+    # What is said of its instances.
     says: ClassVar[str] = "whose layers are split over the tensor-parallel group"
-    is_parallel: ClassVar[bool] = True
+    is_parallel: ClassVar[bool] = True  # whether it belongs to splitting the class over ranks
+    # Whether it stays with the module whatever else changes there.
     is_lasting: ClassVar[bool] = False
 
     @property

@@ -27,28 +27,23 @@ Held = dict[str, list[tuple[Node, Site]]]
 
 @dataclass
 class ChangeSet:
-    """What was collected so far for one file.
+    """What was collected so far for one file."""
 
-    Attributes:
-        sources: The source files.
-        file: The file.
-        siblings: The elements that a module stands for, itself included, by its path.
-        same: Directives that asked the same of these elements, by the number of the module's own.
-        sites: Construction sites by the first character of their expression.
-        indices: The elements that each site in a loop makes.
-        by_path: By the path of the module whose class they change, and the place in it.
-        causes: The directives behind each change.
-        made: What becomes of each module that a place makes, by the owner's path and the place.
-    """
-
-    sources: Sources
+    sources: Sources  # the source files
     file: SourceFile
+    # The elements that a module stands for, itself included, by its path.
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Directives that asked the same of these elements, by the number of the module's own.
     same: dict[int, dict[int, Directive]] = field(default_factory=dict)
+    # Construction sites by the first character of their expression.
     sites: dict[int, Site] = field(default_factory=dict)
+    # The elements that each site in a loop makes.
     indices: IndexSets = field(default_factory=IndexSets)
+    # By the path of the module whose class they change, and the place in it.
     by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
+    # The directives behind each change.
     causes: dict[str, dict[Place, Causes]] = field(default_factory=dict)
+    # What becomes of each module that a place makes, by the owner's path and the place.
     made: dict[tuple[str, AtSite], dict[str, Change]] = field(default_factory=dict)
 
     def add(self, path: str, place: Place, change: Change, causes: Causes) -> None:

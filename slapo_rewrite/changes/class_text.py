@@ -25,18 +25,12 @@ class ClassText:
     """Takes what changes in the text of a class.
 
     Args:
-        classes: The classes of the file.
         imports: Takes the names that the changes refer to.
-        class_name: The class.
         wanted: All that changes, by its place.
         indices: The elements that each loop makes.
-
-    Attributes:
-        lines: What changes, by statement.
-        causes: The directives that ask for what is written.
     """
 
-    causes: Causes = ()
+    causes: Causes = ()  # the directives that ask for what is written
 
     def __init__(
         self,
@@ -49,7 +43,7 @@ class ClassText:
         self.classes, self.imports, self.class_name = classes, imports, class_name
         self.wanted, self.indices = wanted, indices
         self.file = classes.file
-        self.lines: dict[ast.stmt, Lines] = {}
+        self.lines: dict[ast.stmt, Lines] = {}  # what changes, by statement
 
     def asked_by(self, causes: Causes) -> ClassText:
         """The same class, for what these directives ask for."""

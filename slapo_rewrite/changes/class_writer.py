@@ -40,7 +40,6 @@ class Subclass:
 
     Attributes:
         base: The class it is derived from, as it is after its own edits.
-        name: Its name.
         doc: The docstring's one line.
         relatives: Where a module is that a site outside of loops makes, by the site.
         optional: The sites that not all of its instances go through.
@@ -54,12 +53,7 @@ class Subclass:
 
 
 class ClassWriter:
-    """Edits one source file, class by class.
-
-    Args:
-        classes: The classes of the file.
-        imports: Takes the names that the text refers to.
-    """
+    """Edits one source file, class by class."""
 
     def __init__(self, classes: ClassHierarchy, imports: Imports) -> None:
         self.classes, self.imports = classes, imports

@@ -27,7 +27,7 @@ from slapo_rewrite.code.build import (
     with_callee,
     with_keywords,
 )
-from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.dataflow import names_in, uses_of
 from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
@@ -105,11 +105,7 @@ class Construction(Change):
         variable = _counter(site, text, level)
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
-        """Refuses a site that is no call that names its class.
-
-        Raises:
-            UnfollowableConstruction: It is not.
-        """
+        """Refuses a site that is no call that names its class (`UnfollowableConstruction`)."""
         odd = site.kind in ("alias", "factory") or (
             site.kind == "helper" and (bool(site.inner) or isinstance(self, ReplaceModule))
         )
@@ -160,19 +156,12 @@ class UseParallelLayer(Construction):
 
 @dataclass(frozen=True)
 class ReplaceModule(Construction):
-    """At a construction site: a class that the schedule names, or a subclass defined here.
+    """At a construction site: a class that the schedule names, or a subclass defined here."""
 
-    Attributes:
-        target: The class.
-        arguments: Its constructor's arguments as source; None keeps the original's.
-        weights: What its tensors are made of, by name.
-        layer: The tensor-parallel layer that is made instead, where it is sharded.
-        subclass: The subclass.
-    """
-
-    target: Function
-    arguments: str | None
-    weights: tuple[tuple[str, Weight], ...] = ()
+    target: Function  # the class
+    arguments: str | None  # its constructor's arguments as source; None keeps the original's
+    weights: tuple[tuple[str, Weight], ...] = ()  # what its tensors are made of, by name
+    # The tensor-parallel layer that is made instead, where it is sharded.
     layer: Layer | None = None
     subclass: str | None = None
 
@@ -233,20 +222,15 @@ class ReplaceModule(Construction):
 
 @dataclass(frozen=True)
 class UseSubclass(Construction):
-    """At a construction site: a specialised class in the place of the `original` one.
+    """At a construction site: a specialised class in the place of the `original` one."""
 
-    Attributes:
-        name: The class.
-        original: The one that it is derived from, or that it is.
-        module: Where the output has it, beside the file with the construction site; None for in it.
-        is_above: Whether that one imports this file, and holds nothing yet when this is read.
-        lookup: How the construction finds the original, where it does not name it.
-    """
-
-    name: str
-    original: str
+    name: str  # the class
+    original: str  # the one that it is derived from, or that it is
+    # Where the output has it, beside the file with the construction site; None for in it.
     module: str | None = None
+    # Whether that one imports this file, and holds nothing yet when this is read.
     is_above: bool = False
+    # How the construction finds the original, where it does not name it.
     lookup: Lookup | None = None
 
     is_parallel = False
@@ -302,12 +286,11 @@ class UseSubclass(Construction):
         if not site.variable or len(callees) > 1:  # other modules are made of it as well
             return False
         for statement in site.variable:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Name) and node.id == self.original:
-                    name = self.reference(text.imports, text.causes)
-                    text.put(node, name, self.becomes(site))
-                    text.at(site.statement).again = True
-                    return True
+            for node in uses_of(statement, self.original):
+                name = self.reference(text.imports, text.causes)
+                text.put(node, name, self.becomes(site))
+                text.at(site.statement).again = True
+                return True
         return False
 
 

@@ -13,20 +13,14 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass
 class Definition:
-    """What changes in a class for some of its instances.
+    """What changes in a class for some of its instances."""
 
-    Attributes:
-        changes: By the place in the class.
-        causes: The directives behind each change.
-        present: The constructions that these instances go through; a change at another one would
-            not touch them.
-        nodes: The instances.
-    """
-
-    changes: dict[Place, Change] = field(default_factory=dict)
-    causes: dict[Place, Causes] = field(default_factory=dict)
+    changes: dict[Place, Change] = field(default_factory=dict)  # by the place in the class
+    causes: dict[Place, Causes] = field(default_factory=dict)  # the directives behind each change
+    # The constructions that these instances go through; a change at another one would not touch
+    # them.
     present: set[Place] = field(default_factory=set)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # the instances
 
     def agrees_with(self, other: Definition) -> bool:
         """Whether one text serves both: where both have a place, they want the same."""

@@ -21,16 +21,11 @@ from slapo_rewrite.model.construction_sites import Site
 
 @dataclass(frozen=True)
 class ElementList:
-    """A module list whose elements a construction site makes.
-
-    Attributes:
-        path: Its path.
-        length: How many elements it has.
-        counted: What the site's `count` came to; None where that cannot be told.
-    """
+    """A module list whose elements a construction site makes."""
 
     path: str
-    length: int
+    length: int  # how many elements it has
+    # What the site's `count` came to; None where that cannot be told.
     counted: Callable[[], int | None]
 
     def numbers(self, paths: Iterable[str]) -> set[int]:
@@ -42,17 +37,11 @@ class ElementList:
 
 @dataclass(frozen=True)
 class Region:
-    """What lies between two neighbouring ends of shares.
+    """What lies between two neighbouring ends of shares."""
 
-    Attributes:
-        start: Where it begins, from 0 to 1.
-        stop: Where it ends.
-        numbers: The elements there.
-    """
-
-    start: Fraction
-    stop: Fraction
-    numbers: frozenset[int]
+    start: Fraction  # where it begins, from 0 to 1
+    stop: Fraction  # where it ends
+    numbers: frozenset[int]  # the elements there
 
 
 class _ByNumberError(Exception):
@@ -60,16 +49,12 @@ class _ByNumberError(Exception):
 
 
 class IndexSets:
-    """Which elements of each looping construction site exist, over all instances of the class.
-
-    Attributes:
-        notes: The shares that are written by numbers all the same, in words.
-    """
+    """Which elements of each looping construction site exist, over all instances of the class."""
 
     def __init__(self) -> None:
         self._present: dict[int, set[str]] = {}
         self._lists: dict[int, dict[str, ElementList]] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # the shares that are written by numbers all the same, in words
 
     def add(self, start: int, index: str) -> None:
         """Notes that an instance has the element."""

@@ -12,7 +12,9 @@ from slapo_rewrite import errors, runtime
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import below
 from slapo_rewrite.code.layout import fitted
+from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.code.text import imported_as
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 
@@ -27,48 +29,32 @@ KERNEL_FILES = (KERNELS, *(f"{KERNELS}_{backend}" for backend in WRITTEN))
 
 @dataclass(frozen=True)
 class Function:
-    """A function or class of the schedule file, or an importable one.
+    """A function or class of the schedule file, or an importable one."""
 
-    Attributes:
-        name: What the output calls it.
-        module: Where it is imported from; None where the schedule file defines it.
-    """
-
-    name: str
-    module: str | None
+    name: str  # what the output calls it
+    module: str | None  # where it is imported from; None where the schedule file defines it
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A name that a text uses from elsewhere.
+    """A name that a text uses from elsewhere."""
 
-    Attributes:
-        origin: The dotted name, as the tool itself can import it.
-        module: A helper module of the output, with a dot before it, or an installed one.
-        name: What is used of it.
-        written: How the text refers to it: the name, as a rule.
-        backend: Of a function that rules call: what it is carried out by, where that is no kernel.
-    """
-
-    origin: str
-    module: str
-    name: str
-    written: str
+    origin: str  # the dotted name, as the tool itself can import it
+    module: str  # a helper module of the output, with a dot before it, or an installed one
+    name: str  # what is used of it
+    written: str  # how the text refers to it: the name, as a rule
+    # Of a function that rules call: what it is carried out by, where that is no kernel.
     backend: str = ""
 
 
 class Imports:
-    """Collects what is referred to; a name that is taken is reached through its module instead.
-
-    Attributes:
-        helpers: Names used of each helper module of the output folder.
-        packages: Names used of each installed module.
-    """
+    """Collects what is referred to; a name that is taken is reached through its module instead."""
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
+        # Names used of each helper module of the output folder.
         self.helpers: dict[str, set[str]] = {}
-        self.packages: dict[str, set[str]] = {}
+        self.packages: dict[str, set[str]] = {}  # names used of each installed module
         self._modules: set[str] = set()
         self._along: set[str] = set()
         self._causes: dict[str, list[Directive]] = {}
@@ -131,7 +117,7 @@ class Imports:
                 at=causes[0].at if causes else None,
                 hint="rename one of them in the source",
             )
-        self.packages.setdefault(module, set()).add(name if used == name else f"{name} as {used}")
+        self.packages.setdefault(module, set()).add(imported_as(name, used))
         self._causes.setdefault(module, []).extend(causes)
         return used
 
@@ -187,12 +173,14 @@ class Imports:
             body: Its statements.
             causes: The directives that need it.
         """
-        unique, number = name, 2
-        while self._taken(unique) or self._defined.get(unique, (body,))[0] != body:
-            unique, number = f"{name}_{number}", number + 1
-        known = self._defined.get(unique, (body, ()))[1]
-        self._defined[unique] = (body, merged_causes(known, causes))
-        return unique
+
+        def is_taken(other: str) -> bool:
+            return self._taken(other) or self._defined.get(other, (body,))[0] != body
+
+        name = unique(name, is_taken, "_")
+        known = self._defined.get(name, (body, ()))[1]
+        self._defined[name] = (body, merged_causes(known, causes))
+        return name
 
     def _taken(self, name: str) -> bool:
         """Whether a name means something in the file, at its top level or inside a function."""

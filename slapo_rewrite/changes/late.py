@@ -12,7 +12,6 @@ from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import position
-from slapo_rewrite.code.text import simple_statements
 
 # What may be called a second time: nothing changes by it.
 _PURE = {"getattr", "hasattr", "int", "float", "len", "max", "min", "round", "abs", "sum", "bool"}
@@ -22,7 +21,6 @@ class Late:
     """Expressions for attributes at a statement of a constructor.
 
     Args:
-        file: The file.
         function: The constructor.
         statement: Where the expressions are to stand.
     """
@@ -30,7 +28,10 @@ class Late:
     def __init__(self, file: SourceFile, function: ast.FunctionDef, statement: ast.stmt) -> None:
         self.file, self.function, self.line = file, function, statement.lineno
         self.bound: dict[str, list[tuple[ast.stmt, ast.expr | None]]] = {}
-        for each in simple_statements(function):
+        simple = (
+            n for n in ast.walk(function) if isinstance(n, ast.stmt) and not hasattr(n, "body")
+        )
+        for each in simple:
             for target, value in _assignments(each):
                 name = ast.unparse(target)
                 self.bound.setdefault(name, []).append((each, value))
@@ -107,7 +108,7 @@ class Late:
                 return self._written(node, node.id)
 
             def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                if is_name(node.value, "self"):
                     return self._written(node, f"self.{node.attr}")
                 return self.generic_visit(node)
 

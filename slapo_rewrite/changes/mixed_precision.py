@@ -47,14 +47,10 @@ PARALLEL = {
 
 @dataclass(frozen=True)
 class HalfPrecision(Requested):
-    """The products of a module, and of those in it, are computed in half precision.
+    """The products of a module, and of those in it, are computed in half precision."""
 
-    Attributes:
-        dtype: Which, by its name.
-        keep: Operations, and modules by patterns of their paths, that stay in float32.
-    """
-
-    dtype: str
+    dtype: str  # which, by its name
+    # Operations, and modules by patterns of their paths, that stay in float32.
     keep: tuple[str, ...] = ()
     is_parallel = False
 
@@ -83,17 +79,11 @@ class UseHalfLayer(UseParallelLayer):
 
 @dataclass(frozen=True)
 class CastOperand(Change):
-    """In a method: an operand of a call or a product is cast.
-
-    Attributes:
-        operand: Which.
-        method: What casts it: a method of tensors.
-        function: A helper that does so, for what need not be a float.
-    """
+    """In a method: an operand of a call or a product is cast."""
 
     operand: Operand
-    method: str
-    function: str | None = None
+    method: str  # what casts it: a method of tensors
+    function: str | None = None  # a helper that does so, for what need not be a float
 
     prefix = "Half"
     says = "that computes products in half precision"

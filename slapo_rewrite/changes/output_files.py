@@ -25,6 +25,8 @@ from slapo_rewrite.changes.imports import EAGER, KERNEL_FILES, Imports
 from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.names import unique
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.layers import base_of
@@ -38,27 +40,16 @@ _RESERVED |= {"modules", "pipeline", *KERNEL_FILES}
 
 @dataclass
 class OutputFile:
-    """What is collected for one file.
-
-    Attributes:
-        file: The file.
-        changes: What changes in its classes.
-        classes: Its classes.
-        imports: Names that it needs of the helper modules.
-    """
+    """What is collected for one file."""
 
     file: SourceFile
-    changes: ChangeSet
+    changes: ChangeSet  # what changes in its classes
     classes: ClassHierarchy
-    imports: Imports
+    imports: Imports  # names that it needs of the helper modules
 
 
 class OutputFiles:
-    """One for each file that defines classes of the model and may be rewritten.
-
-    Attributes:
-        main: The model file's.
-    """
+    """One for each file that defines classes of the model and may be rewritten."""
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.sources = sources
@@ -69,7 +60,7 @@ class OutputFiles:
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._same: dict[int, dict[int, Directive]] = {}
         self._stems: dict[str, str] = {}
-        self.main = self._open(sources.main)
+        self.main = self._open(sources.main)  # the model file's
         self.stem(sources.main)
         seen: set[type] = set()
         for node in tree.nodes.values():
@@ -103,7 +94,7 @@ class OutputFiles:
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
         """By the path of each module, that of the one whose changes are its own."""
         own = stand_in(self._siblings)
-        first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+        first = tree.first_paths()
         return {path: own(first[id(node.live)]) for path, node in tree.nodes.items()}
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
@@ -203,10 +194,7 @@ class OutputFiles:
             while name in taken and any(above):
                 name = f"{above.pop()}_{name}"
             name = f"{name}_model" if name in _RESERVED else name
-            unique, number = name, 2
-            while unique in taken:
-                unique, number = f"{name}_{number}", number + 1
-            self._stems[file.name] = unique
+            self._stems[file.name] = unique(name, taken.__contains__, "_")
         return self._stems[file.name]
 
     def making(self, node: Node) -> OutputFile:
@@ -280,7 +268,7 @@ def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
         siblings: For the first of several elements that are alike: the names of all of them.
     """
     elements = {
-        f"{path.rpartition('.')[0]}.{name}".lstrip("."): path
+        joined_path(path.rpartition(".")[0], name): path
         for path, names in siblings.items()
         for name in names
     }
@@ -290,7 +278,7 @@ def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
         if not path:
             return path
         above, _, name = path.rpartition(".")
-        own = f"{told(above)}.{name}".lstrip(".")
+        own = joined_path(told(above), name)
         return elements.get(own, own)
 
     return told

@@ -21,6 +21,7 @@ from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.changes.late import Late, names_read
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
@@ -37,26 +38,14 @@ _SIZES = ("split_size_or_sections", "split_size", "split_sizes")
 
 @dataclass(frozen=True)
 class _Block:
-    """The size of a block as a product, in names that are known where the tensor is made.
+    """The size of a block as a product, in names that are known where the tensor is made."""
 
-    Attributes:
-        factors: What is multiplied.
-        meaning: What that comes to by what the names were bound to.
-    """
-
-    factors: tuple[ast.expr, ...]
-    meaning: _Sum
+    factors: tuple[ast.expr, ...]  # what is multiplied
+    meaning: _Sum  # what that comes to by what the names were bound to
 
 
 class _BlockWriter:
-    """Writes the sizes of the blocks of one tensor.
-
-    Args:
-        sources: The source files.
-        classes: The classes of the file in which it is made.
-        node: The layer, or the module whose own parameter it is.
-        site: Where it is made.
-    """
+    """Writes the sizes of the blocks of one tensor."""
 
     def __init__(self, sources: Sources, classes: ClassHierarchy, node: Node, site: Site) -> None:
         self.sources, self.classes, self.node, self.site = sources, classes, node, site
@@ -166,7 +155,7 @@ class _BlockWriter:
         What a base's constructor sets may be this rank's share by then.
         """
         read = [name for name in names_read(expr) if name.startswith("self.")]
-        bare = [n for n in ast.walk(expr) if isinstance(n, ast.Name) and n.id == "self"]
+        bare = uses_of(expr, "self")
         return len(bare) == len(read) and all(
             name in self.late.bound and name.removeprefix("self.") not in self.owner.children
             for name in read
@@ -195,8 +184,7 @@ class _BlockWriter:
         pieces: list[list[ast.expr]] = []
         ends: list[ast.expr] = []
         for place, number in places:
-            start, end = (place.line, place.column), (place.end_line, place.end_column)
-            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, start, end))
+            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, place.start, place.end))
             for method, node in nodes:
                 statement = self.site.file.statement_of(node)
                 local = Late(self.site.file, method, statement)

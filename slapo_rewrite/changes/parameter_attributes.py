@@ -31,17 +31,11 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class Annotate(Requested):
-    """After a module's or a parameter's construction: an attribute of the parameter.
+    """After a module's or a parameter's construction: an attribute of the parameter."""
 
-    Attributes:
-        name: The parameter.
-        key: The attribute.
-        value: Its value as source.
-    """
-
-    name: str
-    key: str
-    value: str
+    name: str  # the parameter
+    key: str  # the attribute
+    value: str  # its value as source
 
     order = 1
     prefix = "Annotated"

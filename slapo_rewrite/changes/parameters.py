@@ -15,6 +15,7 @@ from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtParameter, AtReads, AtSite
 from slapo_rewrite.changes.reads import values_read
 from slapo_rewrite.changes.state import Shard
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node
@@ -24,13 +25,9 @@ from slapo_rewrite.sharding.types import layer_key
 
 @dataclass(frozen=True)
 class BehindParameter(Change):
-    """A call behind what makes a parameter: its assignment, or the layer of torch that has it.
+    """A call behind what makes a parameter: its assignment, or the layer of torch that has it."""
 
-    Attributes:
-        name: The parameter.
-    """
-
-    name: str
+    name: str  # the parameter
 
     def insert(
         self,
@@ -72,17 +69,12 @@ class BehindParameter(Change):
 
 @dataclass(frozen=True)
 class ShardParameter(BehindParameter):
-    """A parameter is cut down to this rank's part.
+    """A parameter is cut down to this rank's part."""
 
-    Attributes:
-        axis: The axis that is split.
-        parts: What the blocks packed along it are, as it is given to the function that cuts.
-        multiple_of: What a rank's part of a block is a multiple of; 0 where it may be any.
-    """
-
-    axis: int
+    axis: int  # the axis that is split
+    # What the blocks packed along it are, as it is given to the function that cuts.
     parts: Packed | PackedSizes | None
-    multiple_of: int = 0
+    multiple_of: int = 0  # what a rank's part of a block is a multiple of; 0 where it may be any
 
     says = "whose parameters are split over the tensor-parallel group"
 
@@ -146,13 +138,9 @@ def place_biases(to: Placement, node: Node) -> None:
 
 @dataclass(frozen=True)
 class ReduceParameterGradient(Change):
-    """Where methods read a parameter that every rank has whole: its gradients are added up.
+    """Where methods read a parameter that every rank has whole: its gradients are added up."""
 
-    Attributes:
-        name: The parameter's.
-    """
-
-    name: str
+    name: str  # the parameter's
 
     prefix = "Replicated"
     says = "that runs on this rank's part: its gradients are summed"
@@ -169,7 +157,7 @@ class ReduceParameterGradient(Change):
                 if place.end:
                     is_meant = place.end == (node.end_lineno, node.end_col_offset)
                 else:
-                    is_meant = isinstance(node.value, ast.Name) and node.value.id == "self"
+                    is_meant = is_name(node.value, "self")
                 if is_meant:
                     text.replace(node, lambda made: reduced.of(made, text.helper), why)
                     found = True

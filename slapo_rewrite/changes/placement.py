@@ -24,32 +24,21 @@ from slapo_rewrite.sharding import ShardingResult
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Part of a `forward`, by the calls that it makes.
+    """Part of a `forward`, by the calls that it makes."""
 
-    Attributes:
-        calls: Names of what is called, or a regular expression for them.
-        name: What a method of these statements is called; None leaves it to the tool.
-    """
-
-    calls: tuple[str, ...] | str
+    calls: tuple[str, ...] | str  # names of what is called, or a regular expression for them
+    # What a method of these statements is called; None leaves it to the tool.
     name: str | None = None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Finds the class and the file for what is asked of a module.
+    """Finds the class and the file for what is asked of a module."""
 
-    Attributes:
-        tree: The module tree.
-        states: What was asked of each module path.
-        files: The files that may be rewritten; take the changes.
-        followed: What follows from the sharded sizes.
-    """
-
-    tree: Tree
-    states: Mapping[str, ModuleRequests]
-    files: OutputFiles
-    followed: ShardingResult
+    tree: Tree  # the module tree
+    states: Mapping[str, ModuleRequests]  # what was asked of each module path
+    files: OutputFiles  # the files that may be rewritten; take the changes
+    followed: ShardingResult  # what follows from the sharded sizes
 
     def causes(self, node: Node) -> Causes:
         """Who splits a module's parameters and communicates at its border."""
@@ -162,13 +151,9 @@ class Placement:
 
 
 class Requested(Change):
-    """A change that a schedule asks for as such; others follow from what it splits.
+    """A change that a schedule asks for as such; others follow from what it splits."""
 
-    Attributes:
-        is_called: Whether it happens when the module is called.
-    """
-
-    is_called: ClassVar[bool] = True
+    is_called: ClassVar[bool] = True  # whether it happens when the module is called
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Adds the change where it is to be written.
@@ -181,8 +166,7 @@ class Requested(Change):
 
 def at_node(kind: str, place: FollowedPlace, what: object = ()) -> AtNode:
     """Where a run of the model came by, as a place in a class."""
-    ends = (place.line, place.column, place.end_line, place.end_column)
-    return AtNode(kind, *ends, what=what)
+    return AtNode(kind, *place.start, *place.end, what=what)
 
 
 def find_subgraph(

@@ -28,13 +28,9 @@ class Place:
 
 @dataclass(frozen=True)
 class AtConstruction(Place):
-    """Where something is made.
+    """Where something is made."""
 
-    Attributes:
-        start: The first character of the expression.
-    """
-
-    start: int
+    start: int  # the first character of the expression
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """The class whose method makes it."""
@@ -43,13 +39,9 @@ class AtConstruction(Place):
 
 @dataclass(frozen=True)
 class AtSite(AtConstruction):
-    """Where a module is made.
+    """Where a module is made."""
 
-    Attributes:
-        index: Of the element that it makes there, in a loop; else ''.
-    """
-
-    index: str = ""
+    index: str = ""  # of the element that it makes there, in a loop; else ''
 
     @property
     def made_at(self) -> Place | None:
@@ -59,24 +51,16 @@ class AtSite(AtConstruction):
 
 @dataclass(frozen=True)
 class BehindSite(AtSite):
-    """Behind the construction of a module.
+    """Behind the construction of a module."""
 
-    Attributes:
-        what: What stands there.
-    """
-
-    what: tuple[str, ...] = ()
+    what: tuple[str, ...] = ()  # what stands there
 
 
 @dataclass(frozen=True)
 class AtParameter(AtConstruction):
-    """Where a parameter is made, or behind it.
+    """Where a parameter is made, or behind it."""
 
-    Attributes:
-        what: What stands there.
-    """
-
-    what: tuple[str, ...] = ()
+    what: tuple[str, ...] = ()  # what stands there
 
     @property
     def made_at(self) -> Place | None:
@@ -95,15 +79,10 @@ class AtBase(Place):
 
 @dataclass(frozen=True)
 class BeforeBases(Place):
-    """Before the bases of a class.
-
-    Attributes:
-        class_name: The class.
-        what: What stands there.
-    """
+    """Before the bases of a class."""
 
     class_name: str
-    what: str
+    what: str  # what stands there
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """That class."""
@@ -112,13 +91,9 @@ class BeforeBases(Place):
 
 @dataclass(frozen=True)
 class EndOfConstructor(Place):
-    """At the end of the constructor.
+    """At the end of the constructor."""
 
-    Attributes:
-        attribute: What is set there.
-    """
-
-    attribute: str
+    attribute: str  # what is set there
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """The class that has the constructor."""
@@ -128,26 +103,17 @@ class EndOfConstructor(Place):
 
 @dataclass(frozen=True)
 class AroundForward(Place):
-    """Around `forward`, to be had in a subclass as well.
+    """Around `forward`, to be had in a subclass as well."""
 
-    Attributes:
-        order: Which of them is inside of which.
-    """
-
-    order: int
+    order: int  # which of them is inside of which
 
 
 @dataclass(frozen=True)
 class AtForward(Place):
-    """The beginning or the end of `forward`.
+    """The beginning or the end of `forward`."""
 
-    Attributes:
-        side: `argument` or `result`.
-        of: The argument, where it is not the first.
-    """
-
-    side: str
-    of: str = ""
+    side: str  # `argument` or `result`
+    of: str = ""  # the argument, where it is not the first
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
         """The `forward` that runs."""
@@ -156,15 +122,10 @@ class AtForward(Place):
 
 @dataclass(frozen=True)
 class AtCalls(Place):
-    """Where methods call a submodule.
+    """Where methods call a submodule."""
 
-    Attributes:
-        path: The submodule's, below the class.
-        side: `argument`, `result` or `bias`.
-    """
-
-    path: str
-    side: str
+    path: str  # the submodule's, below the class
+    side: str  # `argument`, `result` or `bias`
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
         """Those that call it."""
@@ -174,14 +135,10 @@ class AtCalls(Place):
 
 @dataclass(frozen=True)
 class AtReads(Place):
-    """Where methods read an attribute of some name.
+    """Where methods read an attribute of some name."""
 
-    Attributes:
-        name: The attribute's.
-        end: Where the one place ends that is meant, by line and column; () for all.
-    """
-
-    name: str
+    name: str  # the attribute's
+    # Where the one place ends that is meant, by line and column; () for all.
     end: tuple[int, ...] = ()
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
@@ -195,23 +152,14 @@ class AtReads(Place):
 
 @dataclass(frozen=True)
 class AtNode(Place):
-    """A call, a subscript or a part of a method's text.
+    """A call, a subscript or a part of a method's text."""
 
-    Attributes:
-        kind: What is done there.
-        line: Where it begins.
-        column: Likewise.
-        end_line: Where it ends.
-        end_column: Likewise.
-        what: What tells it from others there.
-    """
-
-    kind: str
-    line: int
-    column: int = 0
-    end_line: int = 0
-    end_column: int = 0
-    what: object = ()
+    kind: str  # what is done there
+    line: int  # where it begins
+    column: int = 0  # likewise
+    end_line: int = 0  # where it ends
+    end_column: int = 0  # likewise
+    what: object = ()  # what tells it from others there
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
         """The method around it."""

@@ -99,7 +99,7 @@ class _Gradients:
                 at=also[0] if also else None,
                 hint="call the module that it belongs to, or gather what it is used on",
             )
-        home, end = self.files.at(place), (place.end_line, place.end_column)
+        home, end = self.files.at(place), place.end
         at = self.files.span(place)
         reader = self.tree.nodes.get(reading.reader) if reading.reader is not None else None
         names = self.files.lineage(reader.cls, home) if reader else ()

@@ -16,26 +16,17 @@ from slapo_rewrite.directive import Causes
 
 @dataclass(frozen=True)
 class ReplaceStatement(Change):
-    """In a method: a statement, or what is around it, written otherwise.
-
-    Attributes:
-        statement: The statement.
-        what: What the new text is, in a word.
-        edits: What changes in it.
-        before: Statements to stand before it.
-        after: Statements to stand behind it.
-        gone: Whether it is taken away.
-        moved: Whether comments of what goes are elsewhere then; they stay above it otherwise.
-        splices: Text in the place of statements from this one on, or beside it.
-    """
+    """In a method: a statement, or what is around it, written otherwise."""
 
     statement: ast.stmt
-    what: str
-    edits: tuple[Edit, ...] = ()
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    gone: bool = False
+    what: str  # what the new text is, in a word
+    edits: tuple[Edit, ...] = ()  # what changes in it
+    before: tuple[str, ...] = ()  # statements to stand before it
+    after: tuple[str, ...] = ()  # statements to stand behind it
+    gone: bool = False  # whether it is taken away
+    # Whether comments of what goes are elsewhere then; they stay above it otherwise.
     moved: bool = False
+    # Text in the place of statements from this one on, or beside it.
     splices: tuple[TextEdit, ...] = ()
 
     prefix = "Fused"

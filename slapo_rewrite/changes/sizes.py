@@ -16,6 +16,7 @@ from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.changes.reads import in_forward, readings
 from slapo_rewrite.changes.state import ShardedAttribute
 from slapo_rewrite.code.build import bare, call, parsed
+from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
@@ -30,12 +31,9 @@ _LIST_OF_SHARES = "[{part_size}(size) for size in {argument}]"
 
 @dataclass(frozen=True)
 class ShardAttribute(Change):
-    """At the end of the constructor: an integer attribute becomes this rank's share.
+    """At the end of the constructor: an integer attribute becomes this rank's share."""
 
-    Attributes:
-        layer: The layer whose heads it counts, where several ranks may hold the same ones.
-    """
-
+    # The layer whose heads it counts, where several ranks may hold the same ones.
     layer: str | None = None
 
     @property
@@ -53,13 +51,9 @@ class ShardAttribute(Change):
 
 @dataclass(frozen=True)
 class DivideByReplicas(Change):
-    """At the end of the constructor: an integer attribute is divided among those who share heads.
+    """At the end of the constructor: an integer is divided among the ranks that share heads."""
 
-    Attributes:
-        layer: The layer whose heads they are.
-    """
-
-    layer: str
+    layer: str  # the layer whose heads they are
 
     @property
     def reads(self) -> str | None:
@@ -94,15 +88,12 @@ class ReadFullSize(Change):
 
 @dataclass(frozen=True)
 class ChangeArgument(Change):
-    """An argument of a call in `forward`, written differently.
+    """An argument of a call in `forward`, written differently."""
 
-    Attributes:
-        template: How, with `{argument}` for what stands there and `{part_size}` for that function.
-        index: Which argument of the call it is, and which element of that; from the end where it is
-            negative.
-    """
-
+    # How, with `{argument}` for what stands there and `{part_size}` for that function.
     template: str
+    # Which argument of the call it is, and which element of that; from the end where it is
+    # negative.
     index: tuple[int | str, ...]
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
@@ -200,15 +191,10 @@ class ChangeArgument(Change):
 
 @dataclass(frozen=True)
 class ParallelNormStatistic(Change):
-    """Where a method takes a mean or variance of features of which a rank has a part.
+    """Where a method takes a mean or variance of features of which a rank has a part."""
 
-    Attributes:
-        function: What is called in its place.
-        parameter: The parameter that is split along these features.
-    """
-
-    function: str
-    parameter: str
+    function: str  # what is called in its place
+    parameter: str  # the parameter that is split along these features
 
     says = "whose parameters are split over the tensor-parallel group"
 
@@ -383,6 +369,6 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
                     cause=causes,
                     hint="read the size from where the layer's constructor has it",
                 )
-            end = (reading.end_lineno or 0, reading.end_col_offset or 0)
+            end = end_position(reading)
             at = AtNode("read", end[0], 0, *end)
             home.changes.add(above.path, at, ReadFullSize(whole), causes)

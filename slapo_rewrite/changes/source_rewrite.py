@@ -15,40 +15,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewClass:
-    """A new class of the file that takes the place of a module's.
+    """A new class of the file that takes the place of a module's."""
 
-    Attributes:
-        name: Of the class.
-        weights: What its tensors are made of, by name; those that keep their names left out.
-    """
-
-    name: str
+    name: str  # of the class
+    # What its tensors are made of, by name; those that keep their names left out.
     weights: tuple[tuple[str, Weight], ...]
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What one call of the schedule changes in the source.
+    """What one call of the schedule changes in the source."""
 
-    Attributes:
-        edits: How the model file changes.
-        references: What the new text uses from elsewhere.
-        absorbed: Paths of modules that were called where the new text calls them no more.
-        notes: What was done and left undone, for the record.
-        classes: New classes of the file that take the place of modules, by their paths.
-        again: Whether the call is still to be carried out, on the changed source.
-        idle: Paths of modules that are not always called any more, whatever is below them.
-        warnings: What the user should know, in words.
-    """
-
-    edits: list[Edit]
-    references: tuple[Reference, ...] = ()
+    edits: list[Edit]  # how the model file changes
+    references: tuple[Reference, ...] = ()  # what the new text uses from elsewhere
+    # Paths of modules that were called where the new text calls them no more.
     absorbed: tuple[str, ...] = ()
+    # What was done and left undone, for the record.
     notes: tuple[Mapping[str, object], ...] = field(default=())
+    # New classes of the file that take the place of modules, by their paths.
     classes: Mapping[str, NewClass] = field(default_factory=dict)
-    again: bool = False
+    again: bool = False  # whether the call is still to be carried out, on the changed source
+    # Paths of modules that are not always called any more, whatever is below them.
     idle: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what the user should know, in words
 
     def after(self, earlier: Rewrite | None) -> Rewrite:
         """The same, with what else the call changed before, for the record."""

@@ -23,78 +23,54 @@ Kind = TypeVar("Kind", bound=Change)
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter split along an axis.
+    """One parameter split along an axis."""
 
-    Attributes:
-        name: The parameter.
-        axis: Counted from 0.
-        parts: Relative sizes of the blocks packed along the axis; `(1,)` where it is one block.
-        cause: The directive that asked.
-        as_sizes: Whether the blocks were given by their sizes, and not by their number.
-    """
-
-    name: str
-    axis: int
+    name: str  # the parameter
+    axis: int  # counted from 0
+    # Relative sizes of the blocks packed along the axis; `(1,)` where it is one block.
     parts: tuple[int, ...]
-    cause: Directive = field(compare=False)
+    cause: Directive = field(compare=False)  # the directive that asked
+    # Whether the blocks were given by their sizes, and not by their number.
     as_sizes: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
 class ShardedAttribute:
-    """An integer attribute of a module that is this rank's share.
+    """An integer attribute of a module that is this rank's share."""
 
-    Attributes:
-        name: The attribute.
-        cause: The directive that asked.
-    """
-
-    name: str
-    cause: Directive = field(compare=False)
+    name: str  # the attribute
+    cause: Directive = field(compare=False)  # the directive that asked
 
 
 @dataclass(frozen=True)
 class Sync:
-    """One collective at a module's border.
+    """One collective at a module's border."""
 
-    Attributes:
-        mode: `fwd_pre`, `fwd_post` or `bwd_post`.
-        op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep` (which
-            changes nothing), or a function of the user's own.
-        axis: The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
-        partial_gradient: Whether the gathered value's gradient is summed over the ranks before it
-            is cut; None where what the value goes into decides.
-        cause: The directive that asked.
-        scatter_axis: The axis that an all-to-all scatters.
-        of: The argument of `forward` that it is about, where that is not the first.
-        value: The value inside that it is about, if any; by its name alone, that of `forward`.
-    """
-
-    mode: str
+    mode: str  # `fwd_pre`, `fwd_post` or `bwd_post`
+    # `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep` (which changes
+    # nothing), or a function of the user's own.
     op: str | Function
+    # The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
     axis: int | None
+    # Whether the gathered value's gradient is summed over the ranks before it is cut; None where
+    # what the value goes into decides.
     partial_gradient: bool | None
-    cause: Directive = field(compare=False)
-    scatter_axis: int | None = None
-    of: str | None = None
+    cause: Directive = field(compare=False)  # the directive that asked
+    scatter_axis: int | None = None  # the axis that an all-to-all scatters
+    of: str | None = None  # the argument of `forward` that it is about, where that is not the first
+    # The value inside that it is about, if any; by its name alone, that of `forward`.
     value: LocalValue | str | None = None
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Another class in the place of the original's.
+    """Another class in the place of the original's."""
 
-    Attributes:
-        target: The new class.
-        arguments: Its constructor's arguments as source; None keeps the original's.
-        weights: What its tensors are made of, by name; those that keep their names left out.
-        cause: The directive that asked.
-    """
-
-    target: Function
-    arguments: str | None
+    target: Function  # the new class
+    arguments: str | None  # its constructor's arguments as source; None keeps the original's
+    # What its tensors are made of, by name; those that keep their names left out.
     weights: tuple[tuple[str, Weight], ...]
-    cause: Directive = field(compare=False)
+    cause: Directive = field(compare=False)  # the directive that asked
 
 
 @dataclass(frozen=True)
@@ -106,18 +82,12 @@ class Wish:
 
 @dataclass(frozen=True)
 class StageCut:
-    """A pipeline stage ends after the module.
+    """A pipeline stage ends after the module."""
 
-    Attributes:
-        target: What runs the stages, one of `TARGETS`.
-        cause: The directive that asked.
-        may_move: Whether it may end elsewhere, where it cannot end there.
-        instead: The modules that all stages end after instead, where they cannot.
-    """
-
-    target: str
-    cause: Directive
-    may_move: bool = False
+    target: str  # what runs the stages, one of `TARGETS`
+    cause: Directive  # the directive that asked
+    may_move: bool = False  # whether it may end elsewhere, where it cannot end there
+    # The modules that all stages end after instead, where they cannot.
     instead: tuple[str, ...] = ()
 
 
@@ -135,21 +105,15 @@ class Request:
 
 @dataclass(frozen=True)
 class ModuleRequests:
-    """Everything that was asked of one module.
-
-    Attributes:
-        infer_sync: Collectives that are missing in it and below are inferred.
-        decompose: Of a linear layer: its bias is added where it is called.
-        inlined: Its `forward` is written where it was called.
-    """
+    """Everything that was asked of one module."""
 
     shards: tuple[Shard, ...] = ()
     shares: tuple[ShardedAttribute, ...] = ()
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
-    infer_sync: Wish | None = None
-    decompose: Wish | None = None
-    inlined: Wish | None = None
+    infer_sync: Wish | None = None  # collectives that are missing in it and below are inferred
+    decompose: Wish | None = None  # of a linear layer: its bias is added where it is called
+    inlined: Wish | None = None  # its `forward` is written where it was called
     changes: tuple[Request, ...] = ()
     cut: StageCut | None = field(default=None, compare=False)  # changes nothing of the module
 

@@ -16,7 +16,7 @@ from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.sinking import is_alone
-from slapo_rewrite.code.syntax import local_assignments, position
+from slapo_rewrite.code.syntax import end_position, local_assignments, position
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
 
@@ -25,14 +25,9 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
 @dataclass(frozen=True)
 class SyncValue(Change):
-    """A local name is bound to what a collective makes of its value.
+    """A local name is bound to what a collective makes of its value."""
 
-    Attributes:
-        value: The name, and the statement beside which that is done.
-        collective: The collective.
-    """
-
-    value: LocalValue
+    value: LocalValue  # the name, and the statement beside which that is done
     collective: Collective
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
@@ -40,7 +35,7 @@ class SyncValue(Change):
         name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
-        start = (self.value.statement.line, self.value.statement.column)
+        start = self.value.statement.start
         statement = next(s for s in text.file.statements if position(s) == start)
         put(statement, line, f"{self.collective.function} of `{name}`")
 
@@ -95,12 +90,8 @@ def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingColle
     """
     assert missing.value is not None
     home, at = files.at(missing.value.statement), missing.value.statement
-    start, end = (at.line, at.column), (at.end_line, at.end_column)
-    around = [
-        s
-        for s in home.file.statements
-        if position(s) <= start and end <= (s.end_lineno or 0, s.end_col_offset or 0)
-    ]
+    statements = home.file.statements
+    around = [s for s in statements if position(s) <= at.start and at.end <= end_position(s)]
     function = max(n for n, s in enumerate(around) if isinstance(s, ast.FunctionDef))
     inside = around[function + 1 :]
     loop = next((s for s in inside if isinstance(s, ast.For | ast.While)), None)
@@ -113,5 +104,5 @@ def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingColle
 
 
 def _place(home: OutputFile, statement: ast.stmt) -> Place:
-    end_line, end = statement.end_lineno or 0, statement.end_col_offset or 0
+    end_line, end = end_position(statement)
     return Place(str(home.file.path), statement.lineno, end_line, statement.col_offset, end)

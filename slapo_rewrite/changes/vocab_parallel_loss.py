@@ -16,9 +16,10 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
 from slapo_rewrite.code.build import with_callee, with_keywords
-from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.dataflow import bound_in, read_in, uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import in_else
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Causes
 from slapo_rewrite.sharding import ParallelLoss, TiedHead, head_of
@@ -35,33 +36,23 @@ RESHAPES = {"to", "view", "reshape", "flatten", "contiguous", "clone", "long"}
 
 @dataclass(frozen=True)
 class _Branch:
-    """A condition around the loss.
+    """A condition around the loss."""
 
-    Attributes:
-        node: The statement, or the expression, that decides.
-        taken: Whether the loss is computed where the condition holds.
-    """
-
-    node: ast.If | ast.IfExp
-    taken: bool
+    node: ast.If | ast.IfExp  # the statement, or the expression, that decides
+    taken: bool  # whether the loss is computed where the condition holds
 
 
 @dataclass(frozen=True)
 class VocabParallelLoss(Change):
-    """Where a method computes a loss of logits of which a rank has a part.
+    """Where a method computes a loss of logits of which a rank has a part."""
 
-    Attributes:
-        function: What is called in the place of a function of transformers; None where
-            `cross_entropy` or a criterion stands there itself.
-        head: The path of the layer that gives the logits, below the method's module.
-        names: Local variables that hold such parts, with the axis that is split.
-        losses: Where the losses of the same logits are that the file's methods compute, itself
-            included.
-    """
-
+    # What is called in the place of a function of transformers; None where `cross_entropy` or a
+    # criterion stands there itself.
     function: str | None
-    head: str
+    head: str  # the path of the layer that gives the logits, below the method's module
+    # Local variables that hold such parts, with the axis that is split.
     names: tuple[tuple[str, int], ...]
+    # Where the losses of the same logits are that the file's methods compute, itself included.
     losses: tuple[AtNode, ...]
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
@@ -122,13 +113,7 @@ class _Gathers:
     A training step that computes a loss has no use for whole logits; an evaluation may have.
 
     Args:
-        text: The class.
-        method: The method.
         calls: The calls in it that compute losses of the logits, in their order.
-
-    Attributes:
-        statement: Behind it all losses are computed that are.
-        branches: The conditions around that, outermost first.
 
     Raises:
         Unsupported: There are several losses, and a condition leaves out some of them.
@@ -136,7 +121,8 @@ class _Gathers:
 
     def __init__(self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST]) -> None:
         self.text, self.method, self.calls = text, method, calls
-        self.statement = _last_of_all(method, calls)
+        self.statement = _last_of_all(method, calls)  # behind it all losses are computed that are
+        # The conditions around that, outermost first.
         self.branches = _branches(text.file, method, self.statement, calls[-1])
         around = [branch.node for branch in self.branches]
         for node in ast.walk(method) if len(calls) > 1 else ():
@@ -166,7 +152,7 @@ class _Gathers:
         why, method = GATHERED, self.method
         is_read = any(_reads_after(method, name, self.statement))
         if isinstance(self.statement, ast.Return):
-            loads = _names(self.statement, name, ast.Load)
+            loads = uses_of(self.statement, name, ast.Load)
             is_read = any(not any(within(call, load) for call in self.calls) for load in loads)
         evaluation = ["not self.training"] if is_read else []
         for branch in reversed(self.branches):
@@ -280,12 +266,6 @@ def _branches(
     return found[::-1]
 
 
-def _names(node: ast.AST, name: str, context: type[ast.expr_context]) -> Iterator[ast.Name]:
-    for found in ast.walk(node):
-        if isinstance(found, ast.Name) and found.id == name and isinstance(found.ctx, context):
-            yield found
-
-
 def _keeps(node: ast.AST, name: str) -> bool:
     """Whether a variable is the tensor afterwards that it was, elsewhere or reshaped at most."""
     kept: list[ast.expr] = []
@@ -296,16 +276,15 @@ def _keeps(node: ast.AST, name: str) -> bool:
                 value=ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr=attr)),
             ) if of == name and attr in RESHAPES:
                 kept.append(target)
-    return all(stored in kept for stored in _names(node, name, ast.Store))
+    return all(stored in kept for stored in uses_of(node, name, ast.Store))
 
 
 def _reads_after(within: ast.AST, name: str, node: ast.stmt) -> Iterator[ast.Name]:
-    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-    return (n for n in _names(within, name, ast.Load) if (n.lineno, n.col_offset) >= end)
+    return (n for n in uses_of(within, name, ast.Load) if position(n) >= end_position(node))
 
 
 def _bound_before(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
-    return any(n.lineno < node.lineno for n in _names(method, name, ast.Store))
+    return any(n.lineno < node.lineno for n in uses_of(method, name, ast.Store))
 
 
 def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
@@ -318,7 +297,7 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
                 if (other.head, other.owner, other.place.filename)
                 == (loss.head, loss.owner, loss.place.filename)
             ),
-            key=lambda other: (other.place.line, other.place.column),
+            key=lambda other: other.place.start,
         )
         change = VocabParallelLoss(
             loss.function,

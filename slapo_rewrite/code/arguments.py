@@ -13,20 +13,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes.
+    """What a function takes."""
 
-    Attributes:
-        positional: The parameters that can be given by position, in order.
-        named: Those that can be given by name.
-        rest: The parameter that takes all further positions (`*args`).
-        options: The parameter that takes all further names (`**kwargs`).
-        defaults: What the parameters that may be left out are then.
-    """
-
-    positional: tuple[str, ...]
-    named: tuple[str, ...]
-    rest: str | None = None
-    options: str | None = None
+    positional: tuple[str, ...]  # the parameters that can be given by position, in order
+    named: tuple[str, ...]  # those that can be given by name
+    rest: str | None = None  # the parameter that takes all further positions (`*args`)
+    options: str | None = None  # the parameter that takes all further names (`**kwargs`)
+    # What the parameters that may be left out are then.
     defaults: Mapping[str, ast.expr] = field(default_factory=dict)
 
     @classmethod
@@ -80,34 +73,24 @@ class Signature:
 
 @dataclass
 class BoundArguments(Generic[V]):
-    """The arguments of a call by the parameters of what it calls.
+    """The arguments of a call by the parameters of what it calls."""
 
-    Attributes:
-        signature: What it calls takes.
-        given: What parameters are given, in the order of the call.
-        rest: What is given by position after the last of them.
-        extra: What is given by a name that none of them has.
-        repeated: The parameters that are given twice, as no call may.
-        stars: From the first `*xs` on all that is given by position, whatever it is for.
-        spread: What may give any name: each `**xs`.
-    """
-
-    signature: Signature
+    signature: Signature  # what it calls takes
+    # What parameters are given, in the order of the call.
     given: dict[str, V] = field(default_factory=dict)
-    rest: list[V] = field(default_factory=list)
+    rest: list[V] = field(default_factory=list)  # what is given by position after the last of them
+    # What is given by a name that none of them has.
     extra: list[tuple[str, V]] = field(default_factory=list)
+    # The parameters that are given twice, as no call may.
     repeated: list[str] = field(default_factory=list)
+    # From the first `*xs` on all that is given by position, whatever it is for.
     stars: list[V] = field(default_factory=list)
-    spread: list[V] = field(default_factory=list)
+    spread: list[V] = field(default_factory=list)  # what may give any name: each `**xs`
 
     @property
     def missing(self) -> list[str]:
         """The parameters that no argument is for, unless a star gives them."""
         return [name for name in self.signature.names if name not in self.given]
-
-    def may_be_given(self, name: str) -> bool:
-        """Whether a star may give a parameter that no argument is for."""
-        return bool(self.spread or (self.stars and name in self.signature.positional))
 
 
 def given_by(call: ast.Call) -> list[tuple[str, ast.expr]]:
@@ -140,9 +123,8 @@ def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.exp
         first = len(signature.positional)
         hidden = any(isinstance(a, ast.Starred) for a in call.args[:first])
         return None if hidden else ast.Tuple(call.args[first:], ast.Load())
-    if name in bound.given or bound.may_be_given(name):
-        return bound.given.get(name)
-    return signature.defaults.get(name)
+    by_star = bound.spread or (bound.stars and name in signature.positional)
+    return (bound.given if name in bound.given or by_star else signature.defaults).get(name)
 
 
 def all_arguments(function: Function) -> list[ast.arg]:

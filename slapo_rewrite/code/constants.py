@@ -19,15 +19,11 @@ LIGHT = "slapo_rewrite.examples"  # imported as it is: what statements are made 
 
 
 class Constants(dict[str, Any]):
-    """The values of a file's top-level names, each worked out when it is asked for.
-
-    Attributes:
-        tree: The file, as parsed.
-    """
+    """The values of a file's top-level names, each worked out when it is asked for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))  # the file, as parsed
 
     def __missing__(self, name: str) -> Any:
         for node in self.tree.body:
@@ -66,14 +62,10 @@ def _imported(home: str, name: str) -> Any:
 
 
 class Class:
-    """A class of a file, by its text.
-
-    Attributes:
-        doc: Its docstring.
-    """
+    """A class of a file, by its text."""
 
     def __init__(self, file: Constants, node: ast.ClassDef) -> None:
-        self.doc = ast.get_docstring(node) or ""
+        self.doc = ast.get_docstring(node) or ""  # its docstring
         self._file, self._body = file, node.body
 
     @classmethod

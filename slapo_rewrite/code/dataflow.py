@@ -25,6 +25,19 @@ def bound_in(*nodes: ast.AST) -> Set[str]:
     return names_in(*nodes, context=ast.Store)
 
 
+def parameters_in(node: ast.AST) -> Set[str]:
+    """The parameters of the functions in a node, lambdas too."""
+    return {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+
+
+def uses_of(
+    node: ast.AST, name: str, context: type[ast.expr_context] = ast.expr_context
+) -> list[ast.Name]:
+    """Where a name stands in a node, is read there, or bound."""
+    named = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name)
+    return [n for n in named if isinstance(n.ctx, context)]
+
+
 def stays_as_it_is(function: ast.FunctionDef, use: ast.Name) -> bool:
     """Whether a list that a name holds is, but for one use, only unpacked, counted or gone through.
 
@@ -43,8 +56,7 @@ def stays_as_it_is(function: ast.FunctionDef, use: ast.Name) -> bool:
                 harmless.update([left, *others])
             case ast.For(iter=value) | ast.comprehension(iter=value):
                 harmless.add(value)
-    named = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == use.id)
-    return all(isinstance(n.ctx, ast.Store) or n in harmless for n in named)
+    return all(isinstance(n.ctx, ast.Store) or n in harmless for n in uses_of(function, use.id))
 
 
 def body_of(function: ast.FunctionDef) -> list[ast.stmt]:

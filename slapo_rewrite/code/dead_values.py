@@ -12,6 +12,7 @@ from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import bound_around, dead_behind
 from slapo_rewrite.code.sinking import is_alone
+from slapo_rewrite.code.syntax import position
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 # What a function does that holds or looks at its local names in a way of its own.
@@ -22,14 +23,9 @@ _TRYING = (ast.Try, ast.TryStar, ast.Match)
 
 @dataclass(frozen=True)
 class Death:
-    """A local name that nothing needs any more.
+    """A local name that nothing needs any more."""
 
-    Attributes:
-        statement: Behind which it is so.
-        name: The name.
-    """
-
-    statement: ast.stmt
+    statement: ast.stmt  # behind which it is so
     name: str
 
 
@@ -111,8 +107,7 @@ class _Deaths:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.Delete)):
             return []
         named = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
-        named.sort(key=lambda n: (n.lineno, n.col_offset))
-        return list(dict.fromkeys(n.id for n in named))
+        return list(dict.fromkeys(n.id for n in sorted(named, key=position)))
 
 
 def _unbound(function: ast.FunctionDef, found: Sequence[Death]) -> list[Death]:

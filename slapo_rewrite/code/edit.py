@@ -30,17 +30,13 @@ _TAIL = re.compile(r"\s*(?:#[^\n]*\n\s*)*$")
 
 @dataclass(frozen=True)
 class Edit:
-    """One node of a statement, written otherwise.
+    """One node of a statement, written otherwise."""
 
-    Attributes:
-        node: The node of the file's `ast`: an expression of the statement, or the statement.
-        make: Gives what stands there, from the libcst node with what changes inside of it.
-        outer: Whether it goes around what other edits make of the same node.
-    """
-
+    # The node of the file's `ast`: an expression of the statement, or the statement.
     node: ast.expr | ast.stmt
+    # Gives what stands there, from the libcst node with what changes inside of it.
     make: Callable[[Any], cst.CSTNode]
-    outer: bool = False
+    outer: bool = False  # whether it goes around what other edits make of the same node
 
 
 @dataclass(frozen=True)
@@ -188,16 +184,12 @@ class _Part:
 
 
 class _Trees:
-    """Statements of a file as one libcst module, with the places of its nodes.
-
-    Attributes:
-        module: The module: a statement of it for each.
-        spans: Where its nodes stand in its text, parentheses around them left out.
-    """
+    """Statements of a file as one libcst module, with the places of its nodes."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.text = "".join(f"{part.text}\n" for part in parts)
-        self.module = cst.parse_module(self.text)
+        self.module = cst.parse_module(self.text)  # the module: a statement of it for each
+        # Where its nodes stand in its text, parentheses around them left out.
         self.spans = dict(_spans(self.module, self.text))
         self.by_span: dict[Span, cst.CSTNode] = {
             span: node for node, span in self.spans.items() if isinstance(node, cst.BaseExpression)

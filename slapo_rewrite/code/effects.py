@@ -44,9 +44,7 @@ def writes(node: ast.AST) -> bool:
 
 def _writes(node: ast.AST) -> bool:
     match node:
-        case ast.AugAssign():
-            return True
-        case ast.Subscript(ctx=ast.Store() | ast.Del()):
+        case ast.AugAssign() | ast.Subscript(ctx=ast.Store() | ast.Del()):
             return True
         case ast.Attribute(value=owner, ctx=ast.Store()):
             return not is_name(owner, "self")
@@ -58,15 +56,11 @@ def _writes(node: ast.AST) -> bool:
 @_CACHED
 def stored(function: ast.FunctionDef) -> tuple[str, ...]:
     """The attributes of its own module that a method gives new values."""
-    return tuple(
-        dict.fromkeys(
-            node.attr
-            for node in ast.walk(function)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and is_name(node.value, "self")
-        )
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+    own = (
+        node for node in nodes if isinstance(node.ctx, ast.Store) and is_name(node.value, "self")
     )
+    return tuple(dict.fromkeys(node.attr for node in own))
 
 
 @_CACHED
@@ -79,15 +73,9 @@ def plain_calls(function: ast.FunctionDef) -> tuple[str, ...]:
 @_CACHED
 def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
     """The methods of its own module that a method calls."""
-    return tuple(
-        dict.fromkeys(
-            node.func.attr
-            for node in ast.walk(function)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and is_name(node.func.value, "self")
-        )
-    )
+    called = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+    methods = (func for func in called if isinstance(func, ast.Attribute))
+    return tuple(dict.fromkeys(each.attr for each in methods if is_name(each.value, "self")))
 
 
 @_CACHED

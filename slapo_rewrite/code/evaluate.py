@@ -15,51 +15,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Constant:
-    """A known value.
+    """A known value."""
 
-    Attributes:
-        value: None, a number, a string, a flag, or a tuple of such where it is to be written down;
-            any object where it is only looked at.
-        is_setting: Whether the model's settings say it, not the text.
-    """
-
+    # None, a number, a string, a flag, or a tuple of such where it is to be written down; any
+    # object where it is only looked at.
     value: Any
-    is_setting: bool = False
+    is_setting: bool = False  # whether the model's settings say it, not the text
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that is known when the expression runs.
+    """A value that is known when the expression runs."""
 
-    Attributes:
-        is_given: Whether it is never None: a tensor that the step is given, a module's result.
-        cls: Its class, where it is known.
-        values: What its attributes are worth; None where nothing is known of them.
-        is_module: Whether it is a module of the model.
-        steps: The attributes that lead to that module from the one whose method this is, where
-            it is known which one it is.
-    """
-
+    # Whether it is never None: a tensor that the step is given, a module's result.
     is_given: bool = False
-    cls: type | None = None
+    cls: type | None = None  # its class, where it is known
+    # What its attributes are worth; None where nothing is known of them.
     values: Mapping[str, Worth] | None = None
-    is_module: bool = False
+    is_module: bool = False  # whether it is a module of the model
+    # The attributes that lead to that module from the one whose method this is, where it is known
+    # which one it is.
     steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class KnownObject:
-    """An object that a call with keywords makes, of which only attributes are read.
+    """An object that a call with keywords makes, of which only attributes are read."""
 
-    Attributes:
-        cls: Its class.
-        texts: The expression that each attribute is.
-        values: What each is worth.
-    """
-
-    cls: type
-    texts: Mapping[str, str]
-    values: Mapping[str, Worth]
+    cls: type  # its class
+    texts: Mapping[str, str]  # the expression that each attribute is
+    values: Mapping[str, Worth]  # what each is worth
 
 
 @dataclass(frozen=True)
@@ -102,9 +87,10 @@ def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
     match expr:
         case ast.Constant(value=value):
             return Constant(value)
-        case ast.NamedExpr(value=inner):
-            return of(inner)
-        case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
+        case (
+            ast.NamedExpr(value=inner)
+            | ast.FormattedValue(value=inner, conversion=-1, format_spec=None)
+        ):
             return of(inner)
         case ast.Tuple(elts=elts) | ast.List(elts=elts) | ast.Set(elts=elts):
             found = applied(_DISPLAYS[type(expr)], *_elements(elts, of))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from slapo_rewrite.code.evaluate import Constant, is_plain
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import joined_path
 
 
 @dataclass(frozen=True)
@@ -33,38 +34,23 @@ class Property:
 
 @dataclass(frozen=True)
 class Function:
-    """A function: its dotted name, or the module's own method of that name.
+    """A function: its dotted name, or the module's own method of that name."""
 
-    Attributes:
-        name: Of a function.
-        method: Of a method.
-        options: Arguments that it already has.
-    """
-
-    name: str = ""
-    method: str = ""
-    options: tuple[tuple[str, object], ...] = ()
+    name: str = ""  # of a function
+    method: str = ""  # of a method
+    options: tuple[tuple[str, object], ...] = ()  # arguments that it already has
 
 
 @dataclass(frozen=True)
 class Submodule:
-    """A module.
+    """A module."""
 
-    Attributes:
-        cls: The dotted name of the class whose `forward` runs, `torch.nn.Linear` say.
-        random: Whether it may draw random numbers.
-        stateless: Whether neither it nor a module below holds parameters or buffers.
-        plain: Whether a call runs the `forward` of its class and nothing else.
-        children: Names of its submodules.
-        regex: The paths that it stands for, in a pattern.
-    """
-
-    cls: str
-    random: bool = True
-    stateless: bool = False
-    plain: bool = False
-    children: tuple[str, ...] = ()
-    regex: str | None = None
+    cls: str  # the dotted name of the class whose `forward` runs, `torch.nn.Linear` say
+    random: bool = True  # whether it may draw random numbers
+    stateless: bool = False  # whether neither it nor a module below holds parameters or buffers
+    plain: bool = False  # whether a call runs the `forward` of its class and nothing else
+    children: tuple[str, ...] = ()  # names of its submodules
+    regex: str | None = None  # the paths that it stands for, in a pattern
 
 
 Fact = Constant | Tensor | Property | Function | Submodule | Other
@@ -124,7 +110,7 @@ def dotted(function: object) -> str | None:
         return f"torch.nn.functional.{name}"
     if home.startswith("torch.nn.modules."):
         return f"torch.nn.{name}"
-    return f"{home}.{name}" if home else name
+    return joined_path(home, name)
 
 
 class NoFacts(Facts):

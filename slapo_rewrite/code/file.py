@@ -12,6 +12,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.locate import module_name, near_files, package_for
+from slapo_rewrite.code.text import bound_by
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
@@ -253,7 +254,7 @@ class SourceFile:
                     self.names.add(statement.name)
                 case ast.Import():
                     for alias in statement.names:
-                        local = alias.asname or alias.name.partition(".")[0]
+                        local = bound_by(alias)
                         self.imports[local] = alias.name if alias.asname else local
                 case ast.ImportFrom():
                     base = self.resolve_import(statement)
@@ -405,11 +406,12 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
     while pending:
         node = pending.pop()
         match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                yield name
-            case ast.MatchMapping(rest=str(name)):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+            ):
                 yield name
         pending.extend(
             child

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.sinking import is_alone
@@ -20,17 +21,11 @@ MOST_CALLS = 3
 
 @dataclass(frozen=True)
 class InPlace:
-    """An expression that takes the place of a name.
+    """An expression that takes the place of a name."""
 
-    Attributes:
-        gone: The statement that binds the name.
-        name: Where it is read.
-        text: The expression.
-    """
-
-    gone: ast.Assign
-    name: ast.Name
-    text: str
+    gone: ast.Assign  # the statement that binds the name
+    name: ast.Name  # where it is read
+    text: str  # the expression
 
 
 def in_place(
@@ -40,12 +35,6 @@ def in_place(
 
     None where that would compute in another order, or be harder to read than the name: on a line
     that is too long, among many calls, without a comment that stands there.
-
-    Args:
-        file: The file.
-        function: The function.
-        reading: The statement that reads the name.
-        name: The name.
     """
     block = file.block_of(reading)
     match block[max(block.index(reading) - 1, 0)], reading:
@@ -55,8 +44,7 @@ def in_place(
             pass
         case _:
             return None
-    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
-    reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+    uses, reads = uses_of(function, name), uses_of(function, name, ast.Load)
     if bound != name or len(uses) != 2 or len(reads) != 1 or not _is_first(taking, reads[0]):
         return None
     parts = [*ast.walk(value), *ast.walk(taking)]

@@ -15,12 +15,13 @@ from slapo_rewrite.code.arguments import (
     parameters,
 )
 from slapo_rewrite.code.build import parenthesised, reindented
-from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import at_column
 from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.runs import comments_above
 from slapo_rewrite.code.splice import Edit, apply_edits
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Directive
 
@@ -75,18 +76,14 @@ def inline_edits(
 
 @dataclass
 class _Body:
-    """A `forward` that is to be written elsewhere.
-
-    Attributes:
-        loads: The names that it reads.
-        stores: The names that it binds, its arguments apart.
-    """
+    """A `forward` that is to be written elsewhere."""
 
     file: SourceFile
     path: str
     forward: ast.FunctionDef
     cause: Directive
-    loads: dict[str, list[ast.Name]] = field(default_factory=dict)
+    loads: dict[str, list[ast.Name]] = field(default_factory=dict)  # the names that it reads
+    # The names that it binds, its arguments apart.
     stores: dict[str, list[ast.Name]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,7 +167,7 @@ class _Site:
         for node in ast.walk(value) if value is not None else ():
             if not isinstance(node, ast.Call) or within(node, self.call) or within(self.call, node):
                 continue
-            if (node.lineno, node.col_offset) < (self.call.lineno, self.call.col_offset):
+            if position(node) < position(self.call):
                 raise self.body.refused("something else is called before it here", node, hint)
         return innermost
 
@@ -259,14 +256,10 @@ class _Site:
         around = self.file.around(self.statement, self.method)
         if any(isinstance(outer, (ast.For, ast.While)) for _, outer in around):
             return True
-        end = (self.statement.end_lineno or 0, self.statement.end_col_offset or 0)
-        for node in ast.walk(self.method):
-            if not (isinstance(node, ast.Name) and node.id == name):
-                continue
-            if isinstance(node.ctx, ast.Load) and (node.lineno, node.col_offset) >= end:
-                return True
-            inside = within(self.statement, node)
-            if inside and isinstance(node.ctx, ast.Load) and not within(self.call, node):
+        end = end_position(self.statement)
+        for node in uses_of(self.method, name, ast.Load):
+            inside = within(self.statement, node) and not within(self.call, node)
+            if inside or position(node) >= end:
                 return True
         return any(name in names_in(value) for other, value in given.items() if other != name)
 
@@ -275,9 +268,7 @@ class _Site:
         loads, first = self.body.loads.get(name, []), self.body.statements[0]
         if name not in self.body.stores:
             return loads
-        binds = isinstance(first, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == name for t in first.targets
-        )
+        binds = isinstance(first, ast.Assign) and any(is_name(t, name) for t in first.targets)
         return [n for n in loads if within(first, n)] if binds else []
 
     def _read_where_given(self, given: dict[str, ast.expr]) -> dict[str, ast.Name]:
@@ -290,7 +281,7 @@ class _Site:
             return found
         before = [n for n in ast.walk(first) if isinstance(n, ast.Call)]
         turns = [n for n in ast.walk(first) if isinstance(n, _TAKING_TURNS)]
-        end = _end_of(first)
+        end = end_position(first)
         for name, value in reversed(given.items()):
             if isinstance(value, (ast.Name, ast.Constant)):
                 continue  # it is the same wherever it stands
@@ -299,10 +290,10 @@ class _Site:
                 continue  # nobody computes it
             if len(reads) != 1 or not within(first, reads[0]):
                 break
-            if any(within(each, reads[0]) for each in turns) or _end_of(reads[0]) > end:
+            if any(within(each, reads[0]) for each in turns) or end_position(reads[0]) > end:
                 break
-            end = reads[0].lineno, reads[0].col_offset
-            if any(_end_of(each) <= end for each in before):
+            end = position(reads[0])
+            if any(end_position(each) <= end for each in before):
                 break
             found[name] = reads[0]
         return found
@@ -406,7 +397,3 @@ class _Site:
         whole = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
         _, outer = next(self.file.around(self.call))
         return isinstance(outer, whole) or (isinstance(outer, ast.Call) and self.call in outer.args)
-
-
-def _end_of(node: ast.expr | ast.stmt) -> tuple[int, int]:
-    return node.end_lineno or 0, node.end_col_offset or 0

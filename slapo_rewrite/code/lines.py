@@ -24,42 +24,28 @@ PARTED = "a line of its own for each statement"
 
 @dataclass(frozen=True)
 class Line:
-    """A new statement.
+    """A new statement."""
 
-    Attributes:
-        text: The statement.
-        causes: The directives that ask for it.
-        why: What happens there, in a few words.
-        once: Whether a subclass's constructor leaves it to that of its base: no size is cut twice.
-    """
-
-    text: str
-    causes: Causes
-    why: str
+    text: str  # the statement
+    causes: Causes  # the directives that ask for it
+    why: str  # what happens there, in a few words
+    # Whether a subclass's constructor leaves it to that of its base: no size is cut twice.
     once: bool = False
 
 
 @dataclass
 class Lines:
-    """What changes around one statement: nodes of it, and whole lines before or after it.
+    """What changes around one statement: nodes of it, and whole lines before or after it."""
 
-    Attributes:
-        inside: Edits of the statement itself, with their causes and why.
-        before: Statements before it.
-        after: Statements after it.
-        around: Text that changes around it, with its causes and why.
-        gone: Who takes the statement away, if anybody does, and why.
-        moved: Whether its comments go elsewhere with what is taken away.
-        again: Whether a subclass repeats it although nothing in it changes.
-    """
-
+    # Edits of the statement itself, with their causes and why.
     inside: list[tuple[Edit, Causes, str]] = field(default_factory=list)
-    before: list[Line] = field(default_factory=list)
-    after: list[Line] = field(default_factory=list)
+    before: list[Line] = field(default_factory=list)  # statements before it
+    after: list[Line] = field(default_factory=list)  # statements after it
+    # Text that changes around it, with its causes and why.
     around: list[TextEdit] = field(default_factory=list)
-    gone: tuple[Causes, str] | None = None
-    moved: bool = True
-    again: bool = False
+    gone: tuple[Causes, str] | None = None  # who takes the statement away, if anybody does, and why
+    moved: bool = True  # whether its comments go elsewhere with what is taken away
+    again: bool = False  # whether a subclass repeats it although nothing in it changes
 
     def causes(self) -> Causes:
         """The directives behind what changes in the statement itself."""

@@ -15,23 +15,20 @@ from typing import Literal, NamedTuple
 
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.blocks import Function, blocks, statements
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import bound_in, parameters_in
+from slapo_rewrite.code.text import bound_by
 
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of statements as a function of its own.
+    """A run of statements as a function of its own."""
 
-    Attributes:
-        inputs: Local names whose values it needs, in the order of their first use.
-        outputs: Local names that it binds and that are read afterwards, in the order of the text.
-        unsure: Those of both that are not bound on every way there; such a run cannot be taken out.
-    """
-
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # local names whose values it needs, in the order of their first use
+    # Local names that it binds and that are read afterwards, in the order of the text.
     outputs: tuple[str, ...]
+    # Those of both that are not bound on every way there; such a run cannot be taken out.
     unsure: tuple[str, ...]
 
 
@@ -151,7 +148,7 @@ def _events(node: ast.AST) -> Iterator[_Event]:
             yield from _perhaps(_all(*others))
         case ast.Lambda(args=args, body=body):
             yield from _all(*args.defaults, *(d for d in args.kw_defaults if d))
-            own = {a.arg for a in ast.walk(args) if isinstance(a, ast.arg)}
+            own = parameters_in(args)
             yield from (e for e in _events(body) if e.kind == "read" and e.name not in own)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             yield from _comprehension(node)
@@ -167,7 +164,7 @@ def _events(node: ast.AST) -> Iterator[_Event]:
             yield _Event("bind", node.name)
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             for alias in names:
-                yield _Event("bind", alias.asname or alias.name.partition(".")[0])
+                yield _Event("bind", bound_by(alias))
         case (
             ast.MatchAs(name=str(name))
             | ast.MatchStar(name=str(name))

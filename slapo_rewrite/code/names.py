@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
+from collections.abc import Callable
 
 from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.syntax import assignments
+from slapo_rewrite.code.text import joined_path
 
 
 def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
@@ -30,21 +33,27 @@ def self_path(expr: ast.expr) -> str | None:
             | ast.Subscript(value=value, slice=ast.Constant(int() | str() as last))
         ):
             above = self_path(value)
-            return None if above is None else f"{above}.{last}".lstrip(".")
+            return None if above is None else joined_path(above, str(last))
     return None
 
 
-def is_name(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST, name: str | None) -> bool:
     """Whether a node is the plain name."""
     return isinstance(node, ast.Name) and node.id == name
+
+
+def unique(wanted: str, is_taken: Callable[[str], bool], between: str = "") -> str:
+    """A name that nothing else has: the wanted one, or else that with a number behind it."""
+    others = (f"{wanted}{between}{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([wanted], others) if not is_taken(name))
 
 
 def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[str]:
     match expr:
         case ast.Attribute(value=value, attr=attr):
-            return [f"{each}.{attr}".lstrip(".") for each in _paths(value, method, depth)]
+            return [joined_path(each, attr) for each in _paths(value, method, depth)]
         case ast.Subscript(value=value, slice=ast.Constant(int() | str() as index)):
-            return [f"{each}.{index}".lstrip(".") for each in _paths(value, method, depth)]
+            return [joined_path(each, str(index)) for each in _paths(value, method, depth)]
         case ast.NamedExpr(value=value):
             return _paths(value, method, depth)
         case ast.Name(id=name):

@@ -19,19 +19,12 @@ from slapo_rewrite.code.splice import Edit, apply_edits, moved
 
 @dataclass(frozen=True)
 class Run:
-    """Statements that follow one another in a block.
-
-    Attributes:
-        file: The file.
-        statements: The statements.
-        start: Where their text begins: with the first, or with the comments above it.
-        end: Where it ends, the comment behind the last one included.
-    """
+    """Statements that follow one another in a block."""
 
     file: SourceFile
     statements: tuple[ast.stmt, ...]
-    start: int
-    end: int
+    start: int  # where their text begins: with the first, or with the comments above it
+    end: int  # where it ends, the comment behind the last one included
 
     @classmethod
     def of(cls, file: SourceFile, statements: Sequence[ast.stmt]) -> Run:

@@ -16,19 +16,12 @@ _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 @dataclass(frozen=True)
 class Sunk:
-    """Statements around a branch that are to stand in its arms.
-
-    Attributes:
-        file: The file.
-        branch: The branch.
-        before: What stands above it, without gaps.
-        after: What stands below it, without gaps.
-    """
+    """Statements around a branch that are to stand in its arms."""
 
     file: SourceFile
     branch: ast.If
-    before: Sequence[ast.stmt]
-    after: Sequence[ast.stmt]
+    before: Sequence[ast.stmt]  # what stands above it, without gaps
+    after: Sequence[ast.stmt]  # what stands below it, without gaps
 
     def edits(self) -> list[Edit]:
         """What changes in the file for that, in order."""

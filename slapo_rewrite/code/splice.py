@@ -14,21 +14,13 @@ from slapo_rewrite.directive import Causes
 
 @dataclass(frozen=True)
 class Edit:
-    """Text in the place of other text.
+    """Text in the place of other text."""
 
-    Attributes:
-        start: First character replaced.
-        end: One past the last; equal to `start` for an insertion.
-        text: What stands there afterwards.
-        causes: The directives that asked for it.
-        why: What happens here, in a few words.
-    """
-
-    start: int
-    end: int
-    text: str
-    causes: Causes = ()
-    why: str = ""
+    start: int  # first character replaced
+    end: int  # one past the last; equal to `start` for an insertion
+    text: str  # what stands there afterwards
+    causes: Causes = ()  # the directives that asked for it
+    why: str = ""  # what happens here, in a few words
 
     @classmethod
     def instead_of(cls, file: SourceFile, node: ast.AST, text: str) -> Edit:
@@ -42,19 +34,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Change:
-    """Lines of a result that an edit wrote.
+    """Lines of a result that an edit wrote."""
 
-    Attributes:
-        first: First line, 1-based.
-        last: Last line.
-        causes: The directives that asked for it.
-        why: What happened here.
-    """
-
-    first: int
-    last: int
-    causes: Causes
-    why: str
+    first: int  # first line, 1-based
+    last: int  # last line
+    causes: Causes  # the directives that asked for it
+    why: str  # what happened here
 
 
 def apply_edits(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.text import bound_by
 
 MAX_UNROLLED = 32
 
@@ -97,17 +98,11 @@ def local_assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.stmt
 
 @dataclass(frozen=True)
 class Assignment:
-    """A statement that binds a local name.
-
-    Attributes:
-        statement: The statement.
-        guards: The tests around it.
-        looped: Whether it runs more than once and builds on what it gave before.
-    """
+    """A statement that binds a local name."""
 
     statement: ast.stmt
-    guards: tuple[tuple[ast.expr, bool], ...]
-    looped: bool
+    guards: tuple[tuple[ast.expr, bool], ...]  # the tests around it
+    looped: bool  # whether it runs more than once and builds on what it gave before
 
 
 def assignments(function: ast.FunctionDef, name: str) -> list[Assignment]:
@@ -167,7 +162,7 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
         case ast.With(items=items) | ast.AsyncWith(items=items):
             return bound_in(*(i.optional_vars for i in items if i.optional_vars))
         case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {a.asname or a.name.partition(".")[0] for a in names}
+            return {bound_by(a) for a in names}
     return set()
 
 
@@ -176,12 +171,13 @@ def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
     return node.lineno, node.col_offset
 
 
-def names_read(source: str) -> set[str]:
-    """The names that a function reads.
+def end_position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Where a node ends, likewise."""
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
-    Args:
-        source: The function's text, indented as it may be.
-    """
+
+def names_read(source: str) -> set[str]:
+    """The names that a function reads."""
     return {*read_in(ast.parse(textwrap.dedent(source)))}
 
 
@@ -190,11 +186,7 @@ _SIZES = {"shape", "size", "numel", "nelement"}
 
 
 def sizes_in_tests(source: str) -> set[str]:
-    """What a function's branches ask about the sizes of tensors, but to raise an error.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """What a function's branches ask about the sizes of tensors, but to raise an error."""
     function = ast.parse(textwrap.dedent(source))
     sizes: set[str] = set()
     asked: set[str] = set()
@@ -220,11 +212,7 @@ def sizes_in_tests(source: str) -> set[str]:
 
 
 def changing_in_tests(source: str) -> set[str]:
-    """What a function's branches ask about attributes that it binds anew, a counter's say.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """What a function's branches ask about attributes that it binds anew, a counter's say."""
     nodes = [*ast.walk(ast.parse(textwrap.dedent(source)))]
     bound = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     tests = [n.test for n in nodes if isinstance(n, (ast.If, ast.IfExp, ast.While))]
@@ -246,11 +234,7 @@ def _is_number(expr: ast.expr) -> bool:
 
 
 def names_in_tests(source: str) -> set[str]:
-    """The names that a function's branches ask about.
-
-    Args:
-        source: The function's text, indented as it may be.
-    """
+    """The names that a function's branches ask about."""
     asked: set[str] = set()
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):

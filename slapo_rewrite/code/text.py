@@ -25,6 +25,11 @@ def accessor(path: str) -> str:
     return text
 
 
+def joined_path(path: str, name: str) -> str:
+    """The path of what has a name, or a path, below a path; '' is where paths begin."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def listed(names: Iterable[str]) -> str:
     """Names in words: `a`, `b` and `c`, in backquotes."""
     shown = [f"`{name}`" for name in names]
@@ -40,6 +45,16 @@ def with_article(name: str) -> str:
     """A class at the head of a sentence: "A `Block`", "An `Expert`", "An `MLP`" (M is spelled)."""
     vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIO"
     return f"{'An' if name[:1] in vowels else 'A'} `{name}`"
+
+
+def bound_by(alias: ast.alias) -> str:
+    """The name that a part of an import statement binds."""
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def imported_as(name: str, local: str) -> str:
+    """What stands in an import statement for a name that is called `local` from there on."""
+    return name if name == local else f"{name} as {local}"
 
 
 def docstring(text: str, indent: int, line_length: int) -> list[str]:
@@ -62,13 +77,6 @@ def docstring(text: str, indent: int, line_length: int) -> list[str]:
 def within(outer: ast.AST, inner: ast.AST) -> bool:
     """Whether a node is part of another, or the other itself."""
     return any(node is inner for node in ast.walk(outer))
-
-
-def simple_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """The statements of a function that hold no others."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            yield node
 
 
 def returns(function: ast.FunctionDef) -> Iterator[ast.Return]:

@@ -17,6 +17,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Replacement, Shard
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.join import Sources, find_parameter_site
@@ -29,21 +30,13 @@ from slapo_rewrite.project import Project
 
 @dataclass(frozen=True)
 class BuiltOutput:
-    """The output's model, beside the original's and what was scheduled.
+    """The output's model, beside the original's and what was scheduled."""
 
-    Attributes:
-        emitted: The output.
-        built: Its module tree, of one rank of several.
-        project: The source and the original's tree.
-        outputs: Say what was to be made, and which attributes are to be a rank's share.
-        states: What was asked of each module path.
-    """
-
-    emitted: Emitted
-    built: Tree
-    project: Project
-    outputs: OutputFiles
-    states: Mapping[str, ModuleRequests]
+    emitted: Emitted  # the output
+    built: Tree  # its module tree, of one rank of several
+    project: Project  # the source and the original's tree
+    outputs: OutputFiles  # say what was to be made, and which attributes are to be a rank's share
+    states: Mapping[str, ModuleRequests]  # what was asked of each module path
 
     def check(self) -> None:
         """It is what was scheduled, and else what the original is.
@@ -114,7 +107,7 @@ class BuiltOutput:
         for path in sorted(parts.keys() & tree.nodes.keys()):
             node = tree.nodes[path]
             for name in sorted(parts[path].keys() & node.parameters.keys()):
-                if f"{path}.{name}".lstrip(".") not in names:
+                if joined_path(path, name) not in names:
                     raise errors.Unsupported(
                         f"`{path}.{name}` is not in the model's state dict by this name, by which "
                         "the parts of ranks are cut and put together",
@@ -314,7 +307,7 @@ def _other_values(tree: Tree, other: Tree) -> Iterator[tuple[Node, str]]:
 def _read_off(
     node: Node, name: str, have: object, want: object, sources: Sources
 ) -> errors.RewriteError:
-    shown = f"{node.path}.{name}".lstrip(".")
+    shown = joined_path(node.path, name)
     return errors.Unsupported(
         f"`{shown}` is {have!r} on a rank of two, and {want!r} in the whole model: its "
         "constructor reads it off something that is split",

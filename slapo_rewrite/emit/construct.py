@@ -40,25 +40,15 @@ TOO_LARGE = (
 
 @dataclass(frozen=True)
 class Construction:
-    """What an output is tried with.
+    """What an output is tried with."""
 
-    Attributes:
-        draft: The output.
-        project: The source, the schedule and the model.
-        plan: What was scheduled.
-        copies: Which files are rewritten.
-        anew: Modules that the output imports for itself, by name.
-        original: The module of the source as it was before the schedule ran.
-        sizes: The world sizes to run on; none for a model that is too large.
-    """
-
-    draft: Draft
-    project: Project
-    plan: Plan
-    copies: SiblingFiles
-    anew: Sequence[str]
-    original: types.ModuleType
-    sizes: tuple[int, ...]
+    draft: Draft  # the output
+    project: Project  # the source, the schedule and the model
+    plan: Plan  # what was scheduled
+    copies: SiblingFiles  # which files are rewritten
+    anew: Sequence[str]  # modules that the output imports for itself, by name
+    original: types.ModuleType  # the module of the source as it was before the schedule ran
+    sizes: tuple[int, ...]  # the world sizes to run on; none for a model that is too large
 
     def tried(self, trial: Trial | None) -> None:
         """Builds the output's model, and tries it.

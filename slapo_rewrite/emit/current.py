@@ -16,6 +16,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.emit import inputs, record
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
 # As many changed modules of one package are named one by one.
@@ -25,27 +26,16 @@ TOOL_CHANGED = "slapo-rewrite itself has changed"
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks an output to be made of.
+    """What a command line asks an output to be made of."""
 
-    Attributes:
-        source: The source, as it is given.
-        source_file: Its file.
-        schedule: The schedule, as it is given.
-        schedule_file: Its file.
-        settings: The knobs that are set, as `name=value`.
-        single_file: Whether the helpers are to be part of the model file.
-        further: The further helpers, in order.
-        support: The name of the folder beside the output that is to hold its helpers.
-    """
-
-    source: str
+    source: str  # the source, as it is given
     source_file: Path
-    schedule: str
+    schedule: str  # the schedule, as it is given
     schedule_file: Path
-    settings: tuple[str, ...]
-    single_file: bool
-    further: tuple[str, ...]
-    support: str | None
+    settings: tuple[str, ...]  # the knobs that are set, as `name=value`
+    single_file: bool  # whether the helpers are to be part of the model file
+    further: tuple[str, ...]  # the further helpers, in order
+    support: str | None  # the name of the folder beside the output that is to hold its helpers
 
     @classmethod
     def of(
@@ -75,11 +65,6 @@ def requested_again(
     content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
 ) -> Request:
     """What was asked for when an output was written.
-
-    Args:
-        content: Its record.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
 
     Raises:
         NotAnOutput: It was written by a newer version of the tool.
@@ -194,9 +179,7 @@ def reasons(content: Mapping[str, Any], request: Request) -> list[str]:
 
 def changed_modules(modules: Sequence[str]) -> list[str]:
     """What is said of changed modules: of many in one package, as of a checkout, their number."""
-    packages: dict[str, list[str]] = {}
-    for name in modules:
-        packages.setdefault(name.split(".")[0], []).append(name)
+    packages = grouped((name.split(".")[0], name) for name in modules)
     return [
         line
         for package, names in packages.items()

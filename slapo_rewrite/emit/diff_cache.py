@@ -28,12 +28,7 @@ KEPT = (
 
 
 def look_up(path: Path | None, request: Request) -> tuple[str, list[str]] | None:
-    """The diff and the warnings of what is asked for; None where they have to be made.
-
-    Args:
-        path: Where they would lie.
-        request: What is asked for.
-    """
+    """The diff and the warnings of what is asked for; None where they have to be made."""
     if path is None:
         return None
     try:
@@ -50,15 +45,7 @@ def look_up(path: Path | None, request: Request) -> tuple[str, list[str]] | None
 
 
 def keep(path: Path, request: Request, text: str, diff: str, warnings: list[str]) -> None:
-    """Keeps a diff, if it can only be the same again.
-
-    Args:
-        path: Where it is to lie.
-        request: What was asked for.
-        text: The record of what came of it.
-        diff: The diff.
-        warnings: What goes with it.
-    """
+    """Keeps a diff, if it can only be the same again."""
     content: dict[str, Any] = json.loads(text)
     kept = {key: content[key] for key in KEPT if key in content}
     data = json.dumps({"record": kept, "diff": diff, "warnings": warnings}).encode()

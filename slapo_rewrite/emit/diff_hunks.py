@@ -43,20 +43,14 @@ def coloured(diff: str) -> str:
 
 @dataclass
 class Hunk:
-    """Lines of a rewritten file, and those of the original that they stand for.
+    """Lines of a rewritten file, and those of the original that they stand for."""
 
-    Attributes:
-        file: The file's name in the output.
-        first: The first of the rewritten file's lines, 1-based; the one before, where it has none.
-        old: The original's lines, each with its end.
-        new: The rewritten file's.
-        added: The numbers of its lines that the original does not have.
-    """
-
-    file: str
+    file: str  # the file's name in the output
+    # The first of the rewritten file's lines, 1-based; the one before, where it has none.
     first: int
-    old: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
+    old: list[str] = field(default_factory=list)  # the original's lines, each with its end
+    new: list[str] = field(default_factory=list)  # the rewritten file's
+    # The numbers of its lines that the original does not have.
     added: list[int] = field(default_factory=list)
 
 
@@ -92,11 +86,6 @@ def ended_lines(text: str) -> list[str]:
 
 def original_text(diff: str, name: str, text: str) -> str | None:
     """What a rewritten file was made of, its imports absolute.
-
-    Args:
-        diff: The output's diff.
-        name: The file's name.
-        text: What it holds.
 
     Returns:
         None where the diff is of another text.

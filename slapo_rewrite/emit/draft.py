@@ -22,38 +22,29 @@ Trial = Callable[[Emitted, Shortening], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How an output is to be written.
+    """How an output is to be written."""
 
-    Attributes:
-        settings: Knobs, as `name=value`.
-        single_file: Whether the helpers go into the model file, instead of a package around it.
-        further: Helpers that were asked for beside those in use, by the module that has them.
-        support: The name of the folder beside the output that is to hold its helpers.
-        tries: What the output is tried with, imported and built; None to run a small model of it
-            against the original's.
-        on_ranks: Whether budgets for ranks that share layers choose what is recomputed.
-    """
-
-    settings: Sequence[str] = ()
+    settings: Sequence[str] = ()  # knobs, as `name=value`
+    # Whether the helpers go into the model file, instead of a package around it.
     single_file: bool = False
+    # Helpers that were asked for beside those in use, by the module that has them.
     further: Mapping[str, set[str]] = field(default_factory=dict)
+    # The name of the folder beside the output that is to hold its helpers.
     support: str | None = None
+    # What the output is tried with, imported and built; None to run a small model of it against the
+    # original's.
     tries: Trial | None = None
-    on_ranks: bool = True
+    on_ranks: bool = True  # whether budgets for ranks that share layers choose what is recomputed
 
 
 @dataclass(frozen=True)
 class Causes:
-    """Who wrote the lines of an output.
+    """Who wrote the lines of an output."""
 
-    Attributes:
-        files: The output's files.
-        changes: The lines that the tool wrote into the files that it rewrote, by file name.
-        helpers: The directives for which each of the other files is there.
-    """
-
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # the output's files
+    # The lines that the tool wrote into the files that it rewrote, by file name.
     changes: Mapping[str, Sequence[Change]]
+    # The directives for which each of the other files is there.
     helpers: Mapping[str, Sequence[Directive]]
 
     @contextlib.contextmanager
@@ -104,29 +95,22 @@ class Causes:
 
 @dataclass
 class Draft:
-    """The files of an output, as far as they are made.
+    """The files of an output, as far as they are made."""
 
-    Attributes:
-        model_file: The name of the rewritten model file.
-        texts: The rewritten files, by name.
-        lengths: The length that the lines of each keep to.
-        changes: Lines of files that the schedule caused, by the file's name.
-        used: The names that the output uses of each helper module.
-        helpers: The other files, by name.
-        causes: The directives for which there is a helper module.
-        uses: The names that it uses of its support folder, by helper module; None without one.
-        warnings: What could not be checked, in words.
-    """
-
-    model_file: str
-    texts: dict[str, str] = field(default_factory=dict)
+    model_file: str  # the name of the rewritten model file
+    texts: dict[str, str] = field(default_factory=dict)  # the rewritten files, by name
+    # The length that the lines of each keep to.
     lengths: dict[str, int] = field(default_factory=dict)
+    # Lines of files that the schedule caused, by the file's name.
     changes: dict[str, list[Change]] = field(default_factory=dict)
+    # The names that the output uses of each helper module.
     used: dict[str, set[str]] = field(default_factory=dict)
-    helpers: dict[str, str] = field(default_factory=dict)
+    helpers: dict[str, str] = field(default_factory=dict)  # the other files, by name
+    # The directives for which there is a helper module.
     causes: dict[str, Directives] = field(default_factory=dict)
+    # The names that it uses of its support folder, by helper module; None without one.
     uses: dict[str, set[str]] | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
 
     @property
     def files(self) -> dict[str, str]:

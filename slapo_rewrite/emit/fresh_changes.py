@@ -18,19 +18,13 @@ SIDES = ("before", "now")
 
 @dataclass(frozen=True)
 class Fresh:
-    """What is new in one file.
+    """What is new in one file."""
 
-    Attributes:
-        name: The file's name.
-        before: What it held, with what the source has changed itself; None where it is new.
-        now: What it is to hold; None where it is no longer written.
-        from_source: How many places the source has changed itself.
-    """
-
-    name: str
+    name: str  # the file's name
+    # What it held, with what the source has changed itself; None where it is new.
     before: str | None
-    now: str | None
-    from_source: int = 0
+    now: str | None  # what it is to hold; None where it is no longer written
+    from_source: int = 0  # how many places the source has changed itself
 
     def render(self, context: int = 1) -> str:
         """The difference as a unified diff, with a remark on what it leaves out."""

@@ -12,6 +12,7 @@ import black
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import KERNELS
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.used_definitions import (
     Definitions,
@@ -186,7 +187,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
 def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> None:
     """Adds what the model file does not import yet: names by module, '' for the module itself."""
     for module, alias in imported_outside(line):
-        meaning = f"{module}.{alias.name}" if module else alias.name
+        meaning = joined_path(module, alias.name)
         name = alias.asname or alias.name
         known = file.imports.get(name if module or alias.asname else name.split(".")[0])
         if known == meaning:

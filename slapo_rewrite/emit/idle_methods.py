@@ -26,21 +26,13 @@ from slapo_rewrite.model.watched_functions import DEPTH, made_by
 
 @dataclass(frozen=True)
 class _Written:
-    """A method of a class, and what it was written or changed for.
+    """A method of a class, and what it was written or changed for."""
 
-    Attributes:
-        cls: The class.
-        name: The method's name.
-        node: Its definition; None where the class was given it past its text.
-        change: The lines that the tool wrote.
-        is_bare: Whether the tool wrote the class, and no decorator.
-    """
-
-    cls: type
-    name: str
-    node: ast.FunctionDef | None
-    change: Change
-    is_bare: bool
+    cls: type  # the class
+    name: str  # the method's name
+    node: ast.FunctionDef | None  # its definition; None where the class was given it past its text
+    change: Change  # the lines that the tool wrote
+    is_bare: bool  # whether the tool wrote the class, and no decorator
 
     def runs(self) -> bool:
         """Whether the class has it, below what is put around it."""

@@ -121,13 +121,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def find(name: str, source: Path, schedule: Path) -> Path | None:
-    """The file of a module by its name, as source and schedule would import it.
-
-    Args:
-        name: The dotted name.
-        source: The source file.
-        schedule: The schedule file.
-    """
+    """The file of a module by its name, as source and schedule would import it."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return None

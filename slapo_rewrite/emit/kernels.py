@@ -34,8 +34,9 @@ def libraries() -> dict[str, Definitions]:
 
     def place(name: str) -> None:
         if name not in ordered:
-            for needed in _needed(found[name].tree):
-                place(needed)
+            for node in found[name].tree.body:
+                if isinstance(node, ast.ImportFrom) and node.level and node.module:
+                    place(node.module)
             ordered[name] = found[name]
 
     for name in found:
@@ -57,11 +58,6 @@ def _read(folder: str) -> dict[str, Definitions]:
     }
 
 
-def _needed(tree: ast.Module) -> list[str]:
-    """The kernel files that a file imports from."""
-    return [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and n.level and n.module]
-
-
 def is_of_kernels(module: str) -> bool:
     """Whether names of a helper module are functions that rules call."""
     return module.partition(".")[0] in KERNEL_FILES
@@ -71,10 +67,6 @@ def by_backend(
     used: Mapping[str, set[str]], references: Iterable[Reference]
 ) -> dict[str, set[str]]:
     """The names that are used of each helper module, those of `kernels` apart by their backend.
-
-    Args:
-        used: Names by helper module.
-        references: Which of them have which backend.
 
     Returns:
         The names, with keys such as `kernels.eager` for those that are no Triton kernels.
@@ -184,11 +176,7 @@ def _by_file(names: Iterable[str], files: Mapping[str, Definitions]) -> dict[str
 
 
 def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
-    """Refuses two functions of one name in one file.
-
-    Raises:
-        Unsupported: There are some.
-    """
+    """Refuses two functions of one name in one file (`Unsupported`)."""
     one, other = (
         {n for part in parts for node in ast.parse(part.body).body for n in bound_names(node)}
         for parts in (kernels, others)

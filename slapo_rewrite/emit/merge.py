@@ -19,18 +19,13 @@ _MARKERS = (re.compile(rb"^<{7} ", re.M), re.compile(rb"^>{7} ", re.M))
 
 @dataclass(frozen=True)
 class Merged:
-    """Files to be written that hold what was edited by hand.
+    """Files to be written that hold what was edited by hand."""
 
-    Attributes:
-        files: All files, by name.
-        conflicts: Those in which both sides changed the same lines; such a file holds both versions
-            between git's conflict markers.
-        replacing: The edited files that are merged, with the hashes of what they held.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # all files, by name
+    # Those in which both sides changed the same lines; such a file holds both versions between
+    # git's conflict markers.
     conflicts: list[str]
-    replacing: dict[str, str]
+    replacing: dict[str, str]  # the edited files that are merged, with the hashes of what they held
 
 
 def merged(out: Path, files: Mapping[str, str]) -> Merged:
@@ -102,7 +97,7 @@ def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     if git is None:
         raise errors.UsageError("`--merge` needs git, which is not installed")
     if (end := _line_end(mine)) != _line_end(base):
-        base, theirs = (_with_line_end(text, end) for text in (base, theirs))
+        base, theirs = (re.sub(r"\r\n|\r|\n", end or r"\g<0>", text) for text in (base, theirs))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("mine", "base", "theirs")]
         for path, text in zip(paths, (mine, base, theirs), strict=True):
@@ -122,7 +117,3 @@ def _line_end(text: str) -> str | None:
         line[len(line.rstrip("\r\n")) :] for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)", text)
     }
     return ends.pop() if len(ends) == 1 else None
-
-
-def _with_line_end(text: str, end: str | None) -> str:
-    return re.sub(r"\r\n|\r|\n", end, text) if end else text

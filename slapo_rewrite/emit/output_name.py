@@ -109,12 +109,7 @@ def _hides(package: Path, module: str, files: Iterable[Path]) -> bool:
 
 
 def _imported(module: str, files: Iterable[Path]) -> set[str]:
-    """The top-level modules that an output may import.
-
-    Args:
-        module: The source's dotted name.
-        files: The source and the schedule.
-    """
+    """The top-level modules that an output may import."""
     package, dot, _ = module.partition(".")
     found = {*sys.stdlib_module_names, *IMPORTED, *([package] if dot else [])}
     for file in files:

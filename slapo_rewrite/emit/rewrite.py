@@ -50,24 +50,15 @@ from slapo_rewrite.schedule.plan import Plan
 
 @dataclass
 class Output:
-    """What a rewrite gives.
+    """What a rewrite gives."""
 
-    Attributes:
-        files: The output folder's files, by name.
-        originals: The sources, by the names of the rewritten files.
-        model_file: The name of the rewritten model file.
-        warnings: What could not be checked, in words.
-        seconds: CPU time of each part of the work.
-        inputs: The user's files that it is made from.
-        uses: The names that it uses of its support folder, by helper module.
-    """
-
-    files: dict[str, str]
-    originals: dict[str, Original]
-    model_file: str
-    warnings: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    inputs: list[Path] = field(default_factory=list)
+    files: dict[str, str]  # the output folder's files, by name
+    originals: dict[str, Original]  # the sources, by the names of the rewritten files
+    model_file: str  # the name of the rewritten model file
+    warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
+    seconds: dict[str, float] = field(default_factory=dict)  # CPU time of each part of the work
+    inputs: list[Path] = field(default_factory=list)  # the user's files that it is made from
+    # The names that it uses of its support folder, by helper module.
     uses: dict[str, set[str]] = field(default_factory=dict)
 
     def diff(self, context: int = 3) -> str:
@@ -140,13 +131,7 @@ def _emitting(project: Project, options: Options) -> Iterator[_Emission]:
 
 
 class _Emission:
-    """Makes the files of one output, one kind after the other.
-
-    Args:
-        project: The source, the schedule and the model.
-        options: How the output is to be written.
-        original: The module of the source as it was before the schedule ran.
-    """
+    """Makes the files of one output, one kind after the other."""
 
     def __init__(self, project: Project, options: Options, original: types.ModuleType) -> None:
         self.project, self.options, self.original = project, options, original
@@ -376,11 +361,6 @@ def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[
     """Warns of the calls that selected modules, and changed nothing.
 
     Not of those that have said what they chose or left out, and why, nor of those that only check.
-
-    Args:
-        plan: The calls.
-        draft: The output.
-        inferred: The collectives that were inferred.
     """
     changes = (change for own in draft.changes.values() for change in own)
     causes = [*(change.causes for change in changes), *draft.helper_causes().values()]

@@ -21,6 +21,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.import_lines import from_module, instead, is_remarked
 from slapo_rewrite.code.splice import Change, Edit
+from slapo_rewrite.code.text import imported_as
 from slapo_rewrite.directive import REDIRECTED, Directive, merged_causes
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import Site
@@ -32,22 +33,14 @@ Target = tuple[str, str]
 
 
 class SiblingFiles:
-    """Which files are in the output, and what becomes of the imports between them.
-
-    Args:
-        sources: The files that the model's classes come from.
-        outputs: Name the files.
-        edits: What changes in each file, by its module's name; the model file is among them.
-
-    Attributes:
-        files: The files, by their modules' names, the model file first.
-    """
+    """Which files are in the output, and what becomes of the imports between them."""
 
     def __init__(
         self, sources: Sources, outputs: OutputFiles, edits: Mapping[str, Sequence[Edit]]
     ) -> None:
         self.sources, self.outputs, self.edits = sources, outputs, edits
         main = sources.main
+        # The files, by their modules' names, the model file first.
         self.files: dict[str, SourceFile] = {main.name: main}
         for name, own in edits.items():
             file = sources.file_named(name)
@@ -329,8 +322,7 @@ class SiblingFiles:
         shown = getattr(module, "__all__", None) or [
             n for n in vars(module or file) if not n.startswith("_")
         ]
-        used = {n.id for n in ast.walk(file.tree) if isinstance(n, ast.Name)}
-        for name in sorted(used.intersection(shown)):
+        for name in sorted(names_in(file.tree) & {*shown}):
             if _chased(self.sources, base, name)[0] in self.files:
                 yield name
 
@@ -347,7 +339,7 @@ class SiblingFiles:
             local = alias.asname or (stem if dotted else alias.name)
             if dotted:
                 self._check_free(file, node, stem)
-            shown.append(stem if local == stem else f"{stem} as {local}")
+            shown.append(imported_as(stem, local))
         causes = merged_causes(*(self._causes(a.name) for a in copied))
         lines.append(f"from . import {', '.join(shown)}")
         placed = instead(file, node, lines)
@@ -445,13 +437,9 @@ def _target(sources: Sources, dotted: str) -> Target | None:
 @functools.lru_cache(maxsize=256)
 def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
     """The names that the imports of a file bind, each with what is imported by it."""
-    return [*file.imports.items(), *_dotted_imports(file)]
-
-
-def _dotted_imports(file: SourceFile) -> list[tuple[str, str]]:
-    """The modules of `import package.module`, each with the name that this binds."""
-    names = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
-    return [(name.partition(".")[0], name) for name in names if "." in name]
+    modules = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
+    dotted = [(name.partition(".")[0], name) for name in modules if "." in name]
+    return [*file.imports.items(), *dotted]
 
 
 def _chased(sources: Sources, module: str, name: str) -> Target:

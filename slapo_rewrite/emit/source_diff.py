@@ -14,17 +14,11 @@ from slapo_rewrite.emit.sibling_files import absolute_imports
 
 @dataclass(frozen=True)
 class Original:
-    """What a rewritten file is compared with.
+    """What a rewritten file is compared with."""
 
-    Attributes:
-        text: The source.
-        absolute: The same, with those imports absolute that are so in the rewritten file.
-        lines: The lines of the rewritten file on which these begin.
-    """
-
-    text: str
-    absolute: str
-    lines: tuple[int, ...]
+    text: str  # the source
+    absolute: str  # the same, with those imports absolute that are so in the rewritten file
+    lines: tuple[int, ...]  # the lines of the rewritten file on which these begin
 
     @classmethod
     def of(cls, file: SourceFile, rewritten: str) -> Original:
@@ -61,15 +55,7 @@ def unified_diff(
     context: int,
     sides: tuple[str, str] = ("original", "rewritten"),
 ) -> str:
-    """The difference of two texts, empty where there is none.
-
-    Args:
-        before: One text.
-        after: The other.
-        name: The name of the file that they are of.
-        context: How many lines are shown around what differs.
-        sides: What the texts are called.
-    """
+    """The difference of two texts, empty where there is none."""
     lines = difflib.unified_diff(
         ended_lines(before),
         ended_lines(after),

@@ -148,13 +148,7 @@ def _files(outputs: Mapping[str, Uses]) -> dict[str, str]:
 
 
 def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
-    """Whether a support folder is as this tool made it of the records of the outputs, by hashes.
-
-    Args:
-        out: An output that uses it.
-        folder: The support folder.
-        content: The output's record.
-    """
+    """Whether a support folder is as this tool made it of the records of the outputs, by hashes."""
     try:
         known = record.read(folder, record.SUPPORT)
         outputs = {
@@ -169,11 +163,6 @@ def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
 
 def differing(out: Path, folder: Path, uses: Uses) -> list[str]:
     """Files of a support folder that are not what an output that uses it needs today.
-
-    Args:
-        out: The output.
-        folder: The support folder.
-        uses: What it uses.
 
     Raises:
         NotAnOutput: Another output that uses it cannot be read.

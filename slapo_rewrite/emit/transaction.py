@@ -33,17 +33,11 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one file.
+    """What becomes of one file."""
 
-    Attributes:
-        name: The file's name.
-        old: The hash of what it holds before; None where it is not there.
-        new: The hash of what it is to hold; None where it is to go.
-    """
-
-    name: str
-    old: str | None
-    new: str | None
+    name: str  # the file's name
+    old: str | None  # the hash of what it holds before; None where it is not there
+    new: str | None  # the hash of what it is to hold; None where it is to go
 
 
 class _EditedError(Exception):
@@ -74,13 +68,7 @@ def state(path: Path) -> str | None:
 
 
 def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
-    """Carries out what has to change, all of it or nothing.
-
-    Args:
-        out: The folder, which is locked.
-        files: What its files are to hold.
-        known: The tool's files that are there.
-    """
+    """Carries out what has to change, all of it or nothing."""
     gone = sorted(set(known) - files.keys())
     steps = [Step(n, state(out / n), record.digest(data)) for n, data in sorted(files.items())]
     steps += [Step(name, state(out / name), None) for name in gone]

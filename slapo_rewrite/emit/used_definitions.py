@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.text import bound_by
+from slapo_rewrite.groups import grouped
 
 LINE_LENGTH = 88  # black's default, which emitted files keep
 
@@ -18,18 +21,12 @@ RUNTIME = "slapo_rewrite.runtime"
 
 @dataclass
 class Picked:
-    """Part of a file.
+    """Part of a file."""
 
-    Attributes:
-        imports: Import lines, in groups.
-        body: The definitions.
-        docstring: The file's docstring.
-        helpers: Names used of other runtime modules.
-    """
-
-    imports: list[list[str]]
-    body: str
-    docstring: str | None
+    imports: list[list[str]]  # import lines, in groups
+    body: str  # the definitions
+    docstring: str | None  # the file's docstring
+    # Names used of other runtime modules.
     helpers: dict[str, set[str]] = field(default_factory=dict)
 
     @property
@@ -40,12 +37,7 @@ class Picked:
 
 
 class Definitions:
-    """A Python file whose top-level definitions can be taken out one by one.
-
-    Args:
-        text: The file.
-        tree: The file as parsed, if that was done already.
-    """
+    """A Python file whose top-level definitions can be taken out one by one."""
 
     def __init__(self, text: str, tree: ast.Module | None = None) -> None:
         self.text, self.tree = text, tree or ast.parse(text)
@@ -128,11 +120,7 @@ def kept_statements(text: str, mark: str, keeps: bool) -> str:
 
 def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     """Top-level statements by the names that they bind."""
-    found: dict[str, list[ast.stmt]] = {}
-    for statement in tree.body:
-        for name in bound_names(statement):
-            found.setdefault(name, []).append(statement)
-    return found
+    return grouped((name, each) for each in tree.body for name in bound_names(each))
 
 
 def bound_names(statement: ast.stmt) -> list[str]:
@@ -141,7 +129,7 @@ def bound_names(statement: ast.stmt) -> list[str]:
         inner = [name for s in statement.body for name in bound_names(s)]
         imports = [s for s in statement.body if isinstance(s, (ast.Import, ast.ImportFrom))]
         aliases = [a for s in imports for a in s.names]
-        return inner + [a.asname or a.name.split(".")[0] for a in aliases]
+        return inner + [bound_by(a) for a in aliases]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
     if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -215,9 +203,7 @@ def _attributes(tree: ast.Module, name: str) -> set[str]:
     return {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
+        if isinstance(node, ast.Attribute) and is_name(node.value, name)
     }
 
 

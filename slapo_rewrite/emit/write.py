@@ -25,11 +25,6 @@ def hand_edited(out: Path) -> dict[str, str]:
 def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
     """Files that writing would overwrite although the tool did not write them so.
 
-    Args:
-        out: The folder.
-        files: What is to be written.
-        own: What its record is called.
-
     Raises:
         NotAnOutput: The folder is not the tool's, and has files of these names.
     """
@@ -95,11 +90,7 @@ def edited(folder: Path, names: Collection[str], hint: str) -> errors.OutputEdit
 
 
 def check_apart(out: Path, inputs: Collection[Path]) -> None:
-    """Refuses a folder that holds what an output is made from.
-
-    Raises:
-        NotAnOutput: It does.
-    """
+    """Refuses a folder that holds what an output is made from (`NotAnOutput`)."""
     for path in inputs:
         if os.path.realpath(path.parent) == os.path.realpath(out):
             raise errors.NotAnOutput(
@@ -140,11 +131,6 @@ def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list
 
 def note_verification(out: Path, verification: Mapping[str, Any], of: str) -> bool:
     """Puts what verification found in the folder's record.
-
-    Args:
-        out: The folder.
-        verification: What was found.
-        of: The hash of the record of what was verified.
 
     Returns:
         Whether that is still the one that is there.

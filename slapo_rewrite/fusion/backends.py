@@ -11,15 +11,11 @@ from slapo_rewrite.fusion.rule import Rule, RuleMatch
 
 @dataclass(frozen=True)
 class Choice:
-    """What a function is carried out by at one place.
+    """What a function is carried out by at one place."""
 
-    Attributes:
-        backend: One of `imports.WRITTEN`, or the name of a module that the output imports.
-        why: What it was chosen for, in words; empty where it was asked for.
-    """
-
+    # One of `imports.WRITTEN`, or the name of a module that the output imports.
     backend: str = TRITON
-    why: str = ""
+    why: str = ""  # what it was chosen for, in words; empty where it was asked for
 
 
 class Backends(Protocol):

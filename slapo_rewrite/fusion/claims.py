@@ -11,6 +11,8 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Value
@@ -35,19 +37,12 @@ class Expression(Protocol):
 
 @dataclass(frozen=True)
 class Calling:
-    """A call of a function with its parameters in order.
+    """A call of a function with its parameters in order."""
 
-    Attributes:
-        name: Of the function.
-        origin: Its dotted name.
-        parameters: Given by position.
-        keywords: Given by name.
-    """
-
-    name: str
-    origin: str
-    parameters: tuple[str, ...]
-    keywords: tuple[str, ...] = ()
+    name: str  # of the function
+    origin: str  # its dotted name
+    parameters: tuple[str, ...]  # given by position
+    keywords: tuple[str, ...] = ()  # given by name
 
     @classmethod
     def of(
@@ -76,17 +71,11 @@ class Calling:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A call of a function with the arguments of the call that stands there.
+    """A call of a function with the arguments of the call that stands there."""
 
-    Attributes:
-        name: Of the function.
-        origin: Its dotted name.
-        arguments: The text, from parenthesis to parenthesis.
-    """
-
-    name: str
-    origin: str
-    arguments: str
+    name: str  # of the function
+    origin: str  # its dotted name
+    arguments: str  # the text, from parenthesis to parenthesis
 
     @classmethod
     def of(cls, function: Callable[..., object], arguments: str) -> Renamed:
@@ -129,39 +118,27 @@ class MultiSiteRewrite(Protocol):
 
 @dataclass(frozen=True)
 class Claim:
-    """A match that an expression takes the place of.
-
-    Attributes:
-        match: The match.
-        node: The module whose function it stands in.
-        expression: What is written.
-        operands: The text of each of its parameters.
-        what: Who asks: a rule's name, or a function's.
-        method: A method that the expression calls, to stand behind the one of the match.
-        function: A function that the expression calls, to stand above the class of the match.
-        constructor: A statement for the end of the constructor: it makes what is called.
-        moved: Whether the statements go there, with their comments.
-        values: What stands for each parameter; the match's own values where None.
-        linear: The linear layer of the match, which the expression hands over to be called.
-        spread: How it is written where one place is not enough.
-        backend: What the rule's function is carried out by; a kernel where it is empty.
-        why: What that was chosen for, in words.
-    """
+    """A match that an expression takes the place of."""
 
     match: Match
-    node: Node
-    expression: Expression
-    operands: Mapping[str, str]
-    what: str
+    node: Node  # the module whose function it stands in
+    expression: Expression  # what is written
+    operands: Mapping[str, str]  # the text of each of its parameters
+    what: str  # who asks: a rule's name, or a function's
+    # A method that the expression calls, to stand behind the one of the match.
     method: str | None = None
+    # A function that the expression calls, to stand above the class of the match.
     function: str | None = None
+    # A statement for the end of the constructor: it makes what is called.
     constructor: str | None = None
-    moved: bool = False
+    moved: bool = False  # whether the statements go there, with their comments
+    # What stands for each parameter; the match's own values where None.
     values: Mapping[str, Value] | None = None
+    # The linear layer of the match, which the expression hands over to be called.
     linear: str | None = None
-    spread: MultiSiteRewrite | None = None
-    backend: str = ""
-    why: str = ""
+    spread: MultiSiteRewrite | None = None  # how it is written where one place is not enough
+    backend: str = ""  # what the rule's function is carried out by; a kernel where it is empty
+    why: str = ""  # what that was chosen for, in words
 
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
@@ -177,7 +154,7 @@ class Claim:
         return [self._below(path) for path in self.spread.idle] if self.spread else []
 
     def _below(self, relative: str) -> str:
-        return f"{self.node.path}.{relative}" if self.node.path else relative
+        return joined_path(self.node.path, relative)
 
     def place(self) -> errors.Span:
         """Where it stands."""
@@ -186,32 +163,25 @@ class Claim:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A match that is left as it is, and why.
+    """A match that is left as it is, and why."""
 
-    Attributes:
-        claim: The match.
-        reason: In words.
-        hint: What can be done.
-        harmless: Whether the others can be carried out all the same.
-        waits: Whether it is to be looked for again when they have been: it stands in the text of
-            one of them, and computes something else.
-    """
-
-    claim: Claim
-    reason: str
-    hint: str | None = None
-    harmless: bool = False
+    claim: Claim  # the match
+    reason: str  # in words
+    hint: str | None = None  # what can be done
+    harmless: bool = False  # whether the others can be carried out all the same
+    # Whether it is to be looked for again when they have been: it stands in the text of one of
+    # them, and computes something else.
     waits: bool = False
 
 
 def by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
     """Claims of the same text for several modules, together."""
-    groups: dict[tuple[object, ...], list[Claim]] = {}
-    for claim in claims:
+
+    def text(claim: Claim) -> tuple[object, ...]:
         operands = tuple(sorted(claim.operands.items()))
-        key = (id(claim.match.replaced.node), claim.what, operands, claim.backend)
-        groups.setdefault(key, []).append(claim)
-    return list(groups.values())
+        return id(claim.match.replaced.node), claim.what, operands, claim.backend
+
+    return list(grouped((text(claim), claim) for claim in claims).values())
 
 
 def misuse(claim: Claim) -> str | None:

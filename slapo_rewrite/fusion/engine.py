@@ -14,7 +14,7 @@ from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.runs import above, behind
@@ -27,6 +27,7 @@ from slapo_rewrite.fusion.method_users import Sharing
 from slapo_rewrite.fusion.replacements import Writing, apart, replacements
 from slapo_rewrite.fusion.rule import graph_in
 from slapo_rewrite.fusion.spelled_names import Spelling
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.lowering.specialize import specialize
 from slapo_rewrite.model.auto_classes import is_looked_up
 from slapo_rewrite.model.node_facts import method_of
@@ -37,15 +38,7 @@ from slapo_rewrite.patterns.replacement import Replaced
 
 
 class Engine:
-    """Turns claims into one change of the source.
-
-    Args:
-        tree: The module tree.
-        sources: The files.
-        states: What was asked of modules so far.
-        cause: Who asks.
-        earlier: What earlier changes of the source use from elsewhere.
-    """
+    """Turns claims into one change of the source."""
 
     def __init__(
         self,
@@ -74,9 +67,7 @@ class Engine:
         taken: dict[int, tuple[set[int], dict[str, Claim]]] = {}
         kept: list[Claim] = []
         left: list[Skipped] = []
-        claiming: dict[int, set[str]] = {}
-        for claim in claims:
-            claiming.setdefault(id(claim.match.replaced.node), set()).add(claim.node.path)
+        claiming = grouped((id(claim.match.replaced.node), claim.node.path) for claim in claims)
         for group in by_text(claims):
             stop = self._stop(group, claiming[id(group[0].match.replaced.node)])
             if stop is not None:
@@ -166,11 +157,10 @@ class Engine:
 
     def refused(self, left: Skipped) -> errors.RewriteError:
         """The error for a match that cannot be replaced."""
-        at = [self.cause.at] if self.cause.at else []
         return errors.NoMatch(
             f"`{left.claim.what}` cannot take the place of what it matches: {left.reason}",
             at=left.claim.place(),
-            also=at,
+            cause=self.cause,
             hint=left.hint,
         )
 
@@ -238,9 +228,7 @@ class Engine:
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
         """The edits, and the modules that are called no more."""
-        by_path: dict[str, list[Claim]] = {}
-        for claim in claims:
-            by_path.setdefault(claim.node.path, []).append(claim)
+        by_path = grouped((claim.node.path, claim) for claim in claims)
         known: dict[tuple[object, ...], dict[ast.stmt, ReplaceStatement]] = {}
         changes: dict[str, dict[ast.stmt, ReplaceStatement]] = {}
         for path, here in by_path.items():
@@ -346,10 +334,7 @@ class Engine:
 
     def _idle(self, claims: Sequence[Claim]) -> Iterator[tuple[ast.stmt, Claim]]:
         """Statements that give names which only the old text reads."""
-        by_function: dict[str, list[Claim]] = {}
-        for claim in claims:
-            by_function.setdefault(claim.match.function, []).append(claim)
-        for here in by_function.values():
+        for here in grouped((claim.match.function, claim) for claim in claims).values():
             texts = [claim.match.replaced for claim in here]
             old = [t.node for t in texts if not t.above] + [n for t in texts for n, _ in t.reads]
             new = names_in(*(ast.parse(self._text(claim)) for claim in here))
@@ -377,16 +362,13 @@ class Engine:
     def _check_names(self, claim: Claim) -> None:
         """A name that the new text uses must not be a local one of the function."""
         function = self.sharing.function_of(claim.match.replaced.node)
-        bound = {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                bound.add(node.id)
+        bound = parameters_in(function) | bound_in(function)
         written = claim.expression
         if isinstance(written, Renamed):  # the arguments stand there already
             written = replace(written, arguments="()")
         given = dict.fromkeys(claim.operands, "None")
         text = written.written(given, self.speller.by(claim.backend))
-        used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+        used = names_in(ast.parse(text))
         if taken := (used - {"self"}) & bound:
             raise errors.NameTaken(
                 f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "

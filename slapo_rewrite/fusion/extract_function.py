@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.build import parenthesised, reindented
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.syntax import position
 from slapo_rewrite.patterns.replacement import gives
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Graph, Value
@@ -28,14 +30,10 @@ _SYMBOLS = {
 
 @dataclass
 class Moved:
-    """The statements of a match as the body of a function.
+    """The statements of a match as the body of a function."""
 
-    Attributes:
-        lines: The body.
-        arguments: What each of the function's parameters is given, by its name.
-    """
-
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # the body
+    # What each of the function's parameters is given, by its name.
     arguments: dict[str, str] = field(default_factory=dict)
 
     def written(self, head: str, docstring: str, indent: int, line_length: int) -> str:
@@ -66,14 +64,6 @@ def _named(match: Match) -> Match:
     operands = {names.get(n, n): text for n, text in match.operands.items()}
     values = {names.get(n, n): value for n, value in match.values.items()}
     return replace(match, operands=operands, values=values)
-
-
-def _line(statement: ast.stmt) -> int:
-    return statement.lineno
-
-
-def _first(lines: tuple[int, list[str]]) -> int:
-    return lines[0]
 
 
 class _Moving:
@@ -124,7 +114,7 @@ class _Moving:
     def _several(self, own: ast.stmt) -> list[str]:
         """The body where several results have names of their own at the place of the call."""
         replaced, results = self.match.replaced, self.match.results
-        moved = sorted({*replaced.removed, *(() if replaced.above else (own,))}, key=_line)
+        moved = sorted({*replaced.removed, *(() if replaced.above else (own,))}, key=position)
         read: list[ast.AST] = [*(node for node, _ in replaced.reads), *moved]
         texts: dict[int, str] = {}
         given = [r for r in results if moved and gives(moved[-1], [r])]
@@ -152,7 +142,7 @@ class _Moving:
                 text = self._text(result.site.node, statement)
                 lines.append((statement.lineno, [f"{names[-1]} = {text}"]))
             texts[id(result)] = names[-1] if names else self._text(result.site.node, statement)
-        body = [line for _, own_lines in sorted(lines, key=_first) for line in own_lines]
+        body = [line for _, own_lines in sorted(lines, key=itemgetter(0)) for line in own_lines]
         return [*body, f"return {', '.join(texts[id(result)] for result in results)}"]
 
     def _is_nested(self, result: Value) -> bool:

@@ -14,12 +14,14 @@ from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import parenthesised
+from slapo_rewrite.code.dataflow import names_in, parameters_in, uses_of
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.lines import Line, Lines
-from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.names import is_name, unique
 from slapo_rewrite.code.runs import behind
 from slapo_rewrite.code.splice import Edit as TextEdit
-from slapo_rewrite.code.text import listed
+from slapo_rewrite.code.syntax import end_position, position
+from slapo_rewrite.code.text import joined_path, listed, with_article
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.sources import Sources
@@ -31,35 +33,23 @@ from slapo_rewrite.runtime.weights import Weight, concat
 
 @dataclass(frozen=True)
 class Held:
-    """The module that a subclass holds.
+    """The module that a subclass holds."""
 
-    Attributes:
-        name: What it is called there.
-        made: The expression that makes it.
-        left: The submodules whose place it takes.
-        before: Statements of the constructor that need those.
-    """
-
-    name: str
-    made: str
-    left: tuple[str, ...]
-    before: tuple[str, ...] = ()
+    name: str  # what it is called there
+    made: str  # the expression that makes it
+    left: tuple[str, ...]  # the submodules whose place it takes
+    before: tuple[str, ...] = ()  # statements of the constructor that need those
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What takes the place of several calls on one operand.
+    """What takes the place of several calls on one operand."""
 
-    Attributes:
-        name: What the new module is called.
-        origin: The dotted name of its class.
-        arguments: What it is made with, as source; None where it is made as the others are.
-        weights: What its tensors are made of; None where they are the others' one after another.
-    """
-
-    name: str
-    origin: str = "torch.nn.Linear"
+    name: str  # what the new module is called
+    origin: str = "torch.nn.Linear"  # the dotted name of its class
+    # What it is made with, as source; None where it is made as the others are.
     arguments: str | None = None
+    # What its tensors are made of; None where they are the others' one after another.
     weights: Mapping[str, Weight] | None = None
 
 
@@ -86,7 +76,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
         )
         if node.cls not in made:
             _check_unread(engine, node, group)
-            new_name = _free(f"Packed{node.cls.__name__}", engine)
+            new_name = unique(f"Packed{node.cls.__name__}", engine.file.names.__contains__)
             made[node.cls] = (new_name, how)
             edits.append(_subclass(engine, node, group, new, new_name))
         elif made[node.cls][1] != how:
@@ -104,7 +94,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
 def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
     """The live layers that are called."""
     paths = [str(match.root.called) for match in group]
-    lives = [engine.tree.nodes[f"{node.path}.{p}" if node.path else p].live for p in paths]
+    lives = [engine.tree.nodes[joined_path(node.path, p)].live for p in paths]
     pairs = zip(paths, lives, strict=True)
     if any("." in path or not hasattr(live, "out_features") for path, live in pairs):
         raise errors.Unsupported(
@@ -113,7 +103,7 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
             at=group[0].place,
         )
     for path, live in zip(paths, lives, strict=True):
-        check_uncalled(f"{node.path}.{path}" if node.path else path, live)
+        check_uncalled(joined_path(node.path, path), live)
     return lives
 
 
@@ -128,7 +118,7 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
     own = {cls.__name__ for cls in node.cls.__mro__}
     for function in engine.sharing.functions():
         owner = engine.sharing.owner_of(function)
-        named = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        named = names_in(function)
         inside, outside = owner in own and function.name != "__init__", bool(named & own)
         called = {
             id(n.func) for n in ast.walk(function) if isinstance(n, ast.Call) and id(n) in calls
@@ -173,24 +163,17 @@ def _subclass(
     cls = engine.speller(new.origin)
     held = Held(name, f"{cls}({arguments})", left, before)
     changes = _side_by_side(engine, group, name, sizes)
-    article = "An" if node.cls.__name__[0] in "AEIOU" else "A"
-    doc = f"{article} `{node.cls.__name__}` with {listed(left)} in one `{name}`."
+    doc = f"{with_article(node.cls.__name__)} with {listed(left)} in one `{name}`."
     return _holding(engine, node, held, changes, new_name, doc)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """How a linear layer is made.
+    """How a linear layer is made."""
 
-    Attributes:
-        inputs: Its `in_features`, as source.
-        width: Its `out_features`.
-        bias: What says that it has none, with a comma before; empty where it has one.
-    """
-
-    inputs: str
-    width: str
-    bias: str
+    inputs: str  # its `in_features`, as source
+    width: str  # its `out_features`
+    bias: str  # what says that it has none, with a comma before; empty where it has one
 
     @staticmethod
     def read(sources: Sources, node: Node, name: str) -> _Made:
@@ -223,14 +206,6 @@ class _Made:
         )
 
 
-def _free(name: str, engine: Engine) -> str:
-    """A class name that the file does not have yet."""
-    unique, number = name, 2
-    while unique in engine.file.names:
-        unique, number = f"{name}{number}", number + 1
-    return unique
-
-
 def _holding(
     engine: Engine,
     node: Node,
@@ -240,14 +215,6 @@ def _holding(
     doc: str,
 ) -> TextEdit:
     """The class of a module with another module in the place of some of its submodules.
-
-    Args:
-        engine: What the change belongs to.
-        node: The module.
-        held: What it holds.
-        changes: What changes in its methods, by statement.
-        new_name: The subclass's name.
-        doc: Its docstring's line.
 
     Raises:
         Unsupported: The class has no constructor of its own.
@@ -343,20 +310,14 @@ def _bound(
 ) -> str:
     """The local name for one of several results: that of its statement, or the submodule's."""
     statement = statements[number]
-    first = (statements[0].lineno, statements[0].col_offset)
     if isinstance(statement, ast.Assign) and statements.count(statement) == 1:
         target = statement.targets[0]
         if len(statement.targets) == 1 and isinstance(target, ast.Name):
-            last = (statement.end_lineno or 0, statement.end_col_offset or 0)
-            others = [
-                n
-                for n in ast.walk(function)
-                if isinstance(n, ast.Name) and n.id == target.id and n is not target
-            ]
-            if not any(first <= (n.lineno, n.col_offset) < last for n in others):
+            first, last = position(statements[0]), end_position(statement)
+            others = [n for n in uses_of(function, target.id) if n is not target]
+            if not any(first <= position(n) < last for n in others):
                 return target.id
     leaf = (group[number].root.called or "").rpartition(".")[2]
     stem = leaf.removesuffix("_proj") or leaf
-    taken = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
-    taken |= {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+    taken = names_in(function) | parameters_in(function)
     return next(n for n in (stem, leaf, f"{leaf}_output", f"{leaf}_result") if n not in taken)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from slapo_rewrite.fusion.fused_module import Packed
+from slapo_rewrite.fusion.lm_head import is_linear
 from slapo_rewrite.fusion.match_rules import scopes_for
 from slapo_rewrite.fusion.rule import Alternative, Rule, layout_reader
 from slapo_rewrite.model.sources import Sources
@@ -14,8 +15,6 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.patterns.search import Match, Scope, find_calls
 from slapo_rewrite.patterns.value_graph import Graph
-
-LINEAR = ("torch.nn.modules.linear", "Linear")
 
 
 class Packing(Rule):
@@ -39,14 +38,11 @@ class Packing(Rule):
 
 @dataclass
 class Beside:
-    """What a rule packs.
+    """What a rule packs."""
 
-    Attributes:
-        groups: The calls, those of a module together, and what takes their place.
-        left: Calls that are left as they are, with the reason.
-    """
-
+    # The calls, those of a module together, and what takes their place.
     groups: list[tuple[Packed, Sequence[Match]]] = field(default_factory=list)
+    # Calls that are left as they are, with the reason.
     left: list[tuple[Match, str]] = field(default_factory=list)
 
 
@@ -54,7 +50,7 @@ def beside(rule: Packing, nodes: Iterable[Node], sources: Sources) -> Beside:
     """The layers of some modules that a rule packs."""
     found = Beside()
     for node in nodes:
-        linear = {name for name, child in node.children.items() if _is_linear(child)}
+        linear = {name for name, child in node.children.items() if is_linear(child.live)}
         scopes = scopes_for([node], sources) if len(linear) > 1 else []
         taken: str | None = None
         for scope in scopes:
@@ -77,10 +73,6 @@ def _groups(
         name = rule.packed(group, scope.graph)
         if name is not None:
             yield group, name
-
-
-def _is_linear(node: Node) -> bool:
-    return (node.cls.__module__, node.cls.__name__) == LINEAR
 
 
 def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None:

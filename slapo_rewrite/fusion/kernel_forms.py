@@ -40,12 +40,7 @@ def kernel_function(kernel: str) -> Callable[..., Any]:
 
 @functools.cache
 def names_with(kernel: str, backend: str) -> frozenset[str]:
-    """The names under which a function, and those that it calls, stand in a file of the output.
-
-    Args:
-        kernel: The dotted name of the kernel.
-        backend: One whose functions stand in the output.
-    """
+    """The names under which a function, and those that it calls, stand in a file of the output."""
     found = kernel_function(kernel) if backend == TRITON else in_torch(kernel)
     return frozenset(_names(found))
 

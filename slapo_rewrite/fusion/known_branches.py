@@ -28,13 +28,9 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class ConcreteArgs:
-    """Arguments of `forward` that are taken as constants while looking for a computation.
+    """Arguments of `forward` that are taken as constants while looking for a computation."""
 
-    Attributes:
-        values: Their values, by name.
-    """
-
-    values: Mapping[str, object]
+    values: Mapping[str, object]  # their values, by name
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
@@ -73,15 +69,7 @@ def find(
     sources: Sources,
     given: ConcreteArgs,
 ) -> Matches:
-    """Every place in some functions where a pattern stands, also around branches of a known way.
-
-    Args:
-        pattern: The pattern.
-        scopes: The functions.
-        nodes: Their modules, by path.
-        sources: The files.
-        given: Arguments that are taken as constants.
-    """
+    """Every place in some functions where a pattern stands, also around branches of a known way."""
     found = find_pattern(pattern, scopes)
     more: dict[str, list[Match]] = {}
     misses: dict[str, list[Miss]] = {}

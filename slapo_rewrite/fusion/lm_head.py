@@ -11,7 +11,6 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.value_graph import Value, described
 
-LINEAR = ("torch.nn.modules.linear", "Linear")
 # How rows are left out so that each prediction stands beside the next label, and the labels' part.
 SHIFTS = {
     "..., :-1, :": ("..., 1:", ":, 1:"),
@@ -20,32 +19,29 @@ SHIFTS = {
 }
 
 
+def is_linear(live: object) -> bool:
+    """Whether a module is torch's own linear layer, and of no class derived from that."""
+    return (type(live).__module__, type(live).__name__) == ("torch.nn.modules.linear", "Linear")
+
+
 class Declined(Exception):
     """Why a loss stays as it is, in words."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The linear layer that logits come from.
+    """The linear layer that logits come from."""
 
-    Attributes:
-        path: The layer's, relative to the module of the match.
-        hidden: What it is given.
-        chain: The logits as the loss takes them, what they are made of, and so on down to what the
-            function itself calls: the layer, or a module that calls it. The last comes first.
-        shift: Which rows the loss takes, as an index: `..., :-1, :`; empty for all of them.
-        softcap: What bounds the logits: `softcap * tanh(logits / softcap)`.
-        around: The modules that are called around the layer, from the outside in.
-        upcast: Whether the loss takes them as float32.
-    """
-
-    path: str
-    hidden: Value
+    path: str  # the layer's, relative to the module of the match
+    hidden: Value  # what it is given
+    # The logits as the loss takes them, what they are made of, and so on down to what the function
+    # itself calls: the layer, or a module that calls it. The last comes first.
     chain: tuple[Value, ...]
-    shift: str = ""
-    softcap: Value | None = None
+    shift: str = ""  # which rows the loss takes, as an index: `..., :-1, :`; empty for all of them
+    softcap: Value | None = None  # what bounds the logits: `softcap * tanh(logits / softcap)`
+    # The modules that are called around the layer, from the outside in.
     around: tuple[str, ...] = ()
-    upcast: bool = False
+    upcast: bool = False  # whether the loss takes them as float32
 
     def is_size(self, size: Value, found: RuleMatch) -> bool:
         """Whether a number is how many classes it has, whatever the inputs."""
@@ -93,7 +89,7 @@ def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
         way.chain.append(value)
     path = str(value.called)
     live = found.attribute(path)
-    if (type(live).__module__, type(live).__name__) != LINEAR:
+    if not is_linear(live):
         raise Declined(f"`{path}` is a `{type(live).__name__}`, and no plain linear layer")
     if rows and not way.sizes:
         raise Declined("the logits are not made rows of classes where the loss takes them")
@@ -202,15 +198,10 @@ def _alike(one: Value, other: Value) -> bool:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a loss takes as its labels.
+    """What a loss takes as its labels."""
 
-    Attributes:
-        value: The labels, before they are made one row and put on a device.
-        shift: Which of them it takes, as an index.
-    """
-
-    value: Value
-    shift: str = ""
+    value: Value  # the labels, before they are made one row and put on a device
+    shift: str = ""  # which of them it takes, as an index
 
 
 def labels_of(value: Value) -> Labels:
@@ -258,11 +249,6 @@ def depending(value: Value, on: Value) -> list[Value]:
 
 def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
     """A head's input as text.
-
-    Args:
-        value: The input.
-        held: What names hold where it is to stand.
-        file: Where that is.
 
     Raises:
         Declined: It is computed inside a module, in a way that cannot be written from outside.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import every_block
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in
 from slapo_rewrite.code.text import within
 from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
 from slapo_rewrite.fusion.loss_fork import Fork
@@ -244,8 +244,7 @@ class _Forking:
         given = values_given(call.node)
         if len(given) != 1 or isinstance(given[0], ast.Starred):
             raise Declined("the output layer is given more than one argument")
-        taken = {n.id for n in ast.walk(self.function) if isinstance(n, ast.Name)}
-        taken |= {n.arg for n in ast.walk(self.function) if isinstance(n, ast.arg)}
+        taken = names_in(self.function) | parameters_in(self.function)
         names = ("hidden", "hidden_states", *(f"hidden_{n}" for n in range(2, len(taken) + 3)))
         free = next(name for name in names if name not in taken)
         return free, self.graph.file.segment(given[0])

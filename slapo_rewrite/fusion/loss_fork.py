@@ -23,37 +23,25 @@ class Fork:
     """The statements that make logits and those that make a loss of them.
 
     In training nothing but the loss is computed, and the logits are None.
-
-    Attributes:
-        graph: The function's values.
-        head: Where the logits come from.
-        name: What they are called.
-        making: The statements that make them, neighbours in one block.
-        given: The name that is not None where the loss is computed; empty where it always is.
-        guard: The `if` around the loss that stands in the same block; None where the loss does.
-        losing: The statements that make the loss, neighbours in one block; the last gives it.
-        loss: The call that computes it.
-        hidden: The head's input, as text where the fork is.
-        named: The same as an expression that gets the name `hidden` above the fork; empty where it
-            has a name, or is computed for the loss alone.
-        labels: The labels, likewise.
-        absent: The outputs that are None in training, by name or number.
-        alone: Whether nobody else reads the logits: they are not made at all then.
     """
 
-    graph: Graph
-    head: Head
-    name: str
-    making: tuple[ast.stmt, ...]
-    given: str
+    graph: Graph  # the function's values
+    head: Head  # where the logits come from
+    name: str  # what they are called
+    making: tuple[ast.stmt, ...]  # the statements that make them, neighbours in one block
+    given: str  # the name that is not None where the loss is computed; empty where it always is
+    # The `if` around the loss that stands in the same block; None where the loss does.
     guard: ast.If | None
+    # The statements that make the loss, neighbours in one block; the last gives it.
     losing: tuple[ast.stmt, ...]
-    loss: ast.Call
-    hidden: str
+    loss: ast.Call  # the call that computes it
+    hidden: str  # the head's input, as text where the fork is
+    # The same as an expression that gets the name `hidden` above the fork; empty where it has a
+    # name, or is computed for the loss alone.
     named: str
-    labels: str
-    absent: tuple[str, ...]
-    alone: bool
+    labels: str  # the labels, likewise
+    absent: tuple[str, ...]  # the outputs that are None in training, by name or number
+    alone: bool  # whether nobody else reads the logits: they are not made at all then
 
     @property
     def idle(self) -> tuple[str, ...]:

@@ -57,18 +57,13 @@ def scopes_for(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
 
 @dataclass
 class Looked:
-    """What a rule found.
+    """What a rule found."""
 
-    Attributes:
-        claims: Matches that it takes.
-        left: Matches that it does not take, with the reason.
-        misses: The nearest misses.
-        lacking: Operations of a pattern that a function does not carry out, the fewest.
-    """
-
-    claims: list[Claim] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)  # matches that it takes
+    # Matches that it does not take, with the reason.
     left: list[Skipped] = field(default_factory=list)
-    misses: list[Miss] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)  # the nearest misses
+    # Operations of a pattern that a function does not carry out, the fewest.
     lacking: frozenset[str] = frozenset()
 
     @property

@@ -26,21 +26,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Row:
-    """How long a function takes, forwards and backwards.
+    """How long a function takes, forwards and backwards."""
 
-    Attributes:
-        kernel: The function.
-        width: The length of its rows: features, the size of a head, or the vocabulary.
-        rows: How many rows there were.
-        dtype: Of its operands.
-        microseconds: By backend.
-    """
-
-    kernel: str
-    width: int
-    rows: int
-    dtype: str
-    microseconds: Mapping[str, float]
+    kernel: str  # the function
+    width: int  # the length of its rows: features, the size of a head, or the vocabulary
+    rows: int  # how many rows there were
+    dtype: str  # of its operands
+    microseconds: Mapping[str, float]  # by backend
 
     @property
     def fastest(self) -> str:
@@ -50,19 +42,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on a device.
+    """What was measured on a device."""
 
-    Attributes:
-        name: What schedules call the device.
-        device: What the device calls itself; empty where nothing was measured on it.
-        measured: The day.
-        rows: The measurements.
-    """
-
-    name: str
-    device: str = ""
-    measured: str = ""
-    rows: tuple[Row, ...] = ()
+    name: str  # what schedules call the device
+    device: str = ""  # what the device calls itself; empty where nothing was measured on it
+    measured: str = ""  # the day
+    rows: tuple[Row, ...] = ()  # the measurements
 
     @classmethod
     def read(cls, path: Path) -> Table:
@@ -97,14 +82,10 @@ def _read(path: Path, written: int) -> Table:
 
 @dataclass(frozen=True)
 class Measured:
-    """The fastest of what was measured at a match's size; PyTorch's operations where nothing was.
+    """The fastest of what was measured at a match's size, else PyTorch's operations."""
 
-    Attributes:
-        table: What was measured.
-        dtype: What is trained in; None where that is the dtype of the model's parameters.
-    """
-
-    table: Table
+    table: Table  # what was measured
+    # What is trained in; None where that is the dtype of the model's parameters.
     dtype: str | None = None
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:

@@ -6,17 +6,13 @@ import ast
 import functools
 from collections.abc import Iterator
 
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 
 
 class Sharing:
-    """Answers, for each method and function of the model file, which modules run it.
-
-    Args:
-        tree: The module tree.
-        sources: The files.
-    """
+    """Answers, for each method and function of the model file, which modules run it."""
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.tree, self.file = tree, sources.main
@@ -42,7 +38,7 @@ class Sharing:
                 continue
             seen.add(id(function))
             yield function
-            named = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+            named = names_in(function)
             pending += [self.file.functions[n] for n in sorted(named & self.file.functions.keys())]
 
     def _methods(self, cls: type, name: str) -> Iterator[ast.FunctionDef]:
@@ -56,7 +52,7 @@ class Sharing:
             if method is None:
                 return
             yield method
-            if not any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(method)):
+            if "super" not in names_in(method):
                 return
             mro = mro[mro.index(found) + 1 :]
 

@@ -21,11 +21,7 @@ ROWS, WIDTH = 6, 8
 
 @dataclass
 class Plugged:
-    """Functions of a module, each looked at before it is called for the first time.
-
-    Attributes:
-        module: The module.
-    """
+    """Functions of a module, each looked at before it is called for the first time."""
 
     module: types.ModuleType
     _checked: set[str] = field(default_factory=set)

@@ -11,33 +11,22 @@ from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.patterns.replacement import Replaced, numbered
+from slapo_rewrite.code.names import unique
+from slapo_rewrite.patterns.replacement import Replaced
 
 
 @dataclass(frozen=True)
 class Writing:
-    """An expression in the place of a match.
+    """An expression in the place of a match."""
 
-    Attributes:
-        replaced: What it takes the place of.
-        text: The expression.
-        what: What it is, in a word.
-        moved: Whether what was there goes elsewhere, with its comments.
-    """
-
-    replaced: Replaced
-    text: str
-    what: str
-    moved: bool = False
+    replaced: Replaced  # what it takes the place of
+    text: str  # the expression
+    what: str  # what it is, in a word
+    moved: bool = False  # whether what was there goes elsewhere, with its comments
 
 
 def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writing]:
-    """The same, where no name that one gives a result is given anew before that has been read.
-
-    Args:
-        writings: What is written in one function.
-        function: That function.
-    """
+    """The same, where no name that one gives a result is given anew before that has been read."""
     found: list[Writing] = []
     taken = set(names_in(function))
     taken |= {name for writing in writings for _, name in writing.replaced.reads}
@@ -48,7 +37,7 @@ def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writin
             others = [w.replaced for w in found if any(name == n for _, n in w.replaced.reads)]
             if not any(_lines(o)[0] <= lines[1] and lines[0] <= _lines(o)[1] for o in others):
                 continue
-            free = numbered(name, taken)
+            free = unique(name, taken.__contains__, "_")
             taken.add(free)
             replaced = replace(
                 replaced,

@@ -25,37 +25,25 @@ from slapo_rewrite.patterns.value_graph import Graph, Value
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way in which a computation may be written, and what takes its place.
+    """One way in which a computation may be written, and what takes its place."""
 
-    Attributes:
-        pattern: A function or module class, as for `find`.
-        replacement: A function of one `return`, whose expression is written with the operands that
-            the pattern's parameters of the same names stand for; None where the rule writes a call
-            by `expression`.
-    """
-
-    pattern: Callable[..., Any]
+    pattern: Callable[..., Any]  # a function or module class, as for `find`
+    # A function of one `return`, whose expression is written with the operands that the pattern's
+    # parameters of the same names stand for; None where the rule writes a call by `expression`.
     replacement: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """A match of a rule, and the live module that it is in.
-
-    Attributes:
-        match: The match.
-        node: The module whose function it stands in.
-        alternative: The pattern that was found.
-        sources: The files.
-        linear: The linear layer that is called in the match, by its name in the module.
-        entered: The operand that was what this layer gives, and is now what it is given.
-    """
+    """A match of a rule, and the live module that it is in."""
 
     match: Match
-    node: Node
-    alternative: Alternative
-    sources: Sources
+    node: Node  # the module whose function it stands in
+    alternative: Alternative  # the pattern that was found
+    sources: Sources  # the files
+    # The linear layer that is called in the match, by its name in the module.
     linear: str | None = None
+    # The operand that was what this layer gives, and is now what it is given.
     entered: str | None = None
 
     @property
@@ -236,32 +224,23 @@ class Rule:
     A subclass says what is looked for and what is written instead (`alternatives`); where that
     depends on more than the text, `refuses` looks at the live module, and `replacement` and
     `operands` choose what is written.
-
-    Attributes:
-        name: What `s.apply(...)` calls it.
-        numerics: How the numbers compare.
-        conditions: What holds besides an ordinary step.
-        bound: Of an approximation: the largest error, relative or absolute.
-        pays: Why `apply_all` takes it; empty where it is only taken when asked for.
-        rank: Of several rules that claim one place, `apply_all` takes the one of the highest rank.
-        alternatives: What is looked for, the first that matches counts.
-        calls: Calls that are looked for as well: their patterns are predicates, as for `find`.
-        functions: What `expression` writes calls of.
-        examples: Shown and run as tests.
-        refusals: Likewise.
     """
 
-    name: ClassVar[str]
-    numerics: ClassVar[Numerics]
-    conditions: ClassVar[Conditions]
-    bound: ClassVar[float] = 0.0
+    name: ClassVar[str]  # what `s.apply(...)` calls it
+    numerics: ClassVar[Numerics]  # how the numbers compare
+    conditions: ClassVar[Conditions]  # what holds besides an ordinary step
+    bound: ClassVar[float] = 0.0  # of an approximation: the largest error, relative or absolute
+    # Why `apply_all` takes it; empty where it is only taken when asked for.
     pays: ClassVar[str] = ""
+    # Of several rules that claim one place, `apply_all` takes the one of the highest rank.
     rank: ClassVar[int] = 0
+    # What is looked for, the first that matches counts.
     alternatives: ClassVar[tuple[Alternative, ...]]
+    # Calls that are looked for as well: their patterns are predicates, as for `find`.
     calls: ClassVar[tuple[Alternative, ...]] = ()
-    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    examples: ClassVar[tuple[Example, ...]] = ()
-    refusals: ClassVar[tuple[Refusal, ...]] = ()
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # what `expression` writes calls of
+    examples: ClassVar[tuple[Example, ...]] = ()  # shown and run as tests
+    refusals: ClassVar[tuple[Refusal, ...]] = ()  # likewise
 
     def refuses(self, found: RuleMatch) -> str | None:
         """Why a match is left alone, in words; None where the rule takes it."""

@@ -17,23 +17,14 @@ SCHEDULE, MODULES = "schedule_file", "modules"
 
 
 class Spelling:
-    """Gives the text for dotted names, and notes what has to be imported for them.
-
-    Attributes:
-        references: What the texts use from elsewhere.
-
-    Args:
-        file: The model file.
-        cause: Who asks.
-        earlier: What earlier changes of the file use from elsewhere.
-    """
+    """Gives the text for dotted names, and notes what has to be imported for them."""
 
     def __init__(
         self, file: SourceFile, cause: Directive, earlier: Iterable[Reference] = ()
     ) -> None:
         self.file, self.cause, self.earlier = file, cause, tuple(earlier)
         self.imports = Imports(file)
-        self.references: dict[str, Reference] = {}
+        self.references: dict[str, Reference] = {}  # what the texts use from elsewhere
 
     def __call__(self, dotted: str, backend: str = "") -> str:
         """The text for a dotted name, `torch.nn.functional.gelu -> nn.functional.gelu`.

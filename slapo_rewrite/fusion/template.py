@@ -14,6 +14,7 @@ from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Resolver, live_names
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.syntax import position
 from slapo_rewrite.patterns.pattern import located, names_around
 
 # Gives the text for a dotted name, `torch.nn.functional.gelu`.
@@ -22,39 +23,26 @@ Speller = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Template:
-    """An expression with parameters.
+    """An expression with parameters."""
 
-    Attributes:
-        name: Of the function that it was read from.
-        parameters: In order.
-        file: Of that function.
-        node: The expression.
-        resolve: What the other names in it mean.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    file: SourceFile
-    node: ast.expr
-    resolve: Resolver
+    name: str  # of the function that it was read from
+    parameters: tuple[str, ...]  # in order
+    file: SourceFile  # of that function
+    node: ast.expr  # the expression
+    resolve: Resolver  # what the other names in it mean
 
     def reads(self) -> list[str]:
         """The parameters in the order in which the expression reads them."""
         found = [n for n in ast.walk(self.node) if isinstance(n, ast.Name)]
         found = [n for n in found if n.id in self.parameters]
-        return [n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
+        return [n.id for n in sorted(found, key=position)]
 
     def names(self) -> list[str]:
         """The dotted names of what it uses from elsewhere."""
         return [dotted for _, dotted in self._outside()]
 
     def written(self, operands: Mapping[str, str], spell: Speller) -> str:
-        """The expression's text.
-
-        Args:
-            operands: The text of each parameter.
-            spell: Gives the text for a dotted name.
-        """
+        """The expression's text."""
         texts = {node: spell(dotted) for node, dotted in self._outside()}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Name) and node.id in self.parameters:

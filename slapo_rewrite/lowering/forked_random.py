@@ -20,17 +20,11 @@ from slapo_rewrite.sharding import Draw, ShardingRequest, ShardingResult, out_of
 
 @dataclass(frozen=True)
 class Forks:
-    """What a schedule forks.
+    """What a schedule forks."""
 
-    Attributes:
-        tree: The model.
-        states: What was asked of each module path.
-        files: The files that may be rewritten.
-    """
-
-    tree: Tree
-    states: Mapping[str, ModuleRequests]
-    files: OutputFiles
+    tree: Tree  # the model
+    states: Mapping[str, ModuleRequests]  # what was asked of each module path
+    files: OutputFiles  # the files that may be rewritten
 
     def check(self, followed: ShardingResult) -> None:
         """Refuses numbers of a rank's own for a value that all ranks have.

@@ -24,12 +24,7 @@ States = dict[str, ModuleRequests]
 
 
 class Inference:
-    """Adds collectives to what was asked of the modules that a schedule leaves them open for.
-
-    Args:
-        tree: The module tree.
-        states: What was asked of each module path.
-    """
+    """Adds collectives to what was asked of the modules that a schedule leaves them open for."""
 
     def __init__(self, tree: Tree, states: Mapping[str, ModuleRequests]) -> None:
         self.tree = tree
@@ -37,10 +32,6 @@ class Inference:
 
     def refuse(self, why: str, also: Sequence[errors.Span] = ()) -> None:
         """Refuses to infer anything, if something is to be inferred.
-
-        Args:
-            why: The reason: the model does not run.
-            also: Where it stops.
 
         Raises:
             Unsupported: With the reason.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard, Sync
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.layers import Inner, inner_of
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -29,7 +30,7 @@ def join_inner_layers(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
 def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inner) -> None:
     def path_of(path: str) -> str:
-        return f"{node.path}.{path}".strip(".")
+        return joined_path(node.path, path)
 
     paths = dict.fromkeys([node.path, *(path_of(path) for path, _ in inner)])
     found = {path: states.get(path, EMPTY) for path in paths}

@@ -62,19 +62,13 @@ ORDER = ("fwd_pre", "bwd_post", "fwd_post")
 
 @dataclass
 class Lowered:
-    """The edits of the files that are rewritten, and what they need beside them.
+    """The edits of the files that are rewritten, and what they need beside them."""
 
-    Attributes:
-        files: The files, with the names that each uses of the helper modules.
-        edits: Of each file, by its module's name.
-        inferred: Further directives: the collectives that were inferred.
-        warnings: What could not be checked, in words.
-    """
-
-    files: OutputFiles
-    edits: dict[str, list[Edit]]
+    files: OutputFiles  # the files, with the names that each uses of the helper modules
+    edits: dict[str, list[Edit]]  # of each file, by its module's name
+    # Further directives: the collectives that were inferred.
     inferred: list[Directive] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
 
 
 def lower(

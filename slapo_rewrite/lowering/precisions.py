@@ -35,7 +35,7 @@ MakeSmall = Callable[[], tuple[Any, dict[str, Any]]]
 
 def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
     """Notes what stays in float32 at the modules themselves, by the first name of each."""
-    names = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+    names = tree.first_paths()
     for path, state in list(states.items()):
         for asked, cause in state.asks(HalfPrecision):
             for pattern in asked.keep:
@@ -46,19 +46,12 @@ def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What follows of computing products in half precision.
+    """What follows of computing products in half precision."""
 
-    Attributes:
-        found: The layers and casts.
-        dtype: The dtype of what is in half precision, by its name.
-        causes: Who asked.
-        is_half: Whether a module computes its products so, by its path.
-    """
-
-    found: Precisions
-    dtype: str
-    causes: Causes
-    is_half: Callable[[str], bool]
+    found: Precisions  # the layers and casts
+    dtype: str  # the dtype of what is in half precision, by its name
+    causes: Causes  # who asked
+    is_half: Callable[[str], bool]  # whether a module computes its products so, by its path
 
     def parallel(self, path: str) -> Callable[[Layer], Layer] | None:
         """What gives the layer that computes so in the place of a tensor-parallel one."""
@@ -94,13 +87,7 @@ class Mixed:
 
 
 class Mixing:
-    """Follows a model in which some modules compute in half precision.
-
-    Args:
-        tree: The module tree, with all elements of lists.
-        states: What was asked of each module path.
-        files: The files that may be rewritten.
-    """
+    """Follows a model in which some modules compute in half precision."""
 
     def __init__(
         self, tree: Tree, states: Mapping[str, ModuleRequests], files: OutputFiles
@@ -113,7 +100,7 @@ class Mixing:
         }
         self.kept = {path for path, state in states.items() if state.asks(KeepFloat32)}
         self.states = states
-        self.paths = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+        self.paths = tree.first_paths()
 
     def follow(
         self,

@@ -94,7 +94,7 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
     by_class: dict[type, list[Node]] = {}
     heights: dict[str, int] = {}
     height_of: dict[type, int] = {}
-    first = {id(node.live): path for path, node in reversed(tree.nodes.items())}
+    first = tree.first_paths()
     for path in reversed(tree.nodes):
         node = tree.nodes[path]
         heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)

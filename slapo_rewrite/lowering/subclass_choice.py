@@ -26,6 +26,7 @@ from slapo_rewrite.changes.pretrained import LIBRARY, is_of_library, is_pretrain
 from slapo_rewrite.changes.regions import ForkRegion, RecomputeRegion
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.runs import above, apart, behind
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed, with_article, within
@@ -276,11 +277,9 @@ class SubclassChoice:
         return "Scheduled", f"made of {listed(others)}"
 
     def _new_name(self, name: str) -> str:
-        unique, number = name, 2
-        while unique in self.class_names or unique in self.file.names:
-            unique, number = f"{name}{number}", number + 1
-        self.class_names.add(unique)
-        return unique
+        new = unique(name, {*self.class_names, *self.file.names}.__contains__)
+        self.class_names.add(new)
+        return new
 
     def _class_after(self, class_name: str, text: str, causes: Causes, why: str) -> list[Edit]:
         base = self.file.classes[class_name]

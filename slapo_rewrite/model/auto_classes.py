@@ -20,17 +20,12 @@ class Lookup:
     """A construction that makes `cls._from_config(...)` for configurations of one class.
 
     Or one of what a property of a configuration gives, `config.mlp_class(...)`, which is `cls`.
-
-    Attributes:
-        config: The configuration, or its property, as an expression.
-        name: The configuration's class, or what a property gives.
-        module: What defines that; None for a property, whose class is known by its name.
-        arguments: What `_from_config` gets, where that is not what the construction says.
     """
 
-    config: str
-    name: str
-    module: str | None = None
+    config: str  # the configuration, or its property, as an expression
+    name: str  # the configuration's class, or what a property gives
+    module: str | None = None  # what defines that; a property's class is known by its name
+    # What `_from_config` gets, where that is not what the construction says.
     arguments: str | None = None
 
 

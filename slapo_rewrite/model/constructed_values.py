@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from slapo_rewrite.code.arguments import Signature, argument_of, first_parameter
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.evaluate import UNKNOWN, Constant, Worth, computed, truth
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import assignments, position
+from slapo_rewrite.code.syntax import assignments, end_position, position
 from slapo_rewrite.model.constructor_values import Frame, Loop
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -39,24 +39,18 @@ class Unknown(Exception):
 
 @dataclass
 class Scene:
-    """Where an expression is evaluated: in the constructor of a live module.
+    """Where an expression is evaluated: in the constructor of a live module."""
 
-    Attributes:
-        live: The module under construction; finished by now.
-        file: The file of the function.
-        frame: The function.
-        argument: What a parameter of the constructor was given by the call that made the module.
-        stored: Parameter -> the attribute that keeps it, for those that the constructor stores.
-        elements: The loops around the place, and which iteration is meant.
-        hidden: Attributes that were different before the place was reached.
-    """
-
-    live: nn.Module
-    file: SourceFile
-    frame: Frame
+    live: nn.Module  # the module under construction; finished by now
+    file: SourceFile  # the file of the function
+    frame: Frame  # the function
+    # What a parameter of the constructor was given by the call that made the module.
     argument: Callable[[str], Any]
+    # Parameter -> the attribute that keeps it, for those that the constructor stores.
     stored: Mapping[str, str] = field(default_factory=dict)
+    # The loops around the place, and which iteration is meant.
     elements: Mapping[ast.AST, int | ast.expr] = field(default_factory=dict)
+    # Attributes that were different before the place was reached.
     hidden: frozenset[str] = frozenset()
 
 
@@ -69,10 +63,6 @@ class Evaluator:
 
     def evaluate(self, expr: ast.expr, names: Mapping[str, Any] | None = None) -> Any:
         """What the expression came to.
-
-        Args:
-            expr: The expression.
-            names: What names are known to mean there.
 
         Raises:
             Unknown: It cannot be told.
@@ -148,7 +138,7 @@ class Evaluator:
     def _turns(self, generators: list[ast.comprehension], at: _Place) -> Iterator[_Place]:
         first, *rest = generators
         for value in self._expr(first.iter, at):
-            inner = at.with_names(_destructured(first.target, value))
+            inner = replace(at, names={**at.names, **_destructured(first.target, value)})
             ways = [self._truth(test, inner) for test in first.ifs]
             if None in ways:
                 raise Unknown
@@ -256,12 +246,8 @@ class _Place:
     before: tuple[int, int]
     names: Mapping[str, Any]
 
-    def with_names(self, names: Mapping[str, Any]) -> _Place:
-        return _Place(self.frame, self.before, {**self.names, **names})
-
     def inside(self, statement: ast.stmt) -> bool:
-        end = (statement.end_lineno or 0, statement.end_col_offset or 0)
-        return position(statement) <= self.before < end
+        return position(statement) <= self.before < end_position(statement)
 
 
 def _destructured(target: ast.expr, value: Any) -> dict[str, Any]:

@@ -76,11 +76,6 @@ def sets_noted() -> Iterator[Sets]:
         yield noted
 
 
-def known(stacks: WeakKeyDictionary[nn.Module, Stack]) -> contextlib.AbstractContextManager[Any]:
-    """Goes by calls that were noted elsewhere, for as long as it lasts."""
-    return mock.patch.dict(_stacks, stacks)
-
-
 def stack_of(module: nn.Module) -> Stack:
     """The calls that led to a module; none where it was not made while that was noted."""
     return _stacks.get(module, ())

@@ -35,47 +35,34 @@ _OWN_KINDS = {"helper", "factory", "argument", "alias", "parameter", "buffer"}
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An expression that makes a module or a parameter, and the name that it is given.
+    """An expression that makes a module or a parameter, and the name that it is given."""
 
-    Attributes:
-        file: The file it stands in.
-        class_name: The class whose method gives it its name.
-        function: The function that holds the expression; a helper function where one makes it.
-        path: Attribute path from the object under construction: `query`, `mlp.c_fc`, `layer.0` for
-            a known element, `layer.*` for elements made by a loop, `layer*` for made-up names.
-        kind: How it is put in its place: `assign`, `comprehension`, `append`, `list`,
-            `sequential`, `dict`, `setattr`, `add_module`; or what is special about it: `helper` (a
-            function that makes it), `factory` (`from_config`, `ACT2FN[...]`), `argument` (given to
-            the function), `alias` (another attribute's module), `recorded` (by a function that is
-            not followed), `parameter`, `buffer`.
-        statement: The innermost statement that holds `value`.
-        value: The expression.
-        steps: Guards and loops around it, outermost first.
-        frame: The function as called from the class's own method.
-        order: Sites of one class in the order in which they are carried out.
-        container: Whether it makes a module container.
-        variable: Where the callee is a local variable, the statements that assign it.
-        inner: Where `value` is a call that a function of this file answers, or that passes its
-            argument through: what makes the module there.
-        alias: Where `value` means an existing module, its path.
-        written_out: Where `value` calls a function of this file that does no more than make the
-            module, what it calls, in the words that are known here.
-    """
-
-    file: SourceFile
-    class_name: str
+    file: SourceFile  # the file it stands in
+    class_name: str  # the class whose method gives it its name
+    # The function that holds the expression; a helper function where one makes it.
     function: ast.FunctionDef
+    # Attribute path from the object under construction: `query`, `mlp.c_fc`, `layer.0` for a known
+    # element, `layer.*` for elements made by a loop, `layer*` for made-up names.
     path: str
+    # How it is put in its place: `assign`, `comprehension`, `append`, `list`, `sequential`, `dict`,
+    # `setattr`, `add_module`; or what is special about it: `helper` (a function that makes it),
+    # `factory` (`from_config`, `ACT2FN[...]`), `argument` (given to the function), `alias` (another
+    # attribute's module), `recorded` (by a function that is not followed), `parameter`, `buffer`.
     kind: str
-    statement: ast.stmt
-    value: ast.expr
-    steps: tuple[Step, ...]
-    frame: Frame
-    order: int
-    container: bool = False
+    statement: ast.stmt  # the innermost statement that holds `value`
+    value: ast.expr  # the expression
+    steps: tuple[Step, ...]  # guards and loops around it, outermost first
+    frame: Frame  # the function as called from the class's own method
+    order: int  # sites of one class in the order in which they are carried out
+    container: bool = False  # whether it makes a module container
+    # Where the callee is a local variable, the statements that assign it.
     variable: tuple[ast.stmt, ...] = ()
+    # Where `value` is a call that a function of this file answers, or that passes its argument
+    # through: what makes the module there.
     inner: tuple[Site, ...] = ()
-    alias: str | None = None
+    alias: str | None = None  # where `value` means an existing module, its path
+    # Where `value` calls a function of this file that does no more than make the module, what it
+    # calls, in the words that are known here.
     written_out: ast.Call | None = None
 
     @functools.cached_property

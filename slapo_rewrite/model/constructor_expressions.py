@@ -10,6 +10,7 @@ from dataclasses import replace
 from slapo_rewrite.code.arguments import Signature, first_parameter, given_by, parameters
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import counter_of, is_number
 from slapo_rewrite.model.constructor_values import (
     Frame,
@@ -222,12 +223,11 @@ class Expressions:
         if isinstance(func, ast.Name):
             return self._functions.get(func.id) or self.file.functions.get(func.id), False
         if isinstance(func, ast.Attribute):
-            named_class = isinstance(func.value, ast.Name) and func.value.id == self.class_name
+            named_class = is_name(func.value, self.class_name)
             if self._path(func.value) == "" or named_class:
                 method = self._methods.get(func.attr)
                 static = method is not None and any(
-                    isinstance(d, ast.Name) and d.id == "staticmethod"
-                    for d in method.decorator_list
+                    is_name(d, "staticmethod") for d in method.decorator_list
                 )
                 return method, not static and not named_class
         return None, False

@@ -6,22 +6,20 @@ import ast
 import itertools
 from dataclasses import dataclass, field, replace
 
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.text import joined_path
+
 UNDECIDED = "<undecided>"
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A function as called from one place.
+    """A function as called from one place."""
 
-    Attributes:
-        function: Its definition.
-        call: The call, an expression of `parent.function`; None where Python itself calls it.
-        parent: The caller.
-    """
-
-    function: ast.FunctionDef
+    function: ast.FunctionDef  # its definition
+    # The call, an expression of `parent.function`; None where Python itself calls it.
     call: ast.Call | None = None
-    parent: Frame | None = None
+    parent: Frame | None = None  # the caller
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +33,19 @@ class Guard:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop around a construction.
+    """A loop around a construction."""
 
-    Attributes:
-        node: The `for` of a comprehension or of a statement; a `while`.
-        frame: Where it stands.
-        counter: The local variable that counts its iterations from 0, if there is one.
-        value: The constant that its target stands for, where a loop over constants was unrolled.
-        first: The number of the list element that is made here in the first iteration; None where
-            that is not known.
-        every: How many elements each iteration adds to the list.
-    """
-
+    # The `for` of a comprehension or of a statement; a `while`.
     node: ast.comprehension | ast.For | ast.AsyncFor | ast.While
-    frame: Frame
+    frame: Frame  # where it stands
+    # The local variable that counts its iterations from 0, if there is one.
     counter: str | None = None
+    # The constant that its target stands for, where a loop over constants was unrolled.
     value: ast.expr | None = None
+    # The number of the list element that is made here in the first iteration; None where that is
+    # not known.
     first: int | None = None
-    every: int = 1
+    every: int = 1  # how many elements each iteration adds to the list
 
     @property
     def index(self) -> str | None:
@@ -71,18 +64,13 @@ Step = Guard | Loop
 
 @dataclass(eq=False)
 class Item:
-    """An element put into a list, a dict or a module container.
+    """An element put into a list, a dict or a module container."""
 
-    Attributes:
-        key: Its name as a pattern; None where its place in the order is its name.
-        counted: The loop whose iterations the name counts, if it does.
-    """
-
-    key: str | None
+    key: str | None  # its name as a pattern; None where its place in the order is its name
     values: list[Made]
     steps: tuple[Step, ...]
     kind: str
-    counted: Loop | None = None
+    counted: Loop | None = None  # the loop whose iterations the name counts, if it does
 
 
 @dataclass(eq=False)
@@ -95,31 +83,21 @@ class Sequence:
 
 @dataclass(eq=False)
 class Made:
-    """What an expression makes.
+    """What an expression makes."""
 
-    Attributes:
-        expr: The expression.
-        statement: The innermost statement that holds it.
-        kind: How it is put in its place.
-        steps: Guards and loops around it, outermost first.
-        frame: Where it stands.
-        sequences: Elements of a list, dict or container; several where branches made several.
-        container: Whether it is a module container, rather than a plain list or dict.
-        inner: What a helper function returns, or a wrapper was given.
-        alias: The path of the existing module that the expression means.
-        attributes: What is put into it while a local variable holds it.
-    """
-
-    expr: ast.expr
-    statement: ast.stmt
-    kind: str
-    steps: tuple[Step, ...]
-    frame: Frame
+    expr: ast.expr  # the expression
+    statement: ast.stmt  # the innermost statement that holds it
+    kind: str  # how it is put in its place
+    steps: tuple[Step, ...]  # guards and loops around it, outermost first
+    frame: Frame  # where it stands
+    # Elements of a list, dict or container; several where branches made several.
     sequences: list[Sequence] | None = None
-    container: bool = False
+    container: bool = False  # whether it is a module container, rather than a plain list or dict
+    # What a helper function returns, or a wrapper was given.
     inner: list[Made] = field(default_factory=list)
-    alias: str | None = None
+    alias: str | None = None  # the path of the existing module that the expression means
     constant: bool = False
+    # What is put into it while a local variable holds it.
     attributes: list[Item] = field(default_factory=list)
 
 
@@ -188,15 +166,13 @@ def inner_sequences(value: Made) -> list[Sequence]:
 
 def joined(path: str | None, name: str) -> str | None:
     """The path of an attribute of what `path` means."""
-    if path is None:
-        return None
-    return f"{path}.{name}" if path else name
+    return None if path is None else joined_path(path, name)
 
 
 def counted_by(name: ast.expr, here: Here) -> Loop | None:
     """The loop whose counter is all that varies in a name: `f"layer{i}"`, `str(i)`."""
     nodes = list(ast.walk(name))
-    variables = {n.id for n in nodes if isinstance(n, ast.Name)} - {"str"}
+    variables = names_in(name) - {"str"}
     arithmetic = any(isinstance(n, ast.Constant) and not isinstance(n.value, str) for n in nodes)
     loops = [s for s in here.steps if isinstance(s, Loop) and s.value is None]
     if arithmetic or not loops or variables != {loops[-1].counter}:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
@@ -30,15 +31,10 @@ PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
 
 @dataclass
 class Cost:
-    """What an element of a model costs in one forward pass.
+    """What an element of a model costs in one forward pass."""
 
-    Attributes:
-        flops: Of matrix products and attention.
-        moved: Bytes that all other operators read and write.
-    """
-
-    flops: float = 0
-    moved: float = 0
+    flops: float = 0  # of matrix products and attention
+    moved: float = 0  # bytes that all other operators read and write
 
 
 def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
@@ -80,7 +76,7 @@ def calls_of(
 def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules below one that have no lists of their own, and the items of those lists."""
     for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
+        inner = joined_path(path, name)
         is_item = is_container(type(module)) and not is_container(type(child))
         if is_item or not any(is_container(type(below)) for below in child.modules()):
             yield inner, child
@@ -109,11 +105,7 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
 
 
 def check_order(paths: Sequence[str], called: Sequence[int]) -> None:
-    """Refuses elements that are not called in their order, each of them once.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Refuses elements that are not called in their order, each of them once (`ValueError`)."""
     if [*called] != [*range(len(paths))]:
         found = [paths[number] for number in called]
         raise ValueError(f"`forward` calls {found}, and not each of {list(paths)} once")

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import tempfile
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,19 +45,13 @@ class FailedOutput(Exception):
 
 @dataclass
 class Emitted:
-    """An output that is imported.
+    """An output that is imported."""
 
-    Attributes:
-        module: The rewritten model file's module.
-        folder: Where its files lie meanwhile.
-        names: What its files are imported as.
-        parts: By module path and name, the tensors that are to be parts in the last tree: the axis
-            that is split, and the size along it that this rank should have.
-    """
-
-    module: types.ModuleType
-    folder: Path
-    names: Sequence[str] = ()
+    module: types.ModuleType  # the rewritten model file's module
+    folder: Path  # where its files lie meanwhile
+    names: Sequence[str] = ()  # what its files are imported as
+    # By module path and name, the tensors that are to be parts in the last tree: the axis that is
+    # split, and the size along it that this rank should have.
     parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def tree(
@@ -113,10 +108,8 @@ class Emitted:
 
         In an output of a single file it may be the model that does.
         """
-        traceback = error.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        raised = traceback.tb_frame.f_code.co_filename if traceback is not None else ""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised = frames[-1].f_code.co_filename if frames else ""
         files = {str(module.__file__) for module in self.modules()}
         return raised in (files - {self.module.__file__} or files)
 
@@ -220,11 +213,6 @@ def _unheard() -> Iterator[None]:
 
 
 def _frames(folder: Path, error: BaseException | None) -> list[tuple[str, int]]:
-    found = []
-    traceback = error.__traceback__ if error is not None else None
-    while traceback is not None:
-        path = Path(traceback.tb_frame.f_code.co_filename)
-        if folder.parent in path.parents:
-            found.append((os.path.relpath(path, folder), traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return found
+    steps = traceback.walk_tb(error.__traceback__ if error is not None else None)
+    places = ((Path(frame.f_code.co_filename), line) for frame, line in steps)
+    return [(os.path.relpath(p, folder), line) for p, line in places if folder.parent in p.parents]

@@ -21,20 +21,14 @@ from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted of a model of two layers of each kind, and how deep the real one is.
+    """What was counted of a model of two layers of each kind, and how deep the real one is."""
 
-    Attributes:
-        profile: What a step takes.
-        stands_for: By the path of each list, for each of its layers which of those that were kept
-            stands for it.
-        names: All parameters of the full model: how many numbers each is.
-        cut_sizes: What `cut_evenly` makes stages even by: a size for each layer; none where it was
-            counted on several ranks.
-    """
-
-    profile: Profile
+    profile: Profile  # what a step takes
+    # By the path of each list, for each of its layers which of those that were kept stands for it.
     stands_for: Mapping[str, tuple[int, ...]]
-    names: Mapping[str, int]
+    names: Mapping[str, int]  # all parameters of the full model: how many numbers each is
+    # What `cut_evenly` makes stages even by: a size for each layer; none where it was counted on
+    # several ranks.
     cut_sizes: Sequence[float] = ()
 
 
@@ -46,7 +40,6 @@ class FoldedStep:
     """A step of a model, to be counted in one way or several.
 
     Args:
-        schedule: The schedule's module.
         model: The model, on the meta device; it is in the dtype afterwards.
         layers: The layers that are left in each list.
         sequence: How many tokens a row has; None for what the schedule's `inputs` give.

@@ -37,37 +37,26 @@ class CannotMeasure(Exception):
 
 @dataclass(eq=False)
 class Frame:
-    """One call of a function.
-
-    Attributes:
-        function: The function.
-        first: How many storages had been made when it began.
-        last: How many when it ended.
-        end: At which event.
-    """
+    """One call of a function."""
 
     function: ast.FunctionDef
-    first: int
-    last: int = 0
-    end: int = 0
+    first: int  # how many storages had been made when it began
+    last: int = 0  # how many when it ended
+    end: int = 0  # at which event
 
 
 @dataclass
 class Record:
-    """One run.
+    """One run."""
 
-    Attributes:
-        sizes: The bytes of each storage, in the order in which they were made.
-        let_go: By the number of a storage, how many had been made when it was let go, and at which
-            event; none where it was held to the end.
-        frames: The calls of watched functions.
-        keepers: By the number of a storage, the names that kept it where they were dropped, each
-            with the call that it was a name of.
-    """
-
+    # The bytes of each storage, in the order in which they were made.
     sizes: list[int] = field(default_factory=list)
+    # By the number of a storage, how many had been made when it was let go, and at which event;
+    # none where it was held to the end.
     let_go: dict[int, tuple[int, int]] = field(default_factory=dict)
-    frames: list[Frame] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)  # the calls of watched functions
+    # By the number of a storage, the names that kept it where they were dropped, each with the call
+    # that it was a name of.
     keepers: dict[int, list[tuple[Death, Frame]]] = field(default_factory=dict)
 
     def end_of(self, storage: int) -> int:

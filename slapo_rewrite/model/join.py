@@ -17,6 +17,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import argument_of, arguments_by
 from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.code.written_out import returned_by
 from slapo_rewrite.model import constructed_values, construction_calls
 from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
@@ -142,7 +143,6 @@ class _Search:
     """One search; knows the modules it is in the middle of, so that it ends.
 
     Args:
-        sources: The source files.
         remembers: As for `resolve`.
     """
 
@@ -400,7 +400,7 @@ class _Search:
         return self.sources.known[key]
 
     def _parameter(self, node: Node, name: str) -> Site:
-        full = f"{node.path}.{name}" if node.path else name
+        full = joined_path(node.path, name)
         direct = node.owner if node.is_container else node
         holders = [*holders_of(node), *([] if node.is_container else [node])]
         for later in (False, True):

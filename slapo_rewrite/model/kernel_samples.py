@@ -19,15 +19,10 @@ HEADS, KEY_HEADS, BATCH = 4, 2, 2
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of one call.
+    """Arguments of one call."""
 
-    Attributes:
-        args: By position.
-        kwargs: By name.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...]  # by position
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # by name
 
     def leaves(self) -> dict[str, Tensor]:
         """The tensors that get a gradient, those of modules among them, by a name."""
@@ -44,19 +39,12 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes random inputs.
+    """Makes random inputs."""
 
-    Attributes:
-        rows: How many rows M there are.
-        width: How many features: D, the size of a head, or the vocabulary.
-        dtype: Of all floating-point tensors.
-        device: Where they are.
-    """
-
-    rows: int
-    width: int
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
+    rows: int  # how many rows M there are
+    width: int  # how many features: D, the size of a head, or the vocabulary
+    dtype: torch.dtype = torch.float32  # of all floating-point tensors
+    device: str = "cpu"  # where they are
 
     def tensor(self, *shape: int) -> Tensor:
         """Random numbers that get a gradient."""

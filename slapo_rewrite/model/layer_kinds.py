@@ -93,14 +93,10 @@ def lists_of(tree: Tree) -> list[Node]:
 
 @dataclass(frozen=True)
 class Fold:
-    """Of which layers of a list a few are left.
+    """Of which layers of a list a few are left."""
 
-    Attributes:
-        left: The numbers of those that are.
-        stands_for: For each layer the place among these of the one that stands for it.
-    """
-
-    left: tuple[int, ...]
+    left: tuple[int, ...]  # the numbers of those that are
+    # For each layer the place among these of the one that stands for it.
     stands_for: tuple[int, ...]
 
 

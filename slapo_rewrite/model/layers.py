@@ -8,18 +8,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from slapo_rewrite.code.arguments import Signature, given_by
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 
 @dataclass(frozen=True)
 class Written:
-    """The value of an argument as source.
+    """The value of an argument as source."""
 
-    Attributes:
-        text: The expression, in names that are known where the layer is made.
-    """
-
-    text: str
+    text: str  # the expression, in names that are known where the layer is made
 
     def __repr__(self) -> str:
         return self.text
@@ -27,62 +24,44 @@ class Written:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a layer's split must be a multiple of, a head's size say.
+    """What a layer's split must be a multiple of, a head's size say."""
 
-    Attributes:
-        text: An expression for it, in words that the constructor of the layer's owner knows.
-        size: What it is worth; 0 where that is not known of this model.
-        required: Whether the layer has to be given it: ranks that share a unit hold one each.
-    """
-
-    text: str
-    size: int = 0
+    text: str  # an expression for it, in words that the constructor of the layer's owner knows
+    size: int = 0  # what it is worth; 0 where that is not known of this model
+    # Whether the layer has to be given it: ranks that share a unit hold one each.
     required: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of `slapo_rewrite.runtime` in the place of a torch one.
+    """A layer of `slapo_rewrite.runtime` in the place of a torch one."""
 
-    Attributes:
-        module: The runtime module that defines it.
-        name: The class.
-        keywords: Keyword arguments beside the original's, as values: literals, what a runtime
-            module defines, and expressions.
-        arguments: What its constructor takes of the original's arguments; empty where it takes all.
-        unit: What the split must be a multiple of.
-    """
-
-    module: str
-    name: str
+    module: str  # the runtime module that defines it
+    name: str  # the class
+    # Keyword arguments beside the original's, as values: literals, what a runtime module defines,
+    # and expressions.
     keywords: tuple[tuple[str, object], ...] = ()
+    # What its constructor takes of the original's arguments; empty where it takes all.
     arguments: tuple[str, ...] = ()
-    unit: Unit | None = None
+    unit: Unit | None = None  # what the split must be a multiple of
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a layer: which class does it, and what its output is on a rank.
+    """One way to split a layer: which class does it, and what its output is on a rank."""
 
-    Attributes:
-        module: The runtime module that defines the class.
-        name: The class.
-        output: `partition`, `partial sum`, or `whole` for a layer that adds up inside.
-        whole: The parameters that stay whole; a parameter that is neither sharded nor here must be
-            sharded as well.
-        has_input_gradient: Whether the input has a gradient that is a partial sum on each rank.
-        arguments: What its constructor takes of the original's arguments.
-        takes_part: Whether the input is a partition.
-        axes: The split axis of input or output, written in every way that means it.
-    """
-
-    module: str
-    name: str
-    output: str
+    module: str  # the runtime module that defines the class
+    name: str  # the class
+    output: str  # `partition`, `partial sum`, or `whole` for a layer that adds up inside
+    # The parameters that stay whole; a parameter that is neither sharded nor here must be sharded
+    # as well.
     whole: frozenset[str] = frozenset()
+    # Whether the input has a gradient that is a partial sum on each rank.
     has_input_gradient: bool = True
+    # What its constructor takes of the original's arguments.
     arguments: tuple[str, ...] = ("in_features", "out_features", "bias", "device", "dtype")
-    takes_part: bool = False
+    takes_part: bool = False  # whether the input is a partition
+    # The split axis of input or output, written in every way that means it.
     axes: tuple[int, ...] = (-1,)
 
 
@@ -329,7 +308,7 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
         return None  # the largest values of parts do not add up
     if (split := _AS_ONE.get(qualified(base))) is not None:
         inner = inner_of(module).items()
-        return {(f"{path}.{name}".lstrip("."), axis): split for (path, name), (axis, _) in inner}
+        return {(joined_path(path, name), axis): split for (path, name), (axis, _) in inner}
     return (_GROUPED if is_grouped(module) else SPLITS)[qualified(base)]
 
 

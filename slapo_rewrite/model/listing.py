@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -52,7 +53,7 @@ def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[tuple[s
     prefix = shown if node.parent is not None else ""
     for first, last in runs(node, shapes):
         name = first.name if first is last else f"[{first.name}-{last.name}]"
-        yield from _rows(first, f"{prefix}.{name}" if prefix else name, shapes)
+        yield from _rows(first, joined_path(prefix, name), shapes)
 
 
 def runs(node: Node, shapes: Mapping[int, object]) -> list[tuple[Node, Node]]:

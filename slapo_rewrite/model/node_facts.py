@@ -48,13 +48,9 @@ class NodeFacts:
         return self._known[path]
 
     def _look(self, path: str) -> Fact | None:
-        found: Any = self.node.live
-        for name in path.split(".") if path else ():
-            found = _attribute(found, name)
-            if found is _MISSING:
-                return None
+        found = self._at(path)
         if not isinstance(found, nn.Module):
-            return _fact(found)
+            return None if found is _MISSING else _fact(found)
         # A list of layers is asked about by each function that names it, and walked to its leaves.
         known = self.sources.submodules
         if id(found) not in known:
@@ -63,10 +59,8 @@ class NodeFacts:
 
     def method(self, path: str, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
         """A method of a submodule's class, '' for the module itself, and the file it stands in."""
-        live = self._module(path)
-        if live is None:
-            return None
-        return method_of(self.sources, type(live), name)
+        live = self._at(path)
+        return method_of(self.sources, type(live), name) if isinstance(live, nn.Module) else None
 
     def place(self, path: str) -> tuple[SourceFile, ast.AST] | None:
         """Where a submodule is made."""
@@ -74,11 +68,12 @@ class NodeFacts:
         site = known_site(self.sources, node) if node is not None else None
         return (site.file, site.value) if site is not None else None
 
-    def _module(self, path: str) -> nn.Module | None:
+    def _at(self, path: str) -> Any:
+        """What stands at a dotted path, `_MISSING` where nothing does that is seen."""
         found: Any = self.node.live
         for name in path.split(".") if path else ():
             found = _attribute(found, name)
-        return found if isinstance(found, nn.Module) else None
+        return found
 
 
 def method_of(sources: Sources, cls: type, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:

@@ -44,15 +44,11 @@ def operations(names: Iterable[str]) -> list[str]:
 
 
 class UnknownOperation(Exception):
-    """A name that means no operation whose result can be kept.
-
-    Attributes:
-        hint: What to say instead.
-    """
+    """A name that means no operation whose result can be kept."""
 
     def __init__(self, message: str, hint: str | None) -> None:
         super().__init__(message)
-        self.hint = hint
+        self.hint = hint  # what to say instead
 
 
 @functools.cache

@@ -29,15 +29,10 @@ _LAYERS = (
 
 @dataclass(frozen=True)
 class Order:
-    """Statements of a function in another order.
+    """Statements of a function in another order."""
 
-    Attributes:
-        run: The statements, as they stand.
-        order: They, as they are to stand.
-    """
-
-    run: tuple[ast.stmt, ...]
-    order: tuple[ast.stmt, ...]
+    run: tuple[ast.stmt, ...]  # the statements, as they stand
+    order: tuple[ast.stmt, ...]  # they, as they are to stand
 
 
 def paying_order(

@@ -23,34 +23,22 @@ LEAST_OF_CALL, LEAST_OF_MODEL = 0.02, 0.005
 
 
 class Gain(NamedTuple):
-    """A storage that is let go sooner where names are dropped.
+    """A storage that is let go sooner where names are dropped."""
 
-    Attributes:
-        size: Its bytes.
-        first: How many storages had been made when it is let go then.
-        last: How many when it is let go otherwise.
-        names: All that have to be dropped for that.
-    """
-
-    size: int
-    first: int
-    last: int
-    names: frozenset[Death]
+    size: int  # its bytes
+    first: int  # how many storages had been made when it is let go then
+    last: int  # how many when it is let go otherwise
+    names: frozenset[Death]  # all that have to be dropped for that
 
 
 @dataclass
 class Way:
-    """A way through the model: what each storage's end is, and what it depends on.
+    """A way through the model: what each storage's end is, and what it depends on."""
 
-    Attributes:
-        plain: The run as it is.
-        dropped: The run with all names dropped.
-        of_calls: Whether what each call holds counts, and not only what the model does. With
-            gradients that is what autograd keeps, and a layer's peak comes in the backward pass.
-    """
-
-    plain: Record
-    dropped: Record
+    plain: Record  # the run as it is
+    dropped: Record  # the run with all names dropped
+    # Whether what each call holds counts, and not only what the model does. With gradients that is
+    # what autograd keeps, and a layer's peak comes in the backward pass.
     of_calls: bool
 
     def gains(self) -> Iterator[Gain]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched, forwards_instead
@@ -40,16 +41,12 @@ KERNELS = "slapo_rewrite.runtime.kernels"
 
 @dataclass(frozen=True)
 class CountedWays:
-    """What was counted.
+    """What was counted."""
 
-    Attributes:
-        ways: What is recomputed of the chosen layers, each in one way; the first one is nothing.
-        counted: What a step takes then.
-        folds: Which layers of each list were left; those that are chosen are told apart.
-    """
-
+    # What is recomputed of the chosen layers, each in one way; the first one is nothing.
     ways: Sequence[Recomputed]
-    counted: Sequence[Counted]
+    counted: Sequence[Counted]  # what a step takes then
+    # Which layers of each list were left; those that are chosen are told apart.
     folds: Mapping[str, Fold]
 
 
@@ -153,7 +150,7 @@ def _parts(layers: Collection[Node]) -> list[str]:
 
     def look(node: Node, path: str) -> None:
         for name, child in node.children.items():
-            inner = f"{path}.{name}" if path else name
+            inner = joined_path(path, name)
             if child.is_container:
                 look(child, inner)
             elif not child.cls.__module__.startswith("torch."):

@@ -19,6 +19,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import counter_of
 from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import RECORDED, Site
 from slapo_rewrite.model.constructor_values import Frame, Loop
@@ -30,21 +31,14 @@ _Loop = ast.comprehension | ast.For | ast.While
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call, with what is around it.
-
-    Attributes:
-        node: The call.
-        function: The function that carries it out; a lambda as one that returns its value.
-        loops: The loops around it there, outermost first.
-        local: What is bound in the functions around it.
-        class_name: The class in whose body it stands; '' if in none.
-    """
+    """A call, with what is around it."""
 
     node: ast.Call
+    # The function that carries it out; a lambda as one that returns its value.
     function: ast.FunctionDef
-    loops: tuple[_Loop, ...]
-    local: frozenset[str]
-    class_name: str
+    loops: tuple[_Loop, ...]  # the loops around it there, outermost first
+    local: frozenset[str]  # what is bound in the functions around it
+    class_name: str  # the class in whose body it stands; '' if in none
 
 
 def recorded_site(sources: Sources, node: Node) -> Site | None:
@@ -105,20 +99,11 @@ def _counter(loop: _Loop) -> str | None:
 
 
 class _Made:
-    """What a call made, in one model.
-
-    Args:
-        sources: The source files.
-        node: One of the modules that the call made.
-        file: The file of the call.
-        call: The call.
-
-    Attributes:
-        modules: The modules that the call made, by path.
-    """
+    """What a call made, in one model."""
 
     def __init__(self, sources: Sources, node: Node, file: SourceFile, call: _Call) -> None:
         self.root, self.path, self.file, self.call = node.root.live, node.path, file, call
+        # The modules that the call made, by path.
         self.modules = sources.made_at(node.root, construction_calls.stack_of(node.live)[0])
         self.start, self.class_name = self._held(node.path)
 
@@ -141,9 +126,7 @@ class _Made:
 
         The same loops for all that the call made, wherever that is.
         """
-        alike: dict[str, list[str]] = {}
-        for path in self.modules:
-            alike.setdefault(with_wildcards(path), []).append(path)
+        alike = grouped((with_wildcards(path), path) for path in self.modules)
         found: dict[_Loop, int] = {}
         last = {shape: self._held(paths[0])[0] - 1 for shape, paths in alike.items()}
         for loop in self.call.loops:

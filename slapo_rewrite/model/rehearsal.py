@@ -207,15 +207,10 @@ def not_run(
 
 @dataclass
 class _Reference:
-    """What the original's small model computes, with which weights and inputs.
+    """What the original's small model computes, with which weights and inputs."""
 
-    Attributes:
-        drawn: The weights that its constructor drew.
-        weights: Those that it computes with.
-    """
-
-    drawn: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
+    drawn: dict[str, torch.Tensor]  # the weights that its constructor drew
+    weights: dict[str, torch.Tensor]  # those that it computes with
     inputs: dict[str, Any]
     dtype: torch.dtype
     want: Step

@@ -25,18 +25,11 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 class Representatives:
-    """Which elements of each module list are made and treated alike, all the way down.
-
-    Args:
-        tree: The module tree.
-        asked: What was asked of each module path, if anything.
-
-    Attributes:
-        siblings: For the first of several elements that are alike: the names of all of them.
-    """
+    """Which elements of each module list are made and treated alike, all the way down."""
 
     def __init__(self, tree: Tree, asked: Mapping[str, Hashable]) -> None:
         self.tree = tree
+        # For the first of several elements that are alike: the names of all of them.
         self.siblings: dict[str, tuple[str, ...]] = {}
         self._asked: dict[str, list[tuple[str, int]]] = {}
         numbers: dict[Hashable, int] = {}
@@ -114,12 +107,7 @@ class Representatives:
 
 @contextlib.contextmanager
 def repeated(model: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[None]:
-    """Has layers stand for others, for as long as it lasts.
-
-    Args:
-        model: The model, each call of which begins anew.
-        places: In how many places each layer stands.
-    """
+    """Has layers stand for others, for as long as it lasts."""
     calls = [(layer, _Calls(layer, times)) for layer, times in places.items()]
 
     def begin(model: nn.Module, args: Any) -> None:
@@ -139,7 +127,6 @@ class _Calls:
     """The calls of one layer in a round over its places.
 
     Args:
-        layer: The layer.
         times: How many places it stands in.
     """
 

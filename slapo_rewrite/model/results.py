@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.hugging_face import is_cache
 
 
@@ -57,4 +58,4 @@ def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tu
         known = isinstance(want, nn.Module) or type(want).__name__.endswith("Cache")
         inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]
     for key, one, other in inside if depth else ():
-        yield from result_pairs(one, other, f"{name}.{key}" if name else key, depth - 1)
+        yield from result_pairs(one, other, joined_path(name, key), depth - 1)

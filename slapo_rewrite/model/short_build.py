@@ -27,15 +27,11 @@ class LeftOut(nn.Module):
 
 @dataclass(frozen=True)
 class Shortening:
-    """Which layers of a model are made.
+    """Which layers of a model are made."""
 
-    Attributes:
-        folds: Which are left of each list, by its path.
-        wanted: For each class of layers which of its instances are made, those of its subclasses
-            counted; None where that is not known, and all are.
-    """
-
-    folds: Mapping[str, Fold]
+    folds: Mapping[str, Fold]  # which are left of each list, by its path
+    # For each class of layers which of its instances are made, those of its subclasses counted;
+    # None where that is not known, and all are.
     wanted: Mapping[type, Sequence[bool]] | None
 
     @classmethod
@@ -57,9 +53,6 @@ class Shortening:
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.
-
-        Args:
-            build: Builds it.
 
         Returns:
             The model; with all its layers where they cannot be left out.

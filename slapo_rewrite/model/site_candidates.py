@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.dataflow import stays_as_it_is
 from slapo_rewrite.code.names import is_name
-from slapo_rewrite.code.syntax import assignments, counter_of
+from slapo_rewrite.code.syntax import assignments, counter_of, position
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.constructor_values import Loop
@@ -21,19 +21,12 @@ REFERENCES = {"argument", "alias"}
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A site, with the module above whose class has it.
-
-    Attributes:
-        site: The site.
-        holder: That module.
-        numbers: What stands for each `*` of the site's path.
-        certain: Whether the tests around it are known to let it make the module.
-    """
+    """A site, with the module above whose class has it."""
 
     site: Site
-    holder: Node
-    numbers: tuple[str, ...]
-    certain: bool = False
+    holder: Node  # that module
+    numbers: tuple[str, ...]  # what stands for each `*` of the site's path
+    certain: bool = False  # whether the tests around it are known to let it make the module
 
 
 def holders_of(node: Node) -> Iterator[Node]:
@@ -70,10 +63,9 @@ def at_assignment(site: Site) -> Site:
     if not isinstance(site.value, ast.Name):
         return site
     name = site.value.id
-    before = (site.value.lineno, site.value.col_offset)
     for each in reversed(assignments(site.function, name)):
         statement = each.statement
-        if isinstance(statement, ast.Assign) and (statement.lineno, statement.col_offset) < before:
+        if isinstance(statement, ast.Assign) and position(statement) < position(site.value):
             if not any(is_name(target, name) for target in statement.targets):
                 return site  # one of several that are given together
             return replace(site, statement=statement, value=statement.value)

@@ -19,6 +19,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.facts import Submodule
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_calls import Call
 from slapo_rewrite.model.construction_sites import Site, find_later_sites, find_sites
@@ -145,10 +146,7 @@ class Sources:
         """The other nodes that hold the same module."""
         root = node.root
         if id(root) not in self._nodes:
-            nodes: dict[int, list[Node]] = {}
-            for each in root.walk():
-                nodes.setdefault(id(each.live), []).append(each)
-            self._nodes[id(root)] = root, nodes
+            self._nodes[id(root)] = root, grouped((id(each.live), each) for each in root.walk())
         return [n for n in self._nodes[id(root)][1].get(id(node.live), []) if n is not node]
 
 

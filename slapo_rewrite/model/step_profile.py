@@ -57,17 +57,11 @@ NOTHING = Amount()
 
 
 class Place(NamedTuple):
-    """A part of a step.
+    """A part of a step."""
 
-    Attributes:
-        listed: The path of the list whose layer it is, or comes after; empty before the first.
-        number: Which layer of the list.
-        is_layer: Whether it is the layer; else it is what lies between it and the next one.
-    """
-
-    listed: str
-    number: int
-    is_layer: bool
+    listed: str  # the path of the list whose layer it is, or comes after; empty before the first
+    number: int  # which layer of the list
+    is_layer: bool  # whether it is the layer; else it is what lies between it and the next one
 
 
 BEFORE = Place("", 0, False)
@@ -75,31 +69,22 @@ BEFORE = Place("", 0, False)
 
 @dataclass(eq=False)
 class Part:
-    """What a part of a step takes.
+    """What a part of a step takes."""
 
-    Attributes:
-        net: Bytes that are held at its end and were not at its beginning, gradients of parameters
-            apart.
-        peaks: How many bytes more than at its beginning are held meanwhile: the most is the most
-            of these, whatever the batch. Each gradient of a parameter counts until it is added up.
-        gradients: Bytes of gradients that it makes.
-        kept_peaks: The peaks where gradients stay, since there were none before.
-        flops: Of matrix products and attention.
-        moved: Bytes that all other operators read and write.
-        sent: Bytes that collectives of the tensor-parallel group take and give, by kind.
-        calls: How many collectives there are.
-        operators: How many operators.
-    """
-
+    # Bytes that are held at its end and were not at its beginning, gradients of parameters apart.
     net: Amount = NOTHING
+    # How many bytes more than at its beginning are held meanwhile: the most is the most of these,
+    # whatever the batch. Each gradient of a parameter counts until it is added up.
     peaks: list[Amount] = field(default_factory=list)
-    gradients: float = 0.0
+    gradients: float = 0.0  # bytes of gradients that it makes
+    # The peaks where gradients stay, since there were none before.
     kept_peaks: list[Amount] = field(default_factory=list)
-    flops: Amount = NOTHING
-    moved: Amount = NOTHING
+    flops: Amount = NOTHING  # of matrix products and attention
+    moved: Amount = NOTHING  # bytes that all other operators read and write
+    # Bytes that collectives of the tensor-parallel group take and give, by kind.
     sent: dict[str, Amount] = field(default_factory=dict)
-    calls: int = 0
-    operators: int = 0
+    calls: int = 0  # how many collectives there are
+    operators: int = 0  # how many operators
 
 
 @dataclass

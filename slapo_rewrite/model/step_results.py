@@ -49,9 +49,6 @@ class Step:
     """What a model computes: outputs in training and in eval mode, gradients, and buffers after.
 
     Tensors are the whole model's, by the original's names.
-
-    Attributes:
-        draws: Whether random numbers are drawn.
     """
 
     evaluated: Any
@@ -59,7 +56,7 @@ class Step:
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    draws: bool
+    draws: bool  # whether random numbers are drawn
 
 
 def worst(want: Step, have: Step) -> tuple[float, str, str]:

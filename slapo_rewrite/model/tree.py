@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.meta_device import without_dynamo
@@ -80,7 +81,6 @@ class Node:
         name: The last segment of the path.
         parent: The module that holds it; None for the root.
         children: Its submodules by name, in the order in which they were made.
-        live: The module.
         cls: The module's class.
         is_container: Whether it is one of torch's containers, or of a subclass that has no
             constructor of its own: what it holds is then made by whoever made it.
@@ -108,7 +108,7 @@ class Node:
         if parent is None:
             self.path, self.relative, self.owner = "", "", None
             return
-        self.path = f"{parent.path}.{name}" if parent.path else name
+        self.path = joined_path(parent.path, name)
         if (parent.is_container or parent.is_stack) and parent.owner is not None:
             self.owner, self.relative = parent.owner, f"{parent.relative}.{name}"
         else:
@@ -165,20 +165,19 @@ class Node:
 
 
 class Tree:
-    """All modules of a model.
-
-    Attributes:
-        root: The model.
-        nodes: Path -> node, a module before what it holds.
-        ties: Full parameter name -> all names of the same parameter, for those that have several.
-    """
+    """All modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.root = Node("", model, None)
-        self.nodes: dict[str, Node] = {}
+        self.root = Node("", model, None)  # the model
+        self.nodes: dict[str, Node] = {}  # path -> node, a module before what it holds
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._build(self.root, set())
+        # Full parameter name -> all names of the same parameter, for those that have several.
         self.ties: dict[str, tuple[str, ...]] = self._ties()
+
+    def first_paths(self) -> dict[int, str]:
+        """By the identity of each live module, the first path at which it is."""
+        return {id(node.live): path for path, node in reversed(self.nodes.items())}
 
     def graft(self, modules: Mapping[str, nn.Module]) -> None:
         """Puts other modules in the place of those at some paths, in the tree and in the model.
@@ -212,24 +211,22 @@ class Tree:
     def _ties(self) -> dict[str, tuple[str, ...]]:
         names: dict[int, list[str]] = {}
         for path, node in self.nodes.items():
-            prefix = f"{path}." if path else ""
             for name, parameter in node.live._parameters.items():
                 if parameter is not None:
-                    names.setdefault(id(parameter), []).append(prefix + name)
+                    names.setdefault(id(parameter), []).append(joined_path(path, name))
         groups = [tuple(group) for group in names.values() if len(group) > 1]
         return {n: group for group in groups for n in group}
 
     def _build(self, node: Node, above: set[int]) -> None:
         _check_lookup(node)
         self.nodes[node.path] = node
-        prefix = f"{node.path}." if node.path else ""
         above.add(id(node.live))
         for name, live in node.live._modules.items():
             if live is None:
                 continue
             if id(live) in above:
                 raise errors.ModelError(
-                    f"`{prefix}{name}` holds the module that it is part of",
+                    f"`{joined_path(node.path, name)}` holds the module that it is part of",
                     hint="a module that is reached from itself has no finite tree",
                 )
             child = node.children[name] = Node(name, live, node)

@@ -80,17 +80,11 @@ _NO_TYPES: dict[str, Any] = {"type_params": []} if "type_params" in ast.ClassDef
 
 @dataclass(frozen=True)
 class Live:
-    """A function of the file, as it runs.
-
-    Attributes:
-        function: The function.
-        class_name: The class that has it, if one does.
-        live: What runs.
-    """
+    """A function of the file, as it runs."""
 
     function: ast.FunctionDef
-    class_name: str | None
-    live: FunctionType
+    class_name: str | None  # the class that has it, if one does
+    live: FunctionType  # what runs
 
 
 def live_functions(

@@ -24,11 +24,6 @@ def decided(test: Value, facts: Facts, given: Mapping[str, object]) -> bool | No
     """Whether a condition holds; None where that depends on what is not known.
 
     Attributes of the module that are constants count as known, the training flag does not.
-
-    Args:
-        test: The condition.
-        facts: Of the module.
-        given: Arguments of the function that are taken as constants.
     """
     worth = _worth(test, facts, given)
     known = isinstance(worth, Constant) and is_plain(worth.value)

@@ -21,34 +21,23 @@ class Required:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: Its canonical name.
-        parameters: Its parameters and their defaults; the name of one that takes all further
-            positional arguments begins with a star.
-        module: The class of `torch.nn` whose call it is.
-        inputs: How many of the parameters such a call is given, from the first.
-        free: Parameters that are sizes and rates: a pattern that is a class matches any.
-        tensors: Parameters that the module holds as its own.
-        only: Attributes by which such a module would do something else, and what they have to be.
-        commutes: Whether the first two operands may change places.
-        draws: Whether it draws random numbers.
-        view: Whether the result may share memory with its first operand.
-        number: Whether the result is a number or a shape, never a tensor.
-    """
-
-    name: str
+    name: str  # its canonical name
+    # Its parameters and their defaults; the name of one that takes all further positional arguments
+    # begins with a star.
     parameters: tuple[tuple[str, object], ...]
-    module: str = ""
-    inputs: int = 1
+    module: str = ""  # the class of `torch.nn` whose call it is
+    inputs: int = 1  # how many of the parameters such a call is given, from the first
+    # Parameters that are sizes and rates: a pattern that is a class matches any.
     free: frozenset[str] = frozenset()
-    tensors: frozenset[str] = frozenset()
+    tensors: frozenset[str] = frozenset()  # parameters that the module holds as its own
+    # Attributes by which such a module would do something else, and what they have to be.
     only: tuple[tuple[str, object], ...] = ()
-    commutes: bool = False
-    draws: bool = False
-    view: bool = False
-    number: bool = False
+    commutes: bool = False  # whether the first two operands may change places
+    draws: bool = False  # whether it draws random numbers
+    view: bool = False  # whether the result may share memory with its first operand
+    number: bool = False  # whether the result is a number or a shape, never a tensor
     positional: int = field(default=99)
 
     @property

@@ -21,12 +21,6 @@ def drawn(
 ) -> Sunk | str | None:
     """The statements that have to stand in the arms of a branch, for some to stand in one.
 
-    Args:
-        file: The file.
-        function: The function.
-        branch: The branch.
-        wanted: Statements in an arm, above and below the branch.
-
     Returns:
         In words why that would change what is computed, or be hard to read, where it would; None
         where the branch does not lie between them.

@@ -11,6 +11,8 @@ from slapo_rewrite.code.effects import is_in_place, writes
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Function, Property, Submodule
 from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.canonical_ops import Operation, by_module, draws, draws_by_name
 from slapo_rewrite.patterns.interprocedural import Called, Through
 from slapo_rewrite.patterns.known_ops import Given, numbered
@@ -26,25 +28,15 @@ _PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "
 
 @dataclass(frozen=True)
 class Callee:
-    """What a call calls; one of these.
+    """What a call calls; one of these."""
 
-    Attributes:
-        function: The dotted name of a function.
-        options: Arguments that it already has.
-        method: The name of a method of `on`, or of the module at `path` where `on` is None.
-        on: The value whose method it is.
-        path: The path of a submodule.
-        module: That submodule, or a class whose new instance is called.
-        value: Anything else.
-    """
-
-    function: str = ""
-    options: tuple[tuple[str, object], ...] = ()
-    method: str = ""
-    on: Value | None = None
-    path: str = ""
-    module: Submodule | None = None
-    value: Value | None = None
+    function: str = ""  # the dotted name of a function
+    options: tuple[tuple[str, object], ...] = ()  # arguments that it already has
+    method: str = ""  # the name of a method of `on`, or of the module at `path` where `on` is None
+    on: Value | None = None  # the value whose method it is
+    path: str = ""  # the path of a submodule
+    module: Submodule | None = None  # that submodule, or a class whose new instance is called
+    value: Value | None = None  # anything else
 
 
 class Calls(Through):
@@ -229,13 +221,13 @@ class Calls(Through):
     # Methods of the module, submodules ----------------------------------------------------------
 
     def _own_method(self, path: str, name: str, given: Given, node: ast.AST) -> Value:
-        computed = self.facts.look(f"{path}.{name}" if path else name) == Property()
+        computed = self.facts.look(joined_path(path, name)) == Property()
         found = None if computed else self.facts.method(path, name)
         random = found is None or draws(found[1], found[0].functions)
         value = self.make(f"call self.{name}", numbered(given), node, random=random, pure=False)
         if found is not None:
             marks = found[1].decorator_list
-            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in marks)
+            static = any(is_name(d, "staticmethod") for d in marks)
             owner = None if static else path
             self.look_into(Called(value, *found, given, owner))
         return value
@@ -305,7 +297,7 @@ class Calls(Through):
     def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:
         """The modules of a `Sequential`, called one after the other."""
         for name in module.children:
-            inner = f"{path}.{name}" if path else name
+            inner = joined_path(path, name)
             fact = self.facts.look(inner)
             if isinstance(fact, Submodule):
                 place = self.facts.place(inner)
@@ -317,7 +309,8 @@ class Calls(Through):
         known = by_module()[new.operation.removeprefix("new ")]
         options = [p for p in known.parameters[known.inputs :] if p[0] != "training"]
         maker = Operation(known.name, tuple(options))
-        arguments = None if known.tensors else self.bound(maker, _unnumbered(new.arguments), node)
+        made = [("" if key.isdecimal() else key, value) for key, value in new.arguments]
+        arguments = None if known.tensors else self.bound(maker, made, node)
         inputs = self._inputs(known, given, node)
         altered = any(mutation.target is new for mutation in self.graph.mutations)
         if altered or arguments is None or inputs is None:
@@ -335,10 +328,6 @@ def imported_file(name: str) -> SourceFile | None:
     return read_once(Path(path), name) if path else None
 
 
-def _unnumbered(arguments: Given) -> Given:
-    return [("" if key.isdecimal() else key, value) for key, value in arguments]
-
-
 def joined(value: Value, name: str) -> str:
     """The path of an attribute of the module, or of an attribute of it."""
-    return f"{value.literal}.{name}" if value.literal else name
+    return joined_path(str(value.literal or ""), name)

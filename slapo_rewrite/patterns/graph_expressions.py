@@ -83,9 +83,9 @@ class Expressions(Calls):
                 value = self.expr(node.value)
                 self.hold(node.target.id, value, node)
                 return value
-            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp():
-                return self.opaque(node)
-            case ast.GeneratorExp():
+            case (
+                ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp()
+            ):
                 return self.opaque(node)
         values = [self.expr(c) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
         return self.make(type(node).__name__.lower(), counted(values), node, pure=False)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from slapo_rewrite.code.arguments import all_arguments, first_parameter
 from slapo_rewrite.code.facts import Facts, Resolver, Submodule, names_of
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.branch_conditions import decided
 from slapo_rewrite.patterns.canonical_ops import BINARY
 from slapo_rewrite.patterns.graph_calls import joined
@@ -63,13 +64,9 @@ def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule
 
 
 class Flow(Expressions):
-    """Follows one function.
+    """Follows one function."""
 
-    Attributes:
-        given: As for `graph_of`.
-    """
-
-    given: Mapping[str, object] | None = None
+    given: Mapping[str, object] | None = None  # as for `graph_of`
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
         """Makes the function's parameters values."""
@@ -234,7 +231,7 @@ class Flow(Expressions):
     def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
         base = self.file.resolve_import(statement) if isinstance(statement, ast.ImportFrom) else ""
         for alias in statement.names:
-            full = f"{base}.{alias.name}" if base else alias.name
+            full = joined_path(base, alias.name)
             local = alias.asname or alias.name
             if not base and not alias.asname:
                 full = local = alias.name.partition(".")[0]

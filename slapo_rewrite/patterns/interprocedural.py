@@ -19,21 +19,13 @@ MAX_DEPTH = 4
 
 @dataclass(frozen=True, eq=False)
 class Called:
-    """A function of a source file that a call reaches.
+    """A function of a source file that a call reaches."""
 
-    Attributes:
-        value: The call.
-        file: The file of the function.
-        function: The function.
-        given: The arguments.
-        owner: The path of the module whose method it is; None for a plain function.
-    """
-
-    value: Value
-    file: SourceFile
+    value: Value  # the call
+    file: SourceFile  # the file of the function
     function: ast.FunctionDef
-    given: Given
-    owner: str | None = None
+    given: Given  # the arguments
+    owner: str | None = None  # the path of the module whose method it is; None for a plain function
 
 
 class Through(Listed):

@@ -24,27 +24,18 @@ class Note:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a pattern does not match somewhere.
+    """Why a pattern does not match somewhere."""
 
-    Attributes:
-        reason: In words.
-        spots: The places in the model, the one that stopped it first.
-        wanted: The place in the pattern.
-        hint: What can be done.
-        matched: How many of the pattern's operations matched.
-        complete: Whether all of the pattern matched, and what stopped it is what lies between.
-        between: Whether a branch or a loop lies between that might hold what is looked for.
-        hidden: Whether it was inside a call that is looked through.
-    """
-
-    reason: str
-    spots: tuple[Note, ...]
-    wanted: Note | None = None
-    hint: str | None = None
-    matched: int = 0
+    reason: str  # in words
+    spots: tuple[Note, ...]  # the places in the model, the one that stopped it first
+    wanted: Note | None = None  # the place in the pattern
+    hint: str | None = None  # what can be done
+    matched: int = 0  # how many of the pattern's operations matched
+    # Whether all of the pattern matched, and what stopped it is what lies between.
     complete: bool = False
+    # Whether a branch or a loop lies between that might hold what is looked for.
     between: bool = False
-    hidden: bool = False
+    hidden: bool = False  # whether it was inside a call that is looked through
 
     @property
     def reach(self) -> tuple[int, bool, bool, bool]:
@@ -54,19 +45,12 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Bindings:
-    """Which value of the model stands for which of the pattern, so far.
+    """Which value of the model stands for which of the pattern, so far."""
 
-    Attributes:
-        held: The model's value for each of the pattern's.
-        nodes: The model's values that are computed by the match.
-        calls: The calls that were looked through.
-        arms: The model's branch for each of the pattern's.
-    """
-
-    held: dict[Value, Value]
-    nodes: tuple[Value, ...] = ()
-    calls: tuple[Value, ...] = ()
-    arms: tuple[tuple[ast.AST, ast.AST], ...] = ()
+    held: dict[Value, Value]  # the model's value for each of the pattern's
+    nodes: tuple[Value, ...] = ()  # the model's values that are computed by the match
+    calls: tuple[Value, ...] = ()  # the calls that were looked through
+    arms: tuple[tuple[ast.AST, ast.AST], ...] = ()  # the model's branch for each of the pattern's
 
     def hold(self, wanted: Value, value: Value) -> Bindings:
         """One pair more."""
@@ -85,17 +69,12 @@ _SEVERAL = ("choice", "merge", "loop")
 
 
 class Matcher:
-    """Matches one pattern in one graph, and remembers how far it came.
-
-    Attributes:
-        nearest: Why the attempt that came furthest ended.
-        branched: Whether one may have ended at a branch.
-    """
+    """Matches one pattern in one graph, and remembers how far it came."""
 
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
-        self.nearest: Mismatch | None = None
-        self.branched = False
+        self.nearest: Mismatch | None = None  # why the attempt that came furthest ended
+        self.branched = False  # whether one may have ended at a branch
 
     def starts(self) -> list[Value]:
         """The values that may be the pattern's first result, or that one may hide in."""

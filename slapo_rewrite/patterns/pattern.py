@@ -40,21 +40,13 @@ def call_module(path: str, *operands: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A computation to look for.
+    """A computation to look for."""
 
-    Attributes:
-        name: Of the function or class.
-        parameters: What may stand for anything, in order.
-        graph: Its values.
-        roots: What it returns: one value, or those of a tuple.
-        results: The local names of what it returns; '' where that has none.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    graph: Graph
-    roots: tuple[Value, ...]
-    results: tuple[str, ...]
+    name: str  # of the function or class
+    parameters: tuple[str, ...]  # what may stand for anything, in order
+    graph: Graph  # its values
+    roots: tuple[Value, ...]  # what it returns: one value, or those of a tuple
+    results: tuple[str, ...]  # the local names of what it returns; '' where that has none
 
     @property
     def wildcards(self) -> dict[str, Value]:

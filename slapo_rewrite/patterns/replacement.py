@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in, uses_of
+from slapo_rewrite.code.names import unique
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.patterns.graph_of_function import captured
 from slapo_rewrite.patterns.value_graph import Graph, Value, described
@@ -19,23 +19,18 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a call takes the place of.
+    """What a call takes the place of."""
 
-    Attributes:
-        node: The expression that gives the match's result, or a statement.
-        target: The text before the call where it is a statement: `scores = `, `out, weights = `.
-        removed: The statements that compute nothing else: they go.
-        kept: Statements that compute parts of the match among other things: they stay as they are,
-            and a call alone cannot take the match's place.
-        above: Whether `node` stays as well, and the call is a statement of its own above it.
-        reads: Expressions that give a result, and the name of it that they become.
-    """
-
-    node: ast.AST
+    node: ast.AST  # the expression that gives the match's result, or a statement
+    # The text before the call where it is a statement: `scores = `, `out, weights = `.
     target: str = ""
-    removed: tuple[ast.stmt, ...] = ()
+    removed: tuple[ast.stmt, ...] = ()  # the statements that compute nothing else: they go
+    # Statements that compute parts of the match among other things: they stay as they are, and a
+    # call alone cannot take the match's place.
     kept: tuple[ast.stmt, ...] = ()
+    # Whether `node` stays as well, and the call is a statement of its own above it.
     above: bool = False
+    # Expressions that give a result, and the name of it that they become.
     reads: tuple[tuple[ast.AST, str], ...] = ()
 
     @property
@@ -46,23 +41,14 @@ class Replaced:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a call may stand.
+    """Where a call may stand."""
 
-    Attributes:
-        node: The expression or statement that it takes the place of, or that it stands above.
-        value: What is computed there now: a result, or the tuple of them.
-        moment: When the call would run.
-        outer: The values that others may use.
-        named: Whether the call is an assignment that names several results.
-        above: Whether it is a statement of its own above `node`.
-    """
-
-    node: ast.AST
-    value: Value
-    moment: tuple[int, ...]
-    outer: tuple[Value, ...]
-    named: bool = False
-    above: bool = False
+    node: ast.AST  # the expression or statement that it takes the place of, or that it stands above
+    value: Value  # what is computed there now: a result, or the tuple of them
+    moment: tuple[int, ...]  # when the call would run
+    outer: tuple[Value, ...]  # the values that others may use
+    named: bool = False  # whether the call is an assignment that names several results
+    above: bool = False  # whether it is a statement of its own above `node`
 
     @property
     def statement(self) -> ast.stmt | None:
@@ -97,19 +83,12 @@ def places(graph: Graph, results: Sequence[Value]) -> Iterator[Place]:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """How a result is called where the call stands.
-
-    Attributes:
-        result: The result.
-        name: Its name; `_` where nobody reads it.
-        read: The expression that becomes that name.
-        several: Whether others read it by several names, of which this is one.
-    """
+    """How a result is called where the call stands."""
 
     result: Value
-    name: str
-    read: ast.AST | None = None
-    several: bool = False
+    name: str  # its name; `_` where nobody reads it
+    read: ast.AST | None = None  # the expression that becomes that name
+    several: bool = False  # whether others read it by several names, of which this is one
 
 
 class Standing:
@@ -303,19 +282,17 @@ class Standing:
         assert own is not None and function is not None
         end = own.end_lineno or own.lineno
         return name not in captured(function) and not any(
-            isinstance(node, ast.Name) and node.id == name and end < node.lineno < until.lineno
-            for node in ast.walk(function)
+            end < node.lineno < until.lineno for node in uses_of(function, name)
         )
 
     def _fresh(self) -> list[str]:
         """Names that the function does not have yet."""
         function = self.graph.function
         assert function is not None
-        taken = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-        taken.update(names_in(function))
+        taken = {*names_in(function), *parameters_in(function)}
         found = []
         for name in self.names:
-            found.append(numbered(name, taken))
+            found.append(unique(name, taken.__contains__, "_"))
             taken.add(found[-1])
         return found
 
@@ -364,24 +341,17 @@ class Standing:
         return self.name_of(value) or text_of(value)
 
 
-def numbered(name: str, taken: Set[str]) -> str:
-    """The name, with a number behind it where it is taken."""
-    more = (f"{name}_{n}" for n in itertools.count(2))
-    return next(each for each in itertools.chain([name], more) if each not in taken)
-
-
 def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:
     """Whether a statement only gives a name to one of some values."""
     match statement:
-        case ast.Assign(targets=[ast.Name()], value=given):
-            pass
-        case ast.AnnAssign(target=ast.Name(), value=ast.expr() as given):
-            pass
+        case (
+            ast.Assign(targets=[ast.Name()], value=given)
+            | ast.AnnAssign(target=ast.Name(), value=ast.expr() as given)
+        ):
+            return any(value.site.node is given for value in values)
         case ast.AugAssign(target=ast.Name()):
             return any(value.site.node is statement for value in values)
-        case _:
-            return False
-    return any(value.site.node is given for value in values)
+    return False
 
 
 def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
@@ -402,10 +372,8 @@ def given_name(statement: ast.stmt) -> str:
 def is_alias(statement: ast.stmt) -> bool:
     """Whether a statement only gives a value another name."""
     match statement:
-        case ast.Assign(targets=[ast.Name()], value=ast.Name()):
-            return True
-        case ast.AnnAssign(target=ast.Name(), value=ast.Name()):
-            return True
+        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
+            return isinstance(target, ast.Name) and isinstance(value, ast.Name)
     return False
 
 

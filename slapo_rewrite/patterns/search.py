@@ -13,6 +13,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.facts import Facts, NoFacts, Property, Submodule
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.sinking import Sunk
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.graph_of_function import chain_graph, graph_of
 from slapo_rewrite.patterns.legality import Judge
 from slapo_rewrite.patterns.matching import Bindings, Matcher, Mismatch, Note, outermost
@@ -25,46 +26,28 @@ SEQUENTIAL = "torch.nn.Sequential"
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A function of a module in which patterns are looked for.
+    """A function of a module in which patterns are looked for."""
 
-    Attributes:
-        path: The module's path.
-        function: The function's name.
-        graph: Its values.
-    """
-
-    path: str
-    function: str
-    graph: Graph
+    path: str  # the module's path
+    function: str  # the function's name
+    graph: Graph  # its values
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A place where a pattern was found.
+    """A place where a pattern was found."""
 
-    Attributes:
-        path: The module's path.
-        function: The function of the module's class, or of its file: `forward`, as a rule.
-        file: The file of the function.
-        values: What stands for each of the pattern's parameters.
-        operands: The same as text that may be written at the place of the call.
-        nodes: What is computed, in order; the last is the result, or one of them.
-        replaced: What one call would take the place of.
-        results: What the pattern returns: one value, or those of its tuple.
-        drawn: What has to stand in the arms of a branch first, where one lies between whose way is
-            known.
-        judge: Says whether more may stand there; None for a call that was found by itself.
-    """
-
-    path: str
-    function: str
-    file: SourceFile
-    values: dict[str, Value]
-    operands: dict[str, str]
-    nodes: tuple[Value, ...]
-    replaced: Replaced
-    results: tuple[Value, ...]
+    path: str  # the module's path
+    function: str  # the function of the module's class, or of its file: `forward`, as a rule
+    file: SourceFile  # the file of the function
+    values: dict[str, Value]  # what stands for each of the pattern's parameters
+    operands: dict[str, str]  # the same as text that may be written at the place of the call
+    nodes: tuple[Value, ...]  # what is computed, in order; the last is the result, or one of them
+    replaced: Replaced  # what one call would take the place of
+    results: tuple[Value, ...]  # what the pattern returns: one value, or those of its tuple
+    # What has to stand in the arms of a branch first, where one lies between whose way is known.
     drawn: Sunk | None = None
+    # Says whether more may stand there; None for a call that was found by itself.
     judge: Judge | None = None
 
     def with_call(self, name: str) -> Match | None:
@@ -133,21 +116,13 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """The place where a pattern came nearest to a match, and what stopped it.
+    """The place where a pattern came nearest to a match, and what stopped it."""
 
-    Attributes:
-        path: The module's path.
-        function: The function.
-        pattern: The pattern's name.
-        size: How many operations the pattern has.
-        stop: What stopped it.
-    """
-
-    path: str
+    path: str  # the module's path
     function: str
-    pattern: str
-    size: int
-    stop: Mismatch
+    pattern: str  # the pattern's name
+    size: int  # how many operations the pattern has
+    stop: Mismatch  # what stopped it
 
     def render(self) -> str:
         """The reason, with the line of the model and that of the pattern."""
@@ -161,19 +136,12 @@ class Miss:
 
 @dataclass(frozen=True, eq=False)
 class Matches(Sequence[Match]):
-    """What was found: a sequence of matches, false where it is empty.
+    """What was found: a sequence of matches, false where it is empty."""
 
-    Attributes:
-        found: The matches, in the order of the tree and of the text.
-        misses: The nearest miss of each module without a match.
-        first: The pattern's first parameter.
-        branched: The functions in which a branch may have been in the way.
-    """
-
-    found: tuple[Match, ...]
-    misses: tuple[Miss, ...] = ()
-    first: str = ""
-    branched: tuple[Scope, ...] = ()
+    found: tuple[Match, ...]  # the matches, in the order of the tree and of the text
+    misses: tuple[Miss, ...] = ()  # the nearest miss of each module without a match
+    first: str = ""  # the pattern's first parameter
+    branched: tuple[Scope, ...] = ()  # the functions in which a branch may have been in the way
 
     @overload
     def __getitem__(self, index: int) -> Match: ...
@@ -212,19 +180,13 @@ class Matches(Sequence[Match]):
 
 @dataclass(frozen=True)
 class CallSite:
-    """One call, for a predicate.
+    """One call, for a predicate."""
 
-    Attributes:
-        operation: Its canonical name: `gelu`, `matmul`, `softmax`.
-        path: The path of the submodule that is called, relative to the module; '' for a function.
-        arguments: The text of each argument, by the name of the parameter where that is known.
-        line: Of the file, 1-based.
-    """
-
-    operation: str
-    path: str
+    operation: str  # its canonical name: `gelu`, `matmul`, `softmax`
+    path: str  # the path of the submodule that is called, relative to the module; '' for a function
+    # The text of each argument, by the name of the parameter where that is known.
     arguments: dict[str, str] = field(default_factory=dict)
-    line: int = 1
+    line: int = 1  # of the file, 1-based
 
 
 def scopes_of(path: str, facts: Facts) -> list[Scope]:
@@ -380,8 +342,7 @@ def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite
 
     def wanted(path: str, call: CallSite) -> bool:
         inner = path[len(base) :].lstrip(".") if base else path
-        full = f"{inner}.{call.path}" if inner else call.path
-        return bool(call.path and regex.match(full))
+        return bool(call.path and regex.match(joined_path(inner, call.path)))
 
     return wanted
 

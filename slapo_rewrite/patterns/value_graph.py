@@ -23,72 +23,44 @@ LEAVES = {"constant", "parameter", "attribute", "name", "self", "training"}
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A place that reads a value.
+    """A place that reads a value."""
 
-    Attributes:
-        node: The expression or statement that reads it.
-        by: The value made of it; None where a statement itself reads it.
-        why: What a statement does with it.
-        order: When.
-    """
-
-    node: ast.AST
-    by: Value | None
-    why: str
-    order: tuple[int, ...]
+    node: ast.AST  # the expression or statement that reads it
+    by: Value | None  # the value made of it; None where a statement itself reads it
+    why: str  # what a statement does with it
+    order: tuple[int, ...]  # when
 
 
 @dataclass(eq=False)
 class Value:
-    """What one expression gives.
+    """What one expression gives."""
 
-    Attributes:
-        operation: The canonical name of the operation, or one of `LEAVES`.
-        arguments: Its operands and options by name, defaults filled in.
-        file: The file of the expression.
-        node: The expression, or the statement of an augmented assignment or a branch.
-        order: When it is computed; later ones compare greater.
-        literal: A constant's value; the name or path of another leaf.
-        regions: The branches, loops and `with` blocks around it, from the outside in.
-        statement: The statement that it stands in.
-        bases: Names what it may share memory with.
-        uses: Where it is read.
-        overwrites: The operand that it is written into.
-        random: Whether it draws random numbers, or may do so.
-        pure: Whether equal operands always give an equal value.
-        number: Whether it is a number, a shape or a flag: certainly no tensor.
-        called: The path of the submodule that is called.
-        path: The attribute of the module that a constant, or the training flag, is read from.
-        given: The arguments of that call as they stand: keyword, or '', and value.
-        look_through: Gives what the called function returns, in terms of the arguments.
-        inside: The call in the function's own text through whose body this value was reached.
-        commutes: Whether the first two arguments may change places.
-        lazy: Whether nothing has read it yet: a merge of values.
-        stateful: Whether it is the call of a module that holds parameters or buffers.
-    """
-
-    operation: str
-    arguments: Arguments
-    file: SourceFile
-    node: ast.AST
-    order: tuple[int, ...]
-    literal: object = None
+    operation: str  # the canonical name of the operation, or one of `LEAVES`
+    arguments: Arguments  # its operands and options by name, defaults filled in
+    file: SourceFile  # the file of the expression
+    node: ast.AST  # the expression, or the statement of an augmented assignment or a branch
+    order: tuple[int, ...]  # when it is computed; later ones compare greater
+    literal: object = None  # a constant's value; the name or path of another leaf
+    # The branches, loops and `with` blocks around it, from the outside in.
     regions: tuple[Arm, ...] = ()
-    statement: ast.stmt | None = None
-    bases: frozenset[object] = frozenset()
-    uses: list[Use] = field(default_factory=list)
-    overwrites: Value | None = None
-    random: bool = False
-    pure: bool = True
-    number: bool = False
-    called: str | None = None
+    statement: ast.stmt | None = None  # the statement that it stands in
+    bases: frozenset[object] = frozenset()  # names what it may share memory with
+    uses: list[Use] = field(default_factory=list)  # where it is read
+    overwrites: Value | None = None  # the operand that it is written into
+    random: bool = False  # whether it draws random numbers, or may do so
+    pure: bool = True  # whether equal operands always give an equal value
+    number: bool = False  # whether it is a number, a shape or a flag: certainly no tensor
+    called: str | None = None  # the path of the submodule that is called
+    # The attribute of the module that a constant, or the training flag, is read from.
     path: str | None = None
-    given: Arguments = ()
+    given: Arguments = ()  # the arguments of that call as they stand: keyword, or '', and value
+    # Gives what the called function returns, in terms of the arguments.
     look_through: Callable[[], Value | None] | None = None
+    # The call in the function's own text through whose body this value was reached.
     inside: Value | None = None
-    commutes: bool = False
-    lazy: bool = False
-    stateful: bool = False
+    commutes: bool = False  # whether the first two arguments may change places
+    lazy: bool = False  # whether nothing has read it yet: a merge of values
+    stateful: bool = False  # whether it is the call of a module that holds parameters or buffers
 
     def __repr__(self) -> str:
         return f"<{self.operation} {self.literal!r}>" if self.is_leaf else f"<{self.operation}>"
@@ -143,81 +115,55 @@ def reached(values: Iterable[Value]) -> Iterator[Value]:
 
 @dataclass(frozen=True, eq=False)
 class Mutation:
-    """Memory that is written to.
+    """Memory that is written to."""
 
-    Attributes:
-        target: The value whose memory it is.
-        node: The expression or statement that does it.
-        order: When.
-    """
-
-    target: Value
-    node: ast.AST
-    order: tuple[int, ...]
+    target: Value  # the value whose memory it is
+    node: ast.AST  # the expression or statement that does it
+    order: tuple[int, ...]  # when
 
 
 @dataclass(frozen=True, eq=False)
 class Exit:
-    """A statement after which others may not run, or run otherwise.
+    """A statement after which others may not run, or run otherwise."""
 
-    Attributes:
-        node: The statement, or the call.
-        order: When.
-        total: Whether all that follows may compute otherwise: gradients are turned off, say.
-    """
-
-    node: ast.AST
-    order: tuple[int, ...]
+    node: ast.AST  # the statement, or the call
+    order: tuple[int, ...]  # when
+    # Whether all that follows may compute otherwise: gradients are turned off, say.
     total: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """A local name, or an attribute as `self.path`, is given a value.
-
-    Attributes:
-        name: The name.
-        value: The value.
-        statement: The statement that does it.
-        order: When.
-        walrus: The `:=` that does it, where it is one.
-    """
+    """A local name, or an attribute as `self.path`, is given a value."""
 
     name: str
     value: Value
-    statement: ast.stmt
-    order: tuple[int, ...]
-    walrus: ast.NamedExpr | None = None
+    statement: ast.stmt  # the statement that does it
+    order: tuple[int, ...]  # when
+    walrus: ast.NamedExpr | None = None  # the `:=` that does it, where it is one
 
 
 @dataclass(eq=False)
 class Graph:
-    """The values of one function.
+    """The values of one function."""
 
-    Attributes:
-        file: The function's file.
-        function: The function; None for a module whose `forward` is torch's own.
-        values: In the order in which they are computed.
-        mutations: Likewise.
-        returned: What each `return` gives.
-        names: What each name holds before a statement.
-        after: What each name holds after a statement.
-        bound: Each binding of a name to a value, in order.
-        exits: Each way out of the function, or out of a turn of a loop, in order.
-        loads: What each name that is read holds there.
-        decided: The branches whose way is known, and which it is.
-    """
-
-    file: SourceFile
+    file: SourceFile  # the function's file
+    # The function; None for a module whose `forward` is torch's own.
     function: ast.FunctionDef | None
-    values: list[Value] = field(default_factory=list)
-    mutations: list[Mutation] = field(default_factory=list)
-    returned: list[Value] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)  # in the order in which they are computed
+    mutations: list[Mutation] = field(default_factory=list)  # likewise
+    returned: list[Value] = field(default_factory=list)  # what each `return` gives
+    # What each name holds before a statement.
     names: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
+    # What each name holds after a statement.
     after: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
+    # Each binding of a name to a value, in order.
     bound: list[Binding] = field(default_factory=list)
+    # Each way out of the function, or out of a turn of a loop, in order.
     exits: list[Exit] = field(default_factory=list)
+    # What each name that is read holds there.
     loads: dict[ast.Name, Value] = field(default_factory=dict)
+    # The branches whose way is known, and which it is.
     decided: dict[ast.If, bool] = field(default_factory=dict)
 
     def where(self, operations: Collection[str]) -> list[Value]:

@@ -18,50 +18,31 @@ from slapo_rewrite.simulate.step_memory import Runs, States, Unfolded, in_runs, 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        tensor: Ranks that share each layer.
-        pipeline: Stages.
-        data: Replicas.
-        rows: Rows of a micro-batch.
-        micro_batches: Micro-batches of a replica's step.
-        recomputed: The share of the layers that are.
-        zero: The stage of ZeRO.
-        sequence_parallel: Whether slices of the sequence stand between split layers.
-        fused: Whether kernels are fused.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    rows: int = 1
-    micro_batches: int = 1
-    recomputed: float = 0.0
-    zero: int = 0
-    sequence_parallel: bool = False
-    fused: bool = False
+    tensor: int = 1  # ranks that share each layer
+    pipeline: int = 1  # stages
+    data: int = 1  # replicas
+    rows: int = 1  # rows of a micro-batch
+    micro_batches: int = 1  # micro-batches of a replica's step
+    recomputed: float = 0.0  # the share of the layers that are
+    zero: int = 0  # the stage of ZeRO
+    sequence_parallel: bool = False  # whether slices of the sequence stand between split layers
+    fused: bool = False  # whether kernels are fused
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a way takes.
-
-    Attributes:
-        way: The way.
-        seconds: A step.
-        memory: Bytes that the fullest rank holds at most.
-        states: Bytes of these for parameters, gradients and the optimizer.
-        bubble: The share of the step in which ranks wait for others of their pipeline, on average.
-        shares: The share of the step that each kind of work takes on the slowest stage, its own
-            waiting among them: 1 in all.
-    """
+    """What a way takes."""
 
     way: Way
-    seconds: float
-    memory: float
-    states: float
+    seconds: float  # a step
+    memory: float  # bytes that the fullest rank holds at most
+    states: float  # bytes of these for parameters, gradients and the optimizer
+    # The share of the step in which ranks wait for others of their pipeline, on average.
     bubble: float
+    # The share of the step that each kind of work takes on the slowest stage, its own waiting among
+    # them: 1 in all.
     shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -89,17 +70,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)  # that a micro-batch may have
 
 
 class _StagePart(NamedTuple):
-    """What a stage of a pipeline runs.
+    """What a stage of a pipeline runs."""
 
-    Attributes:
-        runs: Pieces of the step.
-        sent: Bytes a row that go on to the next stage.
-        parameters: How many it holds on a rank.
-    """
-
-    runs: Runs
-    sent: float
-    parameters: float
+    runs: Runs  # pieces of the step
+    sent: float  # bytes a row that go on to the next stage
+    parameters: float  # how many it holds on a rank
 
 
 class Predictor:
@@ -108,7 +83,6 @@ class Predictor:
     Args:
         counted: What was counted without recomputation, and with all of it; the other way round,
             what was counted as it is, and None.
-        hardware: The GPUs.
         precision: What is trained in.
         node: How many GPUs a node has.
         cut: For a number of stages, how many layers there are up to the end of each.

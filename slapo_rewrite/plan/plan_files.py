@@ -25,10 +25,6 @@ MODEL, CONFIGURATION, LAUNCH, PLAN = "rewritten", "deepspeed.json", "launch.sh",
 def write_plan(planned: Planned, folder: Path) -> list[str]:
     """Writes the best way.
 
-    Args:
-        planned: The plan.
-        folder: Where to; it is made.
-
     Returns:
         The names of what was written.
 

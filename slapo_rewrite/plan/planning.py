@@ -16,6 +16,7 @@ import torch
 from slapo_rewrite import errors
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.garbage import collector_paused
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
 from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
 from slapo_rewrite.project import Project
@@ -44,52 +45,30 @@ VARIED = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be planned.
+    """What is to be planned."""
 
-    Attributes:
-        source: A file or an importable module.
-        schedule: A file, or the name of a schedule that ships with the tool.
-        fixed: `K=V` for each knob that is not planned.
-        gpus: How many there are.
-        hardware: What they are.
-        memory: Bytes that a rank may hold.
-        batch: Rows of a step.
-        sequence: Tokens of a row; None for what the schedule's `inputs` give.
-        node: GPUs of a node.
-        precision: Of parameters and activations: `bf16`, `fp16` or `fp32`.
-    """
-
-    source: str
-    schedule: str
-    fixed: Sequence[str]
-    gpus: int
+    source: str  # a file or an importable module
+    schedule: str  # a file, or the name of a schedule that ships with the tool
+    fixed: Sequence[str]  # `K=V` for each knob that is not planned
+    gpus: int  # how many there are
     hardware: Hardware
-    memory: float
-    batch: int
-    sequence: int | None
-    node: int
-    precision: str
+    memory: float  # bytes that a rank may hold
+    batch: int  # rows of a step
+    sequence: int | None  # tokens of a row; None for what the schedule's `inputs` give
+    node: int  # GPUs of a node
+    precision: str  # of parameters and activations: `bf16`, `fp16` or `fp32`
 
 
 @dataclass
 class Planned:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        wanted: What was planned.
-        best: The ways that fit, the fastest first.
-        others: Ways that do not fit, the smallest first.
-        refused: Why some numbers of ranks cannot share layers, by their number.
-        assumptions: In words.
-        knobs: Names of the schedule's knobs.
-    """
-
-    wanted: Wanted
-    best: list[Predicted]
-    others: list[Predicted]
-    refused: dict[int, str]
-    assumptions: list[str]
-    knobs: set[str] = field(default_factory=set)
+    wanted: Wanted  # what was planned
+    best: list[Predicted]  # the ways that fit, the fastest first
+    others: list[Predicted]  # ways that do not fit, the smallest first
+    refused: dict[int, str]  # why some numbers of ranks cannot share layers, by their number
+    assumptions: list[str]  # in words
+    knobs: set[str] = field(default_factory=set)  # names of the schedule's knobs
 
     def settings(self, way: Way) -> list[str]:
         """What `--set` is to be given for a way."""
@@ -124,10 +103,6 @@ class Planned:
 @collector_paused()
 def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
     """Plans.
-
-    Args:
-        wanted: What.
-        progress: Told what is being done.
 
     Raises:
         NothingFits: No way fits.
@@ -231,11 +206,11 @@ class _Planner:
             most = max(1, len(self.layers))
         fixed = self.values.get(STAGES, 1)
         stages = [n for n in range(1, most + 1) if STAGES in self.free or n == fixed]
-        grouped: dict[Way, list[Way]] = {}
-        for way in ways(wanted.gpus, wanted.batch, list(predictors), stages, self.ratios):
-            own = replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
-            grouped.setdefault(replace(own, recomputed=0.0), []).append(own)
-        for alike in grouped.values():
+        own = (
+            replace(way, fused=variant.fused, sequence_parallel=variant.sequence_parallel)
+            for way in ways(wanted.gpus, wanted.batch, list(predictors), stages, self.ratios)
+        )
+        for alike in grouped((replace(way, recomputed=0.0), way) for way in own).values():
             yield alike, predictors[alike[0].tensor]
 
     def assumptions(self) -> list[str]:

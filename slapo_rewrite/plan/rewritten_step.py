@@ -37,17 +37,11 @@ Found = dict[int, "tuple[Counted, Counted] | str"]
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is counted of.
+    """What a step is counted of."""
 
-    Attributes:
-        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
-        dtype: Of parameters and activations.
-        is_gpu: Whether it is to be counted as on a GPU.
-    """
-
-    sequence: int | None
-    dtype: torch.dtype
-    is_gpu: bool
+    sequence: int | None  # how many tokens a row has; None for what the schedule's `inputs` give
+    dtype: torch.dtype  # of parameters and activations
+    is_gpu: bool  # whether it is to be counted as on a GPU
 
 
 def counted_rewrite(
@@ -102,19 +96,12 @@ def _check_tokens(project: Project, sequence: int) -> None:
 
 @dataclass(frozen=True)
 class Countable:
-    """A model of which a step is counted.
+    """A model of which a step is counted."""
 
-    Attributes:
-        schedule: The schedule's module.
-        module: The module that it is built from.
-        helpers: The modules whose kernels are taken to run as on a GPU.
-        short: Which of its layers are made.
-    """
-
-    schedule: Any
-    module: ModuleType
-    helpers: Sequence[ModuleType]
-    short: Shortening
+    schedule: Any  # the schedule's module
+    module: ModuleType  # the module that it is built from
+    helpers: Sequence[ModuleType]  # the modules whose kernels are taken to run as on a GPU
+    short: Shortening  # which of its layers are made
 
     def counted(
         self, ranks: int, shape: StepShape, *ways: AbstractContextManager[None]

@@ -21,23 +21,15 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 @dataclass(frozen=True)
 class Call:
-    """A call in a method of the model, inside of which an operation is carried out.
+    """A call in a method of the model, inside of which an operation is carried out."""
 
-    Attributes:
-        path: The module whose method it is.
-        place: Where in the method.
-        owner: The innermost module that computes.
-        module: That module itself.
-        code: The function of it that computes.
-        callee: The function that is called, where that is not the operation itself: the first that
-            has parameters of its own.
-    """
-
-    path: str
-    place: Place
-    owner: str
-    module: nn.Module
-    code: CodeType
+    path: str  # the module whose method it is
+    place: Place  # where in the method
+    owner: str  # the innermost module that computes
+    module: nn.Module  # that module itself
+    code: CodeType  # the function of it that computes
+    # The function that is called, where that is not the operation itself: the first that has
+    # parameters of its own.
     callee: FrameType | None
 
 

@@ -17,55 +17,37 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Operand:
-    """Which operand of an expression is meant.
+    """Which operand of an expression is meant."""
 
-    Attributes:
-        position: Its number among the arguments; -1 is what a method is called on. Of `a @ b`, 0
-            and 1.
-        keyword: The name by which it may be given instead.
-        element: Its number in a list that stands there.
-    """
-
+    # Its number among the arguments; -1 is what a method is called on. Of `a @ b`, 0 and 1.
     position: int
-    keyword: str = ""
-    element: int | None = None
+    keyword: str = ""  # the name by which it may be given instead
+    element: int | None = None  # its number in a list that stands there
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast that has to stand in a method of a module.
+    """A cast that has to stand in a method of a module."""
 
-    Attributes:
-        path: The module.
-        place: The call or product.
-        operand: What of it is cast.
-        to: `HALF` or `FLOAT32`.
-        is_mask: Whether it is a mask of attention, which may be of booleans, or None.
-    """
-
-    path: str
-    place: Place
-    operand: Operand
-    to: str
-    is_mask: bool = False
+    path: str  # the module
+    place: Place  # the call or product
+    operand: Operand  # what of it is cast
+    to: str  # `HALF` or `FLOAT32`
+    is_mask: bool = False  # whether it is a mask of attention, which may be of booleans, or None
 
 
 @dataclass
 class Precisions:
-    """What computing products in half precision comes to.
+    """What computing products in half precision comes to."""
 
-    Attributes:
-        layers: The paths of layers that compute in half precision as a whole.
-        casts: The casts that have to stand in methods.
-        given: What parameters of functions are cast to where they are called: by the module whose
-            method does, the place, and the parameter.
-        seen: In which precisions values came by: by the module, the place and the operand. `OTHER`
-            is what is no float.
-    """
-
+    # The paths of layers that compute in half precision as a whole.
     layers: set[str] = field(default_factory=set)
-    casts: set[Cast] = field(default_factory=set)
+    casts: set[Cast] = field(default_factory=set)  # the casts that have to stand in methods
+    # What parameters of functions are cast to where they are called: by the module whose method
+    # does, the place, and the parameter.
     given: dict[tuple[str, Place, str], str] = field(default_factory=dict)
+    # In which precisions values came by: by the module, the place and the operand. `OTHER` is what
+    # is no float.
     seen: dict[tuple[str, Place, Operand], set[str]] = field(default_factory=dict)
 
     def see(self, path: str, place: Place, operand: Operand, value: Any) -> None:
@@ -77,11 +59,7 @@ class Precisions:
         return self.seen.get((path, cast.place, cast.operand), set()) <= {cast.to}
 
     def check(self) -> None:
-        """Refuses a cast of what is no float at other times.
-
-        Raises:
-            CannotCast: There is one.
-        """
+        """Refuses a cast of what is no float at other times (`CannotCast`)."""
         for cast in self.casts:
             if not cast.is_mask and OTHER in self.seen[cast.path, cast.place, cast.operand]:
                 raise CannotCast(
@@ -94,16 +72,11 @@ class Precisions:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be computed in half precision.
+    """What is to be computed in half precision."""
 
-    Attributes:
-        dtype: The dtype that is meant, by its name.
-        is_half: Whether a module computes its products so, by its path.
-        keeps: Operations that stay in float32 all the same, by the path of the module.
-    """
-
-    dtype: str
-    is_half: Callable[[str], bool]
+    dtype: str  # the dtype that is meant, by its name
+    is_half: Callable[[str], bool]  # whether a module computes its products so, by its path
+    # Operations that stay in float32 all the same, by the path of the module.
     keeps: Callable[[str, str], bool]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from slapo_rewrite.code.syntax import position
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.sharding.types import Place
 
 # Methods of tensors that only take a dtype to give their result in.
@@ -13,16 +13,10 @@ _TORCH = {"torch", "nn", "F"}
 
 
 def is_harmless(tree: ast.Module, place: Place) -> bool:
-    """Whether a read of a dtype does nothing but have others computed in the same precision.
-
-    Args:
-        tree: The file.
-        place: Where it reads the dtype.
-    """
+    """Whether a read of a dtype does nothing but have others computed in the same precision."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    start, end = (place.line, place.column), (place.end_line, place.end_column)
     reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dtype")
-    here = (n for n in reads if (position(n), (n.end_lineno, n.end_col_offset)) == (start, end))
+    here = (n for n in reads if (position(n), end_position(n)) == (place.start, place.end))
     return any(_is_cast(node, above) for node in here)
 
 

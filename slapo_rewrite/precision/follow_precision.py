@@ -88,14 +88,10 @@ def follow_precision(
 
 @dataclass(frozen=True)
 class _Way:
-    """How the model is called.
+    """How the model is called."""
 
-    Attributes:
-        training: Whether it is in training.
-        options: Keyword arguments besides those of a training step.
-    """
-
-    training: bool
+    training: bool  # whether it is in training
+    # Keyword arguments besides those of a training step.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -50,13 +50,7 @@ ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
 
 
 class PrecisionRun(TorchFunctionMode):
-    """A run in which every operation is computed in the precision that it is to have.
-
-    Args:
-        stack: Tells where operations are called.
-        wanted: What is to be computed in half precision.
-        found: Takes what has to be cast.
-    """
+    """A run in which every operation is computed in the precision that it is to have."""
 
     def __init__(self, stack: CallStack, wanted: Wanted, found: Precisions) -> None:
         super().__init__()
@@ -299,16 +293,12 @@ class PrecisionRun(TorchFunctionMode):
 
 @dataclass
 class _Entered:
-    """A function that a method calls, as it was entered.
+    """A function that a method calls, as it was entered."""
 
-    Attributes:
-        before: The values that there were, by their identity.
-        parameters: Those among them that it is given, and as what.
-        casts: What is there instead, where the call casts them.
-    """
-
-    before: set[int]
+    before: set[int]  # the values that there were, by their identity
+    # Those among them that it is given, and as what.
     parameters: dict[int, str] = field(default_factory=dict)
+    # What is there instead, where the call casts them.
     casts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 

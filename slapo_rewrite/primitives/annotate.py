@@ -27,14 +27,9 @@ class Annotate(Primitive):
         self.up = nn.Linear(width, 4 * width)
         annotate(self.up, "weight", no_decay=True)
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact.
+    State: Unchanged.
 
     Raises:
         SR203 no such parameter; SR206 a key that is no name, or that parameters have already, or a

@@ -73,14 +73,9 @@ class Apply(Rebuilding, Rewriting):
         -->
         return self.down(swiglu(self.gate(x), self.up(x)))
 
-    Shapes:
-        As the rule says.
-
-    Numerics:
-        As the rule says.
-
-    State:
-        Unchanged: modules stay where they are made, also those that are no longer called.
+    Shapes: As the rule says.
+    Numerics: As the rule says.
+    State: Unchanged: modules stay where they are made, also those that are no longer called.
 
     Raises:
         SR206 there is no such rule or backend, or the rule has none, or a module lacks the

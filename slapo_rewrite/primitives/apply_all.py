@@ -31,14 +31,9 @@ class ApplyAll(Rewriting):
         -->
         return self.down(swiglu(self.gate(x), self.up(x)))
 
-    Shapes:
-        As the rules say.
-
-    Numerics:
-        As the rules say.
-
-    State:
-        Unchanged.
+    Shapes: As the rules say.
+    Numerics: As the rules say.
+    State: Unchanged.
 
     Raises:
         SR105 a name that a rule needs means something else in the source; SR206 there is no such

@@ -25,16 +25,7 @@ PLURALS = {str: "strings", int: "whole numbers"}
 
 
 def check_types(called: str, takes: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of other types than those of a signature.
-
-    Args:
-        called: The name of what takes them.
-        takes: What has the signature.
-        arguments: By name.
-
-    Raises:
-        BadArgument: One is of another type.
-    """
+    """Refuses arguments of other types than those of a signature (`BadArgument`)."""
     for name, kinds in _annotations(takes).items():
         value = arguments[name]
         if not any(_is_a(value, kind) for kind in kinds):

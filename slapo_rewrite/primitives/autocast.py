@@ -78,15 +78,13 @@ class Autocast(Primitive):
         ...
         return F.softmax(scores.float(), -1).bfloat16() @ y.bfloat16()
 
-    Shapes:
-        Unchanged.
+    Shapes: Unchanged.
 
     Numerics:
         Approximate: products round to 8 bits (bfloat16) or 11 (float16). With the casts left out
         exact. The error of every gradient is at most that under `torch.autocast`, up to chance.
 
-    State:
-        Unchanged, and in float32.
+    State: Unchanged, and in float32.
 
     Raises:
         SR305 an operation of which it is not known how it is to be computed, a value that changes

@@ -36,46 +36,30 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a primitive.
+    """One call of a primitive."""
 
-    Attributes:
-        directive: Who asks.
-        schedule: The schedule's namespace.
-        arguments: By name.
-        sources: The files that the model's classes come from.
-        tree: The module tree.
-        states: What was asked of modules so far.
-        done: What it changed in the source, once that is done.
-        references: What earlier changes of the source use from elsewhere.
-        on_ranks: Counts what the schedule gives on one of several ranks; None while that is done.
-        instead: The paths of other modules that would do, where the chosen ones do not.
-    """
-
-    directive: Directive
-    schedule: types.ModuleType
-    arguments: dict[str, Any]
-    sources: Sources
-    tree: Tree
-    states: Mapping[str, ModuleRequests]
-    done: Rewrite | None = None
-    references: tuple[Reference, ...] = ()
+    directive: Directive  # who asks
+    schedule: types.ModuleType  # the schedule's namespace
+    arguments: dict[str, Any]  # by name
+    sources: Sources  # the files that the model's classes come from
+    tree: Tree  # the module tree
+    states: Mapping[str, ModuleRequests]  # what was asked of modules so far
+    done: Rewrite | None = None  # what it changed in the source, once that is done
+    references: tuple[Reference, ...] = ()  # what earlier changes of the source use from elsewhere
+    # Counts what the schedule gives on one of several ranks; None while that is done.
     on_ranks: OnRanks | None = None
+    # The paths of other modules that would do, where the chosen ones do not.
     instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The modules that a call is about.
+    """The modules that a call is about."""
 
-    Attributes:
-        nodes: These.
-        outcome: Why these, in words, where the primitive has chosen among those selected.
-        instead: The paths of others that would do, where these do not.
-    """
-
-    nodes: Iterable[Node]
+    nodes: Iterable[Node]  # these
+    # Why these, in words, where the primitive has chosen among those selected.
     outcome: str | None = None
-    instead: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()  # the paths of others that would do, where these do not
 
 
 class Primitive:
@@ -84,16 +68,12 @@ class Primitive:
     A subclass says what its call means for one module: `apply` reads the module and what was asked
     of it so far, and returns what is asked of it now, or raises. How that becomes source is decided
     later and elsewhere (`edit/`, `changes/`).
-
-    Attributes:
-        name: What the schedule calls it.
-        needs_calls: Whether it does nothing for a module that is never called.
-        takes: A stub, which has the arguments that it takes in a schedule.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # what the schedule calls it
+    # A stub, which has the arguments that it takes in a schedule.
     takes: ClassVar[Callable[..., None]]
-    needs_calls: ClassVar[bool] = True
+    needs_calls: ClassVar[bool] = True  # whether it does nothing for a module that is never called
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
@@ -182,13 +162,7 @@ class Rewriting(Primitive):
 
 
 def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
-    """What to write in the place of a name that is no parameter of a module.
-
-    Args:
-        name: What was given.
-        node: The module.
-        known: The names that it could be.
-    """
+    """What to write in the place of a name that is no parameter of a module."""
     path, _, own = name.rpartition(".")
     inner = node.at(path)
     if path and inner is not None and own in {**inner.parameters, **inner.buffers}:
@@ -198,11 +172,7 @@ def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
 
 
 def check_called(call: Call, node: Node) -> None:
-    """Refuses a container that holds modules and is never called itself.
-
-    Raises:
-        Unsupported: It is one.
-    """
+    """Refuses a container that holds modules and is never called itself (`Unsupported`)."""
     if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
         raise errors.Unsupported(
             f"{node.shown} is a {node.cls.__name__}: it is never called",

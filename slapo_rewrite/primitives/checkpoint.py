@@ -86,14 +86,9 @@ class Checkpoint(Primitive):
         )
         with a subclass `CheckpointedBlock` of `Block`, for `blocks[:0.5].checkpoint()`
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact.
-
-    State:
-        Unchanged; no parameter is renamed.
+    Shapes: Unchanged.
+    Numerics: Exact.
+    State: Unchanged; no parameter is renamed.
 
     Raises:
         SR305 a module list (select its elements), a module checkpointed already, a part that

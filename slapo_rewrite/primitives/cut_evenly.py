@@ -53,14 +53,9 @@ class CutEvenly(CutPipelineStage):
         -->
         s["layers"][1].cut_pipeline_stage(target="torch")
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact.
-
-    State:
-        As with `cut_pipeline_stage`.
+    Shapes: Unchanged.
+    Numerics: Exact.
+    State: As with `cut_pipeline_stage`.
 
     Raises:
         SR206 a number of stages that there are not enough layers for, or a measure that there is

@@ -73,14 +73,9 @@ class CutPipelineStage(Primitive):
         schedule = pipeline.schedule(stages, Schedule1F1B, n_microbatches=2)
         losses = schedule.step(**pipeline.batch(x=x, y=y))
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact. Gradients are of the mean of the micro-batches' losses.
-
-    State:
-        A stage's parameters have the names of the original's; `to_full` gathers all stages.
+    Shapes: Unchanged.
+    Numerics: Exact. Gradients are of the mean of the micro-batches' losses.
+    State: A stage's parameters have the names of the original's; `to_full` gathers all stages.
 
     Raises:
         SR310 a module inside a branch or a loop that is not over layers, or called twice; a value

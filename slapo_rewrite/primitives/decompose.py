@@ -28,15 +28,13 @@ class Decompose(Primitive):
         -->
         return self.down(torch.relu(linear_product(x, self.up) + self.up.bias))
 
-    Shapes:
-        Unchanged.
+    Shapes: Unchanged.
 
     Numerics:
         Reassociated: the product is rounded before the bias is added. Under autocast the sum has
         the bias's type.
 
-    State:
-        Unchanged.
+    State: Unchanged.
 
     Raises:
         SR305 a module that is no linear layer, has no bias, is not called by name, has hooks or a

@@ -19,14 +19,9 @@ class Explain(Question):
     Rewrite:
         Nothing is rewritten.
 
-    Shapes:
-        Not looked at.
-
-    Numerics:
-        As for `find`.
-
-    State:
-        Unchanged.
+    Shapes: Not looked at.
+    Numerics: As for `find`.
+    State: Unchanged.
 
     Raises:
         SR210 the pattern is no pure computation.

@@ -139,14 +139,9 @@ class Find(Question):
     Rewrite:
         Nothing is rewritten.
 
-    Shapes:
-        Not looked at.
-
-    Numerics:
-        Found is what computes the same, to the bit, from the same operands.
-
-    State:
-        Unchanged.
+    Shapes: Not looked at.
+    Numerics: Found is what computes the same, to the bit, from the same operands.
+    State: Unchanged.
 
     Raises:
         SR210 the pattern is no pure computation.

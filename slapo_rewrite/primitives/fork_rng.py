@@ -60,14 +60,9 @@ class ForkRng(Primitive):
         the part of a `forward` that makes certain calls (`subgraph`, as in `checkpoint`), a block
         with fork_rng():
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact in a world of one. At more ranks other random numbers, by intention.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact in a world of one. At more ranks other random numbers, by intention.
+    State: Unchanged.
 
     Raises:
         SR305 a module list (select its elements), a module that has it already, or, beside

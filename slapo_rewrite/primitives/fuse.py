@@ -8,6 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.fusion.claims import Calling, Claim
 from slapo_rewrite.fusion.engine import Engine
@@ -88,14 +89,9 @@ class Fuse(Rewriting):
         y = self.up(x)
         return x + self.down(bias_gelu(y, self.bias, self.act))
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact without a compiler; else the compiler's or the rule's affair.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact without a compiler; else the compiler's or the rule's affair.
+    State: Unchanged.
 
     Raises:
         SR105 the name is taken; SR206 there is no such compiler; SR210 the pattern is no pure
@@ -237,7 +233,7 @@ class Fuse(Rewriting):
         what = said if isinstance(said, str) else getattr(said, "__name__", shown)
         what = shown if what == "<lambda>" else what
         called = tuple(body.arguments)
-        where = f"{owner}.{match.function}" if owner else match.function
+        where = joined_path(owner or "", match.function)
         if method:
             doc = f"The part of `{match.function}` that computes `{what}`."
             body.arguments = {"self": "", **body.arguments}

@@ -34,14 +34,9 @@ class InferSync(Primitive):
         self.up = ColumnParallelLinear(width, 4 * width)
         self.down = RowParallelLinear(4 * width, width)
 
-    Shapes:
-        As the collectives leave them.
-
-    Numerics:
-        Reassociated.
-
-    State:
-        Unchanged.
+    Shapes: As the collectives leave them.
+    Numerics: Reassociated.
+    State: Unchanged.
 
     Raises:
         SR104 a value that does not fit although everything that could be inferred is there; SR305 a

@@ -15,6 +15,7 @@ from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.examples import Sample, setting
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.model.uncalled import check_uncalled
 from slapo_rewrite.model.watched_functions import made_by
@@ -66,14 +67,9 @@ class Inline(Rewriting):
         x = self.mlp.up(self.norm(x))
         y = self.mlp.down(x)
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact.
+    State: Unchanged.
 
     Raises:
         SR202 no such submodule; SR305 one with hooks or a `forward` of its own, whose class's
@@ -127,9 +123,7 @@ class Inline(Rewriting):
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
         """The child's `forward` in the methods of the selected modules' class."""
-        by_class: dict[type, list[Node]] = {}
-        for node in nodes:
-            by_class.setdefault(node.cls, []).append(node)
+        by_class = grouped((node.cls, node) for node in nodes)
         edits: dict[tuple[int, int], Edit] = {}
         path, cause = call.arguments["child"], call.directive
         for cls, same in by_class.items():

@@ -17,6 +17,7 @@ from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
 from slapo_rewrite.fusion.match_rules import Looked, spots
 from slapo_rewrite.fusion.spelled_names import SCHEDULE
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Matches, Miss
 from slapo_rewrite.primitives.base import Call, function_of
@@ -194,9 +195,7 @@ def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) 
         BadArgument: What the module is made with is not known.
     """
     name = module_name(call)
-    groups: dict[str, list[tuple[Match, ...]]] = {}
-    for group in matches.groups:
-        groups.setdefault(group[0].path, []).append(group)
+    groups = grouped((group[0].path, group) for group in matches.groups)
     alone = [m for m in matches if not any(m in g for g in groups.get(m.path, ()))]
     if alone or any(len(g) > 1 for g in groups.values()):
         wrong = alone[0] if alone else next(g for g in groups.values() if len(g) > 1)[1][0]
@@ -237,11 +236,7 @@ def dotted(target: Function) -> str:
 
 
 def check_stateless(call: Call, node: Node) -> None:
-    """Refuses a new module whose parameters nothing says the values of.
-
-    Raises:
-        WeightsMisfit: It holds some.
-    """
+    """Refuses a new module whose parameters nothing says the values of (`WeightsMisfit`)."""
     name = module_name(call) if isinstance(call.arguments["new_mod"], type) else ""
     held = node.children.get(name)
     if held is not None and (tensors := list(held.live.state_dict())):

@@ -43,19 +43,12 @@ def rules() -> list[str]:
 
 @dataclass(frozen=True)
 class Page:
-    """What there is to say of a primitive or a rule.
+    """What there is to say of a primitive or a rule."""
 
-    Attributes:
-        call: How a schedule calls it.
-        doc: Its documentation.
-        facts: What else is known of a rule, a line each.
-        examples: Worked examples.
-    """
-
-    call: str
-    doc: str
-    facts: tuple[str, ...]
-    examples: tuple[Example, ...]
+    call: str  # how a schedule calls it
+    doc: str  # its documentation
+    facts: tuple[str, ...]  # what else is known of a rule, a line each
+    examples: tuple[Example, ...]  # worked examples
 
 
 def described(name: str) -> Page:

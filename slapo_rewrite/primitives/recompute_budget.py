@@ -29,29 +29,17 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Step:
-    """The training step that has to fit.
+    """The training step that has to fit."""
 
-    Attributes:
-        budget: Bytes that it may hold.
-        rows: Rows of a micro-batch.
-        sequence: Tokens of a row; None for those of the schedule's `inputs`.
-        precision: What it is trained in.
-        micro_batches: How many make up a step.
-        zero: The stage of ZeRO.
-        replicas: Among how many replicas that divides what it divides.
-        ranks: How many ranks share each layer.
-        products: What matrix products are computed in.
-    """
-
-    budget: float
-    rows: int
-    sequence: int | None
-    precision: str
-    micro_batches: int
-    zero: int
-    replicas: int
-    ranks: int = 1
-    products: str = "bf16"
+    budget: float  # bytes that it may hold
+    rows: int  # rows of a micro-batch
+    sequence: int | None  # tokens of a row; None for those of the schedule's `inputs`
+    precision: str  # what it is trained in
+    micro_batches: int  # how many make up a step
+    zero: int  # the stage of ZeRO
+    replicas: int  # among how many replicas that divides what it divides
+    ranks: int = 1  # how many ranks share each layer
+    products: str = "bf16"  # what matrix products are computed in
 
     @property
     def kept(self) -> States:

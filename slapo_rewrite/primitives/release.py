@@ -94,14 +94,9 @@ class Release(Rewriting):
         and where one line binds a name and the next one is all that reads it,
         y = x + self.mix(x)
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact.
+    State: Unchanged.
 
     Raises:
         SR305 modules of other files alone, a model that does not run without values, modules of

@@ -246,11 +246,7 @@ def weights_of(call: Call) -> dict[str, Weight]:
 
 
 def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Refuses a replacement that would lose weights, or hold some of its own.
-
-    Raises:
-        WeightsMisfit: In words.
-    """
+    """Refuses a replacement that would lose weights, or hold some of its own (`WeightsMisfit`)."""
     inner = {n for weight in weights.values() for n in weight.names()}
     for name in sorted(inner & node.live.state_dict().keys()):
         full = f"{node.path}.{name}"
@@ -296,11 +292,8 @@ class Replace(Replacing):
         -->
         self.up = ScaledLinear(width, 4 * width)
 
-    Shapes:
-        The new module's affair.
-
-    Numerics:
-        The new module's affair; `--verify` compares.
+    Shapes: The new module's affair.
+    Numerics: The new module's affair; `--verify` compares.
 
     State:
         `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit

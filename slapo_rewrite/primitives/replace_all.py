@@ -26,17 +26,10 @@ class ReplaceAll(Replacing):
         self.up = ScaledLinear(width, 4 * width)
         self.down = ScaledLinear(4 * width, width)
 
-    Shapes:
-        The new module's affair.
-
-    Numerics:
-        The new module's affair; `--verify` compares.
-
-    State:
-        As with `replace`.
-
-    Raises:
-        SR202 no module is of this type; what `replace` raises.
+    Shapes: The new module's affair.
+    Numerics: The new module's affair; `--verify` compares.
+    State: As with `replace`.
+    Raises: SR202 no module is of this type; what `replace` raises.
 
     Source: Slapo, arXiv 2302.08005, section 3.1.
     """

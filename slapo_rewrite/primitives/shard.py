@@ -130,8 +130,7 @@ class Shard(Primitive):
         `linear2` are split together, and an `nn.Transformer`, with all of its layers: it adds up
         inside, and gives whole values.
 
-    Numerics:
-        Reassociated: sums are taken per rank, then over the ranks.
+    Numerics: Reassociated: sums are taken per rank, then over the ranks.
 
     State:
         `load_state_dict` takes the full tensors, `loading.full_state_dict` gives them back bit for

@@ -76,14 +76,9 @@ class StepInBackwardPrimitive(Primitive):
         -->
         class Model(StepsInBackward, nn.Module):
 
-    Shapes:
-        Unchanged.
-
-    Numerics:
-        Exact: the optimizers of single parameters do what one for all does.
-
-    State:
-        Unchanged.
+    Shapes: Unchanged.
+    Numerics: Exact: the optimizers of single parameters do what one for all does.
+    State: Unchanged.
 
     Raises:
         SR305 a module other than the model itself, one with such a method of its own, or pipeline

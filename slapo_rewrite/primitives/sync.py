@@ -119,8 +119,7 @@ class Sync(Primitive):
         all_reduce: unchanged. all_gather: the partitioned axis has its full size again. scatter,
         reduce_scatter: the axis has its size divided by the world size, which must divide it.
 
-    Numerics:
-        Reassociated.
+    Numerics: Reassociated.
 
     State:
         Unchanged. Parameters that every rank has whole and uses on its slice get their gradients

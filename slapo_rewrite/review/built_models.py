@@ -27,29 +27,18 @@ class NotBuilt(Exception):
 
 @dataclass(frozen=True)
 class Models:
-    """What the original and the output build.
+    """What the original and the output build."""
 
-    Attributes:
-        schedule: The schedule's module.
-        source: The original's module.
-        original: The original's model.
-        alone: The output's in one process.
-        rank: The output's on the first of `world` ranks.
-        world: How many ranks.
-        emitted: The output, imported.
-        directives: The schedule's calls, with every path that they were made on.
-        cuts: The paths of the modules after which a pipeline stage ends.
-    """
-
-    schedule: Any
-    source: ModuleType
-    original: Tree
-    alone: Tree
-    rank: Tree
-    world: int
-    emitted: Emitted
+    schedule: Any  # the schedule's module
+    source: ModuleType  # the original's module
+    original: Tree  # the original's model
+    alone: Tree  # the output's in one process
+    rank: Tree  # the output's on the first of `world` ranks
+    world: int  # how many ranks
+    emitted: Emitted  # the output, imported
+    # The schedule's calls, with every path that they were made on.
     directives: tuple[Directive, ...]
-    cuts: tuple[str, ...]
+    cuts: tuple[str, ...]  # the paths of the modules after which a pipeline stage ends
 
 
 @contextlib.contextmanager

@@ -13,23 +13,14 @@ from slapo_rewrite.review.step_prediction import NotPredicted, Prediction, predi
 
 @dataclass(frozen=True)
 class Review:
-    """What a reviewer is told.
+    """What a reviewer is told."""
 
-    Attributes:
-        recorded: What the output's record and its files say.
-        world: On how many ranks the model is looked at.
-        tree: The model's row; None where it is not known.
-        not_built: Why there is no tree.
-        prediction: What a step takes; None where it is not known.
-        not_predicted: Why there is no prediction.
-    """
-
-    recorded: Recorded
-    world: int = 1
-    tree: ModuleRow | None = None
-    not_built: str = ""
-    prediction: Prediction | None = None
-    not_predicted: str = ""
+    recorded: Recorded  # what the output's record and its files say
+    world: int = 1  # on how many ranks the model is looked at
+    tree: ModuleRow | None = None  # the model's row; None where it is not known
+    not_built: str = ""  # why there is no tree
+    prediction: Prediction | None = None  # what a step takes; None where it is not known
+    not_predicted: str = ""  # why there is no prediction
 
     def summary(self) -> list[str]:
         """What was asked and what came of it, in five lines."""

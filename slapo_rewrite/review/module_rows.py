@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,77 +18,44 @@ from slapo_rewrite.review.recorded_review import Recorded
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter of a module.
+    """A parameter of a module."""
 
-    Attributes:
-        name: Its name in the module.
-        shape: The whole tensor's.
-        local: What a rank has.
-        placement: `Replicate` or `Shard(AXIS)`; nothing where there is one rank.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-    placement: str
+    name: str  # its name in the module
+    shape: tuple[int, ...]  # the whole tensor's
+    local: tuple[int, ...]  # what a rank has
+    placement: str  # `Replicate` or `Shard(AXIS)`; nothing where there is one rank
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Something that was done with a module.
+    """Something that was done with a module."""
 
-    Attributes:
-        kind: The primitive, or `rule`.
-        text: The call, or the rule's name.
-        line: The schedule's line.
-    """
-
-    kind: str
-    text: str
-    line: int | None
+    kind: str  # the primitive, or `rule`
+    text: str  # the call, or the rule's name
+    line: int | None  # the schedule's line
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module, or several neighbours in a list that are alike.
+    """A module, or several neighbours in a list that are alike."""
 
-    Attributes:
-        path: Its path, `encoder.layer.[0-5]` for several; the class for the model itself.
-        count: How many they are.
-        cls: Its class.
-        was: The original's class, where that is another one.
-        parameters: Its own.
-        applied: What was done with it.
-        whole: How many numbers the parameters at and below it hold, of all of them.
-        local: Likewise on one rank.
-        bytes: The bytes of these.
-        children: The rows below it.
-        is_repeated: Whether the rows below it say what others above it have said.
-    """
-
-    path: str
-    count: int
-    cls: str
-    was: str | None
-    parameters: tuple[Placed, ...]
-    applied: tuple[Applied, ...]
-    whole: int
-    local: int
-    bytes: int
-    children: tuple[ModuleRow, ...]
-    is_repeated: bool
+    path: str  # its path, `encoder.layer.[0-5]` for several; the class for the model itself
+    count: int  # how many they are
+    cls: str  # its class
+    was: str | None  # the original's class, where that is another one
+    parameters: tuple[Placed, ...]  # its own
+    applied: tuple[Applied, ...]  # what was done with it
+    whole: int  # how many numbers the parameters at and below it hold, of all of them
+    local: int  # likewise on one rank
+    bytes: int  # the bytes of these
+    children: tuple[ModuleRow, ...]  # the rows below it
+    is_repeated: bool  # whether the rows below it say what others above it have said
 
     @property
     def name(self) -> str:
         """The last segment of its path."""
         segments: list[str] = re.findall(r"\[[^]]*\]|[^.]+", self.path)
         return segments[-1]
-
-    def walk(self) -> Iterator[ModuleRow]:
-        """The row and those below it."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
 
 
 def module_rows(recorded: Recorded, models: Models) -> ModuleRow:

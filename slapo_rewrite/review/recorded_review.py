@@ -38,47 +38,29 @@ CONTEXT = 3
 
 @dataclass(frozen=True)
 class Recorded:
-    """An output, as its record and its files tell of it.
+    """An output, as its record and its files tell of it."""
 
-    Attributes:
-        out: The folder.
-        content: The record.
-        calls: The schedule's calls, in the record's order.
-        files: The rewritten files beside their originals.
-        helpers: The files that are new.
-        rules: What became of rules.
-        verification: What verification found; None where there was none.
-        schedule: The schedule's lines; those that call a primitive alone where the schedule has
-            changed or is not there.
-        has_schedule: Whether it is the whole schedule.
-        edits: Files that were edited by hand since, as they were written and as they are.
-        changed: Which inputs are not what they were, in words.
-        request: What it was made of; the refusal where that is not found.
-        warnings: What was said when it was written.
-    """
-
-    out: Path
-    content: Mapping[str, Any]
-    calls: tuple[Call, ...]
-    files: tuple[Compared, ...]
-    helpers: tuple[Helper, ...]
-    rules: tuple[RuleOutcome, ...]
-    verification: Verification | None
+    out: Path  # the folder
+    content: Mapping[str, Any]  # the record
+    calls: tuple[Call, ...]  # the schedule's calls, in the record's order
+    files: tuple[Compared, ...]  # the rewritten files beside their originals
+    helpers: tuple[Helper, ...]  # the files that are new
+    rules: tuple[RuleOutcome, ...]  # what became of rules
+    verification: Verification | None  # what verification found; None where there was none
+    # The schedule's lines; those that call a primitive alone where the schedule has changed or is
+    # not there.
     schedule: tuple[ScheduleLine, ...]
-    has_schedule: bool
+    has_schedule: bool  # whether it is the whole schedule
+    # Files that were edited by hand since, as they were written and as they are.
     edits: tuple[Compared, ...]
-    changed: tuple[str, ...]
+    changed: tuple[str, ...]  # which inputs are not what they were, in words
+    # What it was made of; the refusal where that is not found.
     request: Request | errors.RewriteError
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what was said when it was written
 
 
 def read_output(out: Path, source: str | None = None, schedule: str | None = None) -> Recorded:
     """Reads an output.
-
-    Args:
-        out: Its folder.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
 
     Raises:
         NotAnOutput: The folder has no record, or lacks files that the record names.
@@ -112,11 +94,7 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
 
 
 def _check_whole(out: Path, content: Mapping[str, Any]) -> None:
-    """Refuses an output that lacks files.
-
-    Raises:
-        NotAnOutput: It does.
-    """
+    """Refuses an output that lacks files (`NotAnOutput`)."""
     missing = sorted(name for name in content["files"] if not (out / name).is_file())
     if missing:
         raise errors.NotAnOutput(

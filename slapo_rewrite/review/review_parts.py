@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.primitives.page import first_line, rules
 
 IMPORT = "import what is used below"
@@ -13,21 +14,13 @@ IMPORT = "import what is used below"
 
 @dataclass(frozen=True)
 class Call:
-    """A primitive call of the schedule, or a collective that one infers.
+    """A primitive call of the schedule, or a collective that one infers."""
 
-    Attributes:
-        line: Its line in the schedule; None where that is not known.
-        primitive: The primitive.
-        text: The call as the schedule writes it.
-        more: What the text does not say: the collective that was inferred, the share of a list.
-        paths: The modules it was called on, `*` for any number.
-    """
-
-    line: int | None
+    line: int | None  # its line in the schedule; None where that is not known
     primitive: str
-    text: str
-    more: str
-    paths: tuple[str, ...]
+    text: str  # the call as the schedule writes it
+    more: str  # what the text does not say: the collective that was inferred, the share of a list
+    paths: tuple[str, ...]  # the modules it was called on, `*` for any number
 
     @property
     def does(self) -> str:
@@ -37,15 +30,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why lines changed.
+    """Why lines changed."""
 
-    Attributes:
-        what: What happened there.
-        calls: The schedule's lines that asked for it.
-    """
-
-    what: str
-    calls: tuple[Call, ...]
+    what: str  # what happened there
+    calls: tuple[Call, ...]  # the schedule's lines that asked for it
 
     @property
     def is_import(self) -> bool:
@@ -57,10 +45,7 @@ class Reason:
         """The calls of each primitive, by what it does; where a rule fired, by what that does."""
         name = self.what.strip("`")
         rule = first_line(name) if name in rules() else ""
-        found: dict[str, list[Call]] = {}
-        for call in self.calls:
-            found.setdefault(rule or call.does, []).append(call)
-        return found
+        return grouped((rule or call.does, call) for call in self.calls)
 
     @property
     def lines(self) -> list[Call]:
@@ -70,30 +55,19 @@ class Reason:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a file as it was beside the one in its place.
+    """A line of a file as it was beside the one in its place."""
 
-    Attributes:
-        kind: `same`, `changed`, `added` or `removed`.
-        old: The number of the original's line; None where it has none.
-        new: Likewise of the rewritten file's.
-    """
-
-    kind: str
-    old: int | None
-    new: int | None
+    kind: str  # `same`, `changed`, `added` or `removed`
+    old: int | None  # the number of the original's line; None where it has none
+    new: int | None  # likewise of the rewritten file's
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring lines that changed, with a few around them.
+    """Neighbouring lines that changed, with a few around them."""
 
-    Attributes:
-        rows: The lines.
-        reasons: Why they changed.
-    """
-
-    rows: tuple[Row, ...]
-    reasons: tuple[Reason, ...] = ()
+    rows: tuple[Row, ...]  # the lines
+    reasons: tuple[Reason, ...] = ()  # why they changed
 
     @property
     def place(self) -> str:
@@ -104,21 +78,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two texts of a file side by side.
+    """Two texts of a file side by side."""
 
-    Attributes:
-        name: The file's name in the output.
-        old: The text on the left.
-        new: The text on the right.
-        parts: Where they differ.
-        absolute: How many imports only became absolute, which is not shown.
-    """
-
-    name: str
-    old: str
-    new: str
-    parts: tuple[Part, ...]
-    absolute: int = 0
+    name: str  # the file's name in the output
+    old: str  # the text on the left
+    new: str  # the text on the right
+    parts: tuple[Part, ...]  # where they differ
+    absolute: int = 0  # how many imports only became absolute, which is not shown
 
     def count(self, *kinds: str) -> int:
         """How many lines are of these kinds."""
@@ -147,71 +113,43 @@ class Compared:
 
 @dataclass(frozen=True)
 class Helper:
-    """A file that was written beside the model file.
-
-    Attributes:
-        name: Its name.
-        length: How many lines it has.
-        about: Its first line.
-        reason: What it is there for.
-    """
+    """A file that was written beside the model file."""
 
     name: str
-    length: int
-    about: str
-    reason: Reason
+    length: int  # how many lines it has
+    about: str  # its first line
+    reason: Reason  # what it is there for
 
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """What became of a rule.
+    """What became of a rule."""
 
-    Attributes:
-        rule: Its name.
-        does: What it does, in a sentence.
-        fired: Whether it was applied anywhere.
-        words: Where, or why not.
-        call: The schedule's line that asked for it.
-    """
-
-    rule: str
-    does: str
-    fired: bool
-    words: tuple[str, ...]
-    call: Call
+    rule: str  # its name
+    does: str  # what it does, in a sentence
+    fired: bool  # whether it was applied anywhere
+    words: tuple[str, ...]  # where, or why not
+    call: Call  # the schedule's line that asked for it
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that verification compared, in every world.
+    """One thing that verification compared, in every world."""
 
-    Attributes:
-        name: What was compared.
-        cells: For each world whether it held, with the error and its limit; None where it was not
-            compared.
-    """
-
-    name: str
+    name: str  # what was compared
+    # For each world whether it held, with the error and its limit; None where it was not compared.
     cells: tuple[Mapping[str, Any] | None, ...]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What verification found.
+    """What verification found."""
 
-    Attributes:
-        verdict: `equal`, `not equal`, `failed` or `not run`.
-        worlds: The world sizes, and the layouts of pipelines, in words.
-        checks: What was compared.
-        failures: What went wrong where a world did not run to its end.
-        is_stale: Whether the source or the schedule was another one by then.
-    """
-
-    verdict: str
-    worlds: tuple[str, ...]
-    checks: tuple[Check, ...]
-    failures: tuple[str, ...]
-    is_stale: bool
+    verdict: str  # `equal`, `not equal`, `failed` or `not run`
+    worlds: tuple[str, ...]  # the world sizes, and the layouts of pipelines, in words
+    checks: tuple[Check, ...]  # what was compared
+    failures: tuple[str, ...]  # what went wrong where a world did not run to its end
+    is_stale: bool  # whether the source or the schedule was another one by then
 
     @property
     def failed(self) -> int:
@@ -226,14 +164,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class ScheduleLine:
-    """A line of the schedule.
-
-    Attributes:
-        number: Its number.
-        text: The line.
-        causes: What it caused: the places in the output, by file.
-    """
+    """A line of the schedule."""
 
     number: int
-    text: str
-    causes: tuple[tuple[str, int, str], ...]
+    text: str  # the line
+    causes: tuple[tuple[str, int, str], ...]  # what it caused: the places in the output, by file

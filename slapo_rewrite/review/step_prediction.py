@@ -34,15 +34,10 @@ class NotPredicted(Exception):
 
 @dataclass(frozen=True)
 class ModelStep:
-    """What one model takes for a step of one micro-batch on one GPU.
+    """What one model takes for a step of one micro-batch on one GPU."""
 
-    Attributes:
-        name: Which model, on what.
-        predicted: What is predicted.
-    """
-
-    name: str
-    predicted: Predicted
+    name: str  # which model, on what
+    predicted: Predicted  # what is predicted
 
     @property
     def memory(self) -> Mapping[str, float]:
@@ -66,38 +61,24 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class Stages:
-    """A step of the output's pipeline.
+    """A step of the output's pipeline."""
 
-    Attributes:
-        predicted: What is predicted of it.
-        stages: What each stage takes for a micro-batch.
-        live: How many micro-batches each holds activations of at most.
-        memory: Bytes that a rank of each holds at most.
-        timeline: What each does when; None where there is no DeepSpeed to tell the order.
-    """
-
-    predicted: Predicted
-    stages: Sequence[Stage]
-    live: Sequence[int]
-    memory: Sequence[float]
-    timeline: Step | None
+    predicted: Predicted  # what is predicted of it
+    stages: Sequence[Stage]  # what each stage takes for a micro-batch
+    live: Sequence[int]  # how many micro-batches each holds activations of at most
+    memory: Sequence[float]  # bytes that a rank of each holds at most
+    timeline: Step | None  # what each does when; None where there is no DeepSpeed to tell the order
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes, with and without what the schedule does.
+    """What a step takes, with and without what the schedule does."""
 
-    Attributes:
-        models: The original, and the output, in one process and on a rank of several.
-        batch: The shapes of the inputs, in words.
-        stages: A step of the pipeline; None where there is none.
-        remarks: What is not shown.
-    """
-
+    # The original, and the output, in one process and on a rank of several.
     models: tuple[ModelStep, ...]
-    batch: str
-    stages: Stages | None
-    remarks: tuple[str, ...]
+    batch: str  # the shapes of the inputs, in words
+    stages: Stages | None  # a step of the pipeline; None where there is none
+    remarks: tuple[str, ...]  # what is not shown
 
     @property
     def spent(self) -> list[str]:

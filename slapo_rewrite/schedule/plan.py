@@ -26,7 +26,6 @@ class Plan:
 
     Attributes:
         tree: The module tree on the meta device.
-        schedule: The schedule file.
         sources: The files that the model's classes come from.
         directives: The primitive calls so far.
         states: What was asked of each module path; a path that is not in it was not touched.
@@ -38,9 +37,6 @@ class Plan:
         references: What changes of the source use from elsewhere.
 
     Args:
-        tree: The module tree.
-        schedule: The schedule file.
-        sources: The files.
         change: Changes the source; None where nothing that does so is called.
         on_ranks: Counts what the schedule gives on one of several ranks; None where nothing is to
             be chosen by that.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.calls import around_layer, forward_as_call
 from slapo_rewrite.model.layers import Layer, Unit, layer_below, replicated
 from slapo_rewrite.model.results import tensors
@@ -297,7 +298,7 @@ def _install_parameters(
         held[shard.name] = part
         run.blocks[id(part)] = {shard.axis: tuple(whole)}
         run.whole[id(part)] = tuple(old.shape)
-        run.replaced[memory_of(old)] = f"{node.path}.{shard.name}".lstrip(".")
+        run.replaced[memory_of(old)] = joined_path(node.path, shard.name)
         run.flow.set(part, State(SHARD, node.path))
         undo.append(lambda h=held, n=shard.name, o=old: h.__setitem__(n, o))  # type: ignore[misc]
 
@@ -360,7 +361,7 @@ def _know_parameters(run: Run) -> None:
             run.flow.set(parameter, State(parameters=frozenset(keys)))
             continue
         path, name = keys[-1]
-        run.summed[memory_of(parameter)] = f"{path}.{name}".lstrip(".")
+        run.summed[memory_of(parameter)] = joined_path(path, name)
         read = nn.Parameter(parameter.detach(), parameter.requires_grad)
         run.flow.set(read, State(grad_reduced=path))
         run.read_as[id(parameter)] = read

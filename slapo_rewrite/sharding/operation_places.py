@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import textwrap
+import traceback
 import types
 from collections.abc import Callable
 
@@ -85,12 +86,12 @@ def function_at(
 
 def place_in_traceback(error: BaseException, editable: Callable[[str], str | None]) -> Place | None:
     """The innermost place of an error that lies in a file that may be changed."""
-    found, traceback = None, error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    found, step = None, error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
         if editable(code.co_filename):
-            found = place_at(code, traceback.tb_lasti)
-        traceback = traceback.tb_next
+            found = place_at(code, step.tb_lasti)
+        step = step.tb_next
     return found
 
 
@@ -106,10 +107,6 @@ def is_method(cls: type, code: types.CodeType) -> bool:
 
 def raised_by(error: BaseException) -> bool:
     """Whether an error comes from a `raise` statement outside of torch."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None or traceback.tb_frame.f_code.co_filename.startswith(_TORCH):
-        return False
-    line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
-    return line.strip().startswith(("raise", "assert"))
+    steps = traceback.extract_tb(error.__traceback__)
+    is_own = bool(steps) and not steps[-1].filename.startswith(_TORCH)
+    return is_own and (steps[-1].line or "").strip().startswith(("raise", "assert"))

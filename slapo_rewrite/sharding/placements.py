@@ -26,28 +26,20 @@ _WORDS = {SHARD: "a part", PARTIAL: "a partial sum"}
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a tensor.
+    """What is known of a tensor."""
 
-    Attributes:
-        kind: `whole`, `part` or `partial sum`.
-        source: The module that made it a part or a partial sum.
-        copies: Whether several ranks have the same part. What each makes of it in the end has to be
-            its own, or it would count several times.
-        axis: The axis of that module's output that is split.
-        covered: The module whose sync adds up this value's gradient.
-        parameters: The parameters, by module path and name, that it was computed from, with no
-            other value but constants.
-        is_input: Whether it was computed from what the model is given.
-        gathers: The all-gathers, by module path and number, that it was computed from.
-    """
-
-    kind: str = REPLICATE
-    source: str | None = None
+    kind: str = REPLICATE  # `whole`, `part` or `partial sum`
+    source: str | None = None  # the module that made it a part or a partial sum
+    # Whether several ranks have the same part. What each makes of it in the end has to be its own,
+    # or it would count several times.
     replicated_shard: bool = False
-    axis: int = -1
-    grad_reduced: str | None = None
+    axis: int = -1  # the axis of that module's output that is split
+    grad_reduced: str | None = None  # the module whose sync adds up this value's gradient
+    # The parameters, by module path and name, that it was computed from, with no other value but
+    # constants.
     parameters: frozenset[tuple[str, str]] | None = None
-    is_input: bool = False
+    is_input: bool = False  # whether it was computed from what the model is given
+    # The all-gathers, by module path and number, that it was computed from.
     gathers: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -80,12 +72,9 @@ class PlacementError(Exception):
 
 
 class MeetsWhole(PlacementError):
-    """A part beside a value that every rank has whole, and would have to be split as well.
+    """A part beside a value that every rank has whole, and would have to be split as well."""
 
-    Attributes:
-        to_scatter: The value, where a rank's slice of it would do, and the slice's axis.
-    """
-
+    # The value, where a rank's slice of it would do, and the slice's axis.
     to_scatter: tuple[torch.Tensor, int] | None = None
 
 
@@ -146,17 +135,14 @@ class Flow:
 
     Args:
         undecided: The all-gathers that may yet turn out to sum gradients.
-
-    Attributes:
-        shared: Whole parameters found to meet parts, with the module that makes what they meet.
-        summed: All-gathers found to need summed gradients.
     """
 
     def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
         self._states: dict[int, State] = {}
         self._undecided = frozenset(undecided)
+        # Whole parameters found to meet parts, with the module that makes what they meet.
         self.shared: dict[tuple[str, str], str | None] = {}
-        self.summed: set[tuple[str, int]] = set()
+        self.summed: set[tuple[str, int]] = set()  # all-gathers found to need summed gradients
 
     def of(self, tensor: torch.Tensor) -> State:
         """What is known of a tensor; what nothing is known of is whole."""

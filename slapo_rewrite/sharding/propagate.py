@@ -55,17 +55,13 @@ from slapo_rewrite.sharding.types import (
 
 @dataclass
 class Records:
-    """What is known of a model and its inputs, and asked of it, for as long as they stay.
+    """What is known of a model and its inputs, and asked of it, for as long as they stay."""
 
-    Attributes:
-        runs: Of the whole model, by the layers that it is watched for and by the way through it;
-            and by the identities of its modules, of which some are left out at times.
-        results: What operations gave.
-        worlds: The world sizes that are tried until one divides every head count.
-    """
-
+    # Of the whole model, by the layers that it is watched for and by the way through it; and by the
+    # identities of its modules, of which some are left out at times.
     runs: dict[tuple[frozenset[str], Way, tuple[int, ...]], Trace] = field(default_factory=dict)
-    results: KnownResults = field(default_factory=KnownResults)
+    results: KnownResults = field(default_factory=KnownResults)  # what operations gave
+    # The world sizes that are tried until one divides every head count.
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
 
 
@@ -453,7 +449,7 @@ class _Propagation:
 def _check_told_apart(followed: ShardingResult) -> None:
     """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
     both = followed.sharded_calls & followed.replicated_calls
-    for change in sorted(followed.arguments, key=lambda c: (c.place.line, c.place.column)):
+    for change in sorted(followed.arguments, key=lambda c: c.place.start):
         if change.template == SHARE and any(place == change.place for place, _ in both):
             raise CannotFollow(
                 "this call is given a rank's part once and a whole value another time, and its "

@@ -59,13 +59,7 @@ def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor
 def out_of_step(
     tree: Tree, request: ShardingRequest, followed: ShardingResult
 ) -> Iterator[tuple[Draw, int]]:
-    """What brings ranks out of step, with the least number of ranks at which it does.
-
-    Args:
-        tree: The model.
-        request: What is sharded.
-        followed: What follows from it.
-    """
+    """What brings ranks out of step, with the least number of ranks at which it does."""
     even = set(followed.even)
     for path in request.layers:
         node = tree.nodes[path]

@@ -6,6 +6,7 @@ here what they find out.
 
 from __future__ import annotations
 
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,25 +67,19 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What a run as a rank takes for granted.
+    """What a run as a rank takes for granted."""
 
-    Attributes:
-        sizes: Attributes that are this rank's share.
-        fixed: Attributes that are not.
-        shared: Whole parameters whose gradients are added up.
-        summed: All-gathers that sum gradients.
-        once: Whole parameters that one rank adds to partial sums, by module path and name.
-        replicated: Layers of which several ranks hold the same heads, with the attributes that are
-            the heads' sizes.
-        repeats: Attributes that say how often such heads are repeated.
-    """
-
-    sizes: frozenset[Attribute] = frozenset()
-    fixed: frozenset[Attribute] = frozenset()
+    sizes: frozenset[Attribute] = frozenset()  # attributes that are this rank's share
+    fixed: frozenset[Attribute] = frozenset()  # attributes that are not
+    # Whole parameters whose gradients are added up.
     shared: frozenset[tuple[str, str]] = frozenset()
-    summed: frozenset[tuple[str, int]] = frozenset()
+    summed: frozenset[tuple[str, int]] = frozenset()  # all-gathers that sum gradients
+    # Whole parameters that one rank adds to partial sums, by module path and name.
     once: frozenset[tuple[str, str]] = frozenset()
+    # Layers of which several ranks hold the same heads, with the attributes that are the heads'
+    # sizes.
     replicated: frozenset[tuple[LayerKey, str]] = frozenset()
+    # Attributes that say how often such heads are repeated.
     repeats: frozenset[Attribute] = frozenset()
 
 
@@ -330,10 +325,7 @@ class Run:
             remedy=error.remedy,
             place=place_in_traceback(error, self.editable),
         )
-        traceback = error.__traceback__
-        while traceback is not None:
-            frame = traceback.tb_frame
+        for frame, _ in traceback.walk_tb(error.__traceback__):
             if self.editable(frame.f_code.co_filename):
                 refused.within = self.method_owner(frame) or refused.within
-            traceback = traceback.tb_next
         return refused

@@ -39,9 +39,6 @@ class StandIn:
         treated: What was asked of each of its module paths.
         make: Makes the small model, with weights, and the keyword arguments of a training step.
 
-    Attributes:
-        paths: The module that each of the small model's stands for.
-
     Raises:
         CannotStandIn: There is none, or it is not made as the model is.
     """
@@ -59,7 +56,7 @@ class StandIn:
         except Exception as error:
             raise CannotStandIn(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         self.tree, self.small, self.treated = tree, Tree(small), treated
-        self.paths: dict[str, str] = {}
+        self.paths: dict[str, str] = {}  # the module that each of the small model's stands for
         self._pair(tree.root, self.small.root)
 
     def _pair(self, node: Node, like: Node) -> None:

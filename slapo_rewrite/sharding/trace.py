@@ -30,22 +30,14 @@ from slapo_rewrite.sharding.tracked_sizes import Shape, numbers, shapes
 
 @dataclass
 class Entry:
-    """One recorded operation of the whole model.
+    """One recorded operation of the whole model."""
 
-    Attributes:
-        function: What was called.
-        inputs: The shapes of the tensors that it was given.
-        outputs: The shapes of those that it returned.
-        numbers: The numbers that it was given.
-        key: What stood between the brackets of an index.
-        chosen: What it returned, where that has values and they are no floating-point numbers.
-    """
-
-    function: Callable[..., Any]
-    inputs: list[Shape]
-    outputs: list[Shape]
-    numbers: list[float]
-    key: tuple[Any, ...] = ()
+    function: Callable[..., Any]  # what was called
+    inputs: list[Shape]  # the shapes of the tensors that it was given
+    outputs: list[Shape]  # the shapes of those that it returned
+    numbers: list[float]  # the numbers that it was given
+    key: tuple[Any, ...] = ()  # what stood between the brackets of an index
+    # What it returned, where that has values and they are no floating-point numbers.
     chosen: list[torch.Tensor | None] = field(default_factory=list)
 
     def choose(self, outputs: Iterable[torch.Tensor]) -> None:

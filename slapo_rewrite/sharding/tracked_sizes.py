@@ -15,30 +15,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Attribute:
-    """An integer attribute of a class's instances.
+    """An integer attribute of a class's instances."""
 
-    Attributes:
-        cls: The class of the module that has it.
-        holder: The class of the nearest module, itself or above, that holds sharded parameters.
-        name: The attribute.
-        requested: Whether the schedule itself asks for this rank's share of it.
-    """
-
-    cls: type
-    holder: type
-    name: str
-    requested: bool = False
+    cls: type  # the class of the module that has it
+    holder: type  # the class of the nearest module, itself or above, that holds sharded parameters
+    name: str  # the attribute
+    requested: bool = False  # whether the schedule itself asks for this rank's share of it
 
 
 class Size(int):
-    """An integer that was made of integer attributes, by arithmetic or as it was.
-
-    Attributes:
-        attributes: These attributes.
-        text: How it is made of them, where that is known: of one, or by sums and products of such.
-    """
+    """An integer that was made of integer attributes, by arithmetic or as it was."""
 
     attributes: tuple[Attribute, ...]
+    # How it is made of them, where that is known: of one, or by sums and products of such.
     text: str | None
 
     @classmethod

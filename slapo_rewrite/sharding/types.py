@@ -57,90 +57,76 @@ class Place:
     column: int
     end_column: int
 
+    @property
+    def start(self) -> tuple[int, int]:
+        """Where it begins."""
+        return self.line, self.column
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Where it ends."""
+        return self.end_line, self.end_column
+
 
 @dataclass(frozen=True)
 class LocalValue:
-    """A value by the local name that it has in a method.
+    """A value by the local name that it has in a method."""
 
-    Attributes:
-        name: The name.
-        statement: A statement of the method.
-        is_bound: Whether it is what the statement binds the name to, not what it finds there.
-    """
-
-    name: str
-    statement: Place
+    name: str  # the name
+    statement: Place  # a statement of the method
+    # Whether it is what the statement binds the name to, not what it finds there.
     is_bound: bool = False
 
 
 @dataclass(frozen=True)
 class ModuleBoundary:
-    """A collective at the border of a module, where no sharded layer carries it out.
+    """A collective at the border of a module, where no sharded layer carries it out."""
 
-    Attributes:
-        mode: `fwd_pre`, `fwd_post` or `bwd_post`.
-        operation: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep`,
-            or `function` for one that is taken to do what is needed.
-        axis: The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
-        scatter_axis: The axis that an all-to-all scatters.
-        partial_gradient: Whether the gradient of what an all-gather gives is summed over the ranks;
-            None where that is to be found out.
-        number: Which of the module's syncs it is.
-        of: The argument that it is about, where that is not the first.
-        value: The value inside that it is about, where it does not stand at the border.
-    """
-
-    mode: str
+    mode: str  # `fwd_pre`, `fwd_post` or `bwd_post`
+    # `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep`, or `function`
+    # for one that is taken to do what is needed.
     operation: str
+    # The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
     axis: int | None = None
-    scatter_axis: int | None = None
+    scatter_axis: int | None = None  # the axis that an all-to-all scatters
+    # Whether the gradient of what an all-gather gives is summed over the ranks; None where that is
+    # to be found out.
     partial_gradient: bool | None = None
-    number: int = 0
-    of: str | None = None
+    number: int = 0  # which of the module's syncs it is
+    of: str | None = None  # the argument that it is about, where that is not the first
+    # The value inside that it is about, where it does not stand at the border.
     value: LocalValue | None = None
 
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """What is sharded and synchronised.
+    """What is sharded and synchronised."""
 
-    Attributes:
-        layers: The sharded layer at each path.
-        parameters: The split parameters of a module's own, by the module's path.
-        borders: Further collectives, by the module's path.
-        heads: The layers among `layers` whose parts may go into a loss as they are.
-        attributes: The integer attributes that are this rank's share, by the module's path.
-        forked: The modules all of whose random numbers are a rank's own.
-        tied_heads: The embeddings whose tables may be heads, with the collectives inferred.
-        texts: The files, by name, in which collectives stand at values.
-    """
-
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, Layer]  # the sharded layer at each path
+    # The split parameters of a module's own, by the module's path.
     parameters: Mapping[str, Sequence[ShardedParameter]]
+    # Further collectives, by the module's path.
     borders: Mapping[str, Sequence[ModuleBoundary]] = field(default_factory=dict)
+    # The layers among `layers` whose parts may go into a loss as they are.
     heads: frozenset[str] = frozenset()
+    # The integer attributes that are this rank's share, by the module's path.
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    forked: frozenset[str] = frozenset()
+    forked: frozenset[str] = frozenset()  # the modules all of whose random numbers are a rank's own
+    # The embeddings whose tables may be heads, with the collectives inferred.
     tied_heads: frozenset[str] = frozenset()
+    # The files, by name, in which collectives stand at values.
     texts: Mapping[str, ast.Module] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MissingCollective:
-    """A collective that would mend what does not fit.
+    """A collective that would mend what does not fit."""
 
-    Attributes:
-        path: The module at whose border it is missing.
-        mode: `fwd_post` or `bwd_post`.
-        operation: `all_reduce`, `all_gather` or `scatter`.
-        axis: The axis that is gathered or scattered.
-        value: The value inside the module that it is about, if it is not its argument or result.
-    """
-
-    path: str
-    mode: str
-    operation: str
-    axis: int | None = None
+    path: str  # the module at whose border it is missing
+    mode: str  # `fwd_post` or `bwd_post`
+    operation: str  # `all_reduce`, `all_gather` or `scatter`
+    axis: int | None = None  # the axis that is gathered or scattered
+    # The value inside the module that it is about, if it is not its argument or result.
     value: LocalValue | None = None
 
     @classmethod
@@ -161,125 +147,83 @@ class MissingCollective:
 
 @dataclass(frozen=True)
 class ArgumentChange:
-    """An argument of a call that must be written differently.
+    """An argument of a call that must be written differently."""
 
-    Attributes:
-        place: The call, or the subscript.
-        index: Which argument: its number, and further ones into a list, from the end where they
-            are negative; for a subscript the axis's number and `start` or `stop`; `call` for all
-            but the first, where a layer is called.
-        template: How it is written, with `{argument}` for what stands there and `{part_size}` for
-            that function; the layer that is called.
-        source: The layer whose output has the size.
-    """
-
-    place: Place
+    place: Place  # the call, or the subscript
+    # Which argument: its number, and further ones into a list, from the end where they are
+    # negative; for a subscript the axis's number and `start` or `stop`; `call` for all but the
+    # first, where a layer is called.
     index: tuple[int | str, ...]
+    # How it is written, with `{argument}` for what stands there and `{part_size}` for that
+    # function; the layer that is called.
     template: str
-    source: str | None = field(default=None, compare=False)
+    source: str | None = field(default=None, compare=False)  # the layer whose output has the size
 
 
 @dataclass(frozen=True)
 class ParallelLoss:
-    """A cross entropy of logits of which a rank has a part.
+    """A cross entropy of logits of which a rank has a part."""
 
-    Attributes:
-        place: The call in the model file that computes it.
-        function: What it becomes, where a function of transformers computes it; None where it is
-            `cross_entropy` or a criterion that stands there itself.
-        owner: The path of the module whose method that is.
-        head: The path of the layer that gives the logits.
-        names: Local variables that hold parts from that layer, with the axis that is split.
-    """
-
-    place: Place
+    place: Place  # the call in the model file that computes it
+    # What it becomes, where a function of transformers computes it; None where it is
+    # `cross_entropy` or a criterion that stands there itself.
     function: str | None
-    owner: str
-    head: str
+    owner: str  # the path of the module whose method that is
+    head: str  # the path of the layer that gives the logits
+    # Local variables that hold parts from that layer, with the axis that is split.
     names: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A mean or variance of features of which a rank has a part, taken over all ranks.
+    """A mean or variance of features of which a rank has a part, taken over all ranks."""
 
-    Attributes:
-        place: The call that computes it, in a method.
-        function: What takes its place.
-        owner: The path of the module whose method that is.
-        parameter: The parameter of that module that is split along these features.
-    """
-
-    place: Place
-    function: str
-    owner: str
-    parameter: str
+    place: Place  # the call that computes it, in a method
+    function: str  # what takes its place
+    owner: str  # the path of the module whose method that is
+    parameter: str  # the parameter of that module that is split along these features
 
 
 @dataclass(frozen=True)
 class TiedHead:
-    """A product with the table of an embedding that is split, whose result is whole logits.
+    """A product with the table of an embedding that is split, whose result is whole logits."""
 
-    Attributes:
-        place: The product, in a method.
-        owner: The path of the module whose method that is.
-        embedding: The path of the embedding.
-    """
-
-    place: Place
-    owner: str
-    embedding: str
+    place: Place  # the product, in a method
+    owner: str  # the path of the module whose method that is
+    embedding: str  # the path of the embedding
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers that are drawn for a part by all ranks alike, or for a whole value.
+    """Random numbers that are drawn for a part by all ranks alike, or for a whole value."""
 
-    Attributes:
-        callers: The modules that are being called, the innermost first, each with the line that it
-            has come to; one may be there several times.
-        place: Where they are drawn, or what leads to it.
-        source: The layer whose part it is, or from which a whole value comes.
-        blocks: Full sizes of the blocks that the split axis packs; none of a whole value.
-    """
-
+    # The modules that are being called, the innermost first, each with the line that it has come
+    # to; one may be there several times.
     callers: tuple[tuple[str, int], ...]
-    place: Place | None
-    source: str
+    place: Place | None  # where they are drawn, or what leads to it
+    source: str  # the layer whose part it is, or from which a whole value comes
+    # Full sizes of the blocks that the split axis packs; none of a whole value.
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Where a parameter is read.
+    """Where a parameter is read."""
 
-    Attributes:
-        path: The module that it belongs to.
-        name: Its name there.
-        reader: The module whose method reads it; None where no module's does.
-        place: Where, if not inside.
-        inside: Whether it is a method of the module that the parameter belongs to.
-    """
-
-    path: str
-    name: str
-    reader: str | None
-    place: Place | None = None
-    inside: bool = True
+    path: str  # the module that it belongs to
+    name: str  # its name there
+    reader: str | None  # the module whose method reads it; None where no module's does
+    place: Place | None = None  # where, if not inside
+    inside: bool = True  # whether it is a method of the module that the parameter belongs to
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way through `forward`: what decides it, besides the configuration.
+    """A way through `forward`: what decides it, besides the configuration."""
 
-    Attributes:
-        training: Whether the model is in training mode.
-        says: What questions of values that are not there are answered with.
-        flag: An argument that is given the other value than its default, if any.
-    """
-
-    training: bool = True
-    says: bool = False
+    training: bool = True  # whether the model is in training mode
+    says: bool = False  # what questions of values that are not there are answered with
+    # An argument that is given the other value than its default, if any.
     flag: tuple[str, bool] | None = None
 
     def __str__(self) -> str:
@@ -292,64 +236,58 @@ class Way:
 
 @dataclass
 class ShardingResult:
-    """What follows from the sharded sizes.
+    """What follows from the sharded sizes."""
 
-    Attributes:
-        sizes: Integer attributes that become this rank's share.
-        heads: The attribute that is a head's size, for each layer that gives heads.
-        units: What the split of a layer must be a multiple of.
-        multiples: What the split of a module's own parameter must be a multiple of.
-        replicated: The layers of which several ranks may hold the same heads.
-        repeats: Attributes that say how often such heads are repeated.
-        may_repeat: Attributes that heads are repeated by which no rank shares with another.
-        few: Those of `sizes` that are smaller than a world size that fits.
-        arguments: Arguments of calls in `forward` that have to change.
-        given_parts: The calls that are given parts, each with the module in whose method it stands.
-        given_whole: Those that are given whole values, likewise.
-        once: Whole parameters that are added to partial sums, by one rank then.
-        shared: Whole parameters that meet parts, by module path and name: their gradients have to
-            be added up. With the module that makes what they meet, where known.
-        readings: Where parameters are read, if there are any among `shared`.
-        summed: The all-gathers whose gradient has to be summed over the ranks, by module path and
-            number.
-        nested: Modules whose output has its first tensor inside of something else.
-        losses: Cross entropies of what stays split over the vocabulary, by place.
-        statistics: Means and variances that are taken over all ranks.
-        tied_heads: Products with the tables of split embeddings.
-        draws: Random numbers for whole values, and for parts outside of what is forked.
-        cuts: Where the parts that a module makes are taken apart by a list of sizes, or by slices:
-            the module's path, the call or subscript, and the number of the slice in that.
-        even: Sizes that every world size that fits divides.
-        questions: Where `forward` asks for values that decide which way it goes.
-        unfollowed: Ways through `forward` that were not followed to their end, in words, each with
-            its place if it has one.
-        is_of_small: Whether a small model was followed instead, whose sizes may be in other ratios.
-    """
-
-    sizes: frozenset[Attribute] = frozenset()
+    sizes: frozenset[Attribute] = frozenset()  # integer attributes that become this rank's share
+    # The attribute that is a head's size, for each layer that gives heads.
     heads: dict[LayerKey, str] = field(default_factory=dict)
+    # What the split of a layer must be a multiple of.
     units: dict[LayerKey, Unit] = field(default_factory=dict)
+    # What the split of a module's own parameter must be a multiple of.
     multiples: dict[tuple[LayerKey, str], int] = field(default_factory=dict)
+    # The layers of which several ranks may hold the same heads.
     replicated: Mapping[LayerKey, str] = field(default_factory=dict)
+    # Attributes that say how often such heads are repeated.
     repeats: frozenset[Attribute] = frozenset()
+    # Attributes that heads are repeated by which no rank shares with another.
     may_repeat: set[Attribute] = field(default_factory=set)
+    # Those of `sizes` that are smaller than a world size that fits.
     few: set[Attribute] = field(default_factory=set)
+    # Arguments of calls in `forward` that have to change.
     arguments: set[ArgumentChange] = field(default_factory=set)
+    # The calls that are given parts, each with the module in whose method it stands.
     sharded_calls: set[tuple[Place, str]] = field(default_factory=set)
+    # Those that are given whole values, likewise.
     replicated_calls: set[tuple[Place, str]] = field(default_factory=set)
+    # Whole parameters that are added to partial sums, by one rank then.
     once: set[tuple[LayerKey, str]] = field(default_factory=set)
+    # Whole parameters that meet parts, by module path and name: their gradients have to be added
+    # up. With the module that makes what they meet, where known.
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    # Where parameters are read, if there are any among `shared`.
     readings: set[Reading] = field(default_factory=set)
+    # The all-gathers whose gradient has to be summed over the ranks, by module path and number.
     summed: frozenset[tuple[str, int]] = frozenset()
+    # Modules whose output has its first tensor inside of something else.
     nested: set[str] = field(default_factory=set)
+    # Cross entropies of what stays split over the vocabulary, by place.
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
+    # Means and variances that are taken over all ranks.
     statistics: set[Statistic] = field(default_factory=set)
+    # Products with the tables of split embeddings.
     tied_heads: set[TiedHead] = field(default_factory=set)
+    # Random numbers for whole values, and for parts outside of what is forked.
     draws: set[Draw] = field(default_factory=set)
+    # Where the parts that a module makes are taken apart by a list of sizes, or by slices: the
+    # module's path, the call or subscript, and the number of the slice in that.
     cuts: set[tuple[str, Place, int]] = field(default_factory=set)
-    even: set[int] = field(default_factory=set)
+    even: set[int] = field(default_factory=set)  # sizes that every world size that fits divides
+    # Where `forward` asks for values that decide which way it goes.
     questions: set[Place] = field(default_factory=set)
+    # Ways through `forward` that were not followed to their end, in words, each with its place if
+    # it has one.
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
+    # Whether a small model was followed instead, whose sizes may be in other ratios.
     is_of_small: bool = False
 
     def take_in(self, other: ShardingResult) -> bool:
@@ -368,15 +306,11 @@ _TAKEN = {"sizes", "replicated", "repeats", "questions"}
 
 
 class CannotRun(Exception):
-    """The whole model does not run, on the meta device say, so nothing can be said.
-
-    Attributes:
-        raised: Whether the model itself raises the error, by a statement of its own.
-    """
+    """The whole model does not run, on the meta device say, so nothing can be said."""
 
     def __init__(self, message: str, raised: bool = False) -> None:
         super().__init__(message)
-        self.raised = raised
+        self.raised = raised  # whether the model itself raises the error, by a statement of its own
 
 
 class CannotFollow(Exception):

@@ -19,19 +19,12 @@ _MOST_PARAMETERS, _MOST_STEPS = 2, 50
 
 
 class _Held(NamedTuple):
-    """A parameter or buffer, by the module that holds it and its name there.
+    """A parameter or buffer, by the module that holds it and its name there."""
 
-    Attributes:
-        path: The module's path.
-        name: The name.
-        module: The module.
-        is_run: Whether it is the weight of a linear layer that gives the value.
-    """
-
-    path: str
+    path: str  # the module's path
     name: str
     module: nn.Module
-    is_run: bool = False
+    is_run: bool = False  # whether it is the weight of a linear layer that gives the value
 
 
 def advice(run: Run, operands: Iterable[torch.Tensor]) -> str:

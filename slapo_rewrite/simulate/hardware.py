@@ -24,15 +24,10 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the processes of one axis.
+    """What connects the processes of one axis."""
 
-    Attributes:
-        latency: Seconds that an operation takes however little it moves.
-        bandwidth: Bytes a second that one process sends, or receives.
-    """
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
+    latency: float = 0.0  # seconds that an operation takes however little it moves
+    bandwidth: float = math.inf  # bytes a second that one process sends, or receives
 
     def __post_init__(self) -> None:
         if not self.latency >= 0 or not self.bandwidth > 0:
@@ -58,40 +53,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What one GPU does, as a model's operators get it.
+    """What one GPU does, as a model's operators get it."""
 
-    Attributes:
-        flops: Of matrix products, a second.
-        bandwidth: Bytes of memory read or written, a second.
-    """
-
-    flops: float
-    bandwidth: float
+    flops: float  # of matrix products, a second
+    bandwidth: float  # bytes of memory read or written, a second
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs in nodes.
+    """GPUs in nodes."""
 
-    Attributes:
-        name: What `--gpu` calls them.
-        title: What they are.
-        device: What one does.
-        memory: Bytes that one has.
-        inside: What connects those of a node.
-        outside: What connects those of different nodes.
-        precision: What matrix products are computed in: `bf16`, `fp16`, `fp32` or `tf32`.
-        said: Where the figures are from, and what is assumed of them, in words.
-    """
-
-    name: str
+    name: str  # what `--gpu` calls them
     title: str
-    device: Device
-    memory: float
-    inside: Link
-    outside: Link
-    precision: str
-    said: tuple[str, ...] = ()
+    device: Device  # what one does
+    memory: float  # bytes that one has
+    inside: Link  # what connects those of a node
+    outside: Link  # what connects those of different nodes
+    precision: str  # what matrix products are computed in: `bf16`, `fp16`, `fp32` or `tf32`
+    said: tuple[str, ...] = ()  # where the figures are from, and what is assumed of them, in words
 
 
 def no_such_products(title: str, precision: str) -> errors.UsageError:

@@ -28,19 +28,13 @@ TRANSFERS = {
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage costs.
+    """What one stage costs."""
 
-    Attributes:
-        forward: Seconds for one micro-batch.
-        backward: Likewise; what it recomputes included.
-        sent: Bytes that one micro-batch sends on to the next stage. Their gradient comes back.
-        optimizer: Seconds for what follows the last micro-batch.
-    """
-
-    forward: float
-    backward: float
+    forward: float  # seconds for one micro-batch
+    backward: float  # likewise; what it recomputes included
+    # Bytes that one micro-batch sends on to the next stage. Their gradient comes back.
     sent: float = 0.0
-    optimizer: float = 0.0
+    optimizer: float = 0.0  # seconds for what follows the last micro-batch
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -49,32 +43,21 @@ class Stage:
 
 
 class Event(NamedTuple):
-    """What one stage does for a while.
+    """What one stage does for a while."""
 
-    Attributes:
-        what: `forward`, `backward`, a transfer (`activation`, `gradient`), or `optimizer`.
-        number: Which micro-batch.
-        start: Seconds since the step's beginning.
-        end: Likewise.
-    """
-
-    what: str
-    number: int
-    start: float
-    end: float
+    what: str  # `forward`, `backward`, a transfer (`activation`, `gradient`), or `optimizer`
+    number: int  # which micro-batch
+    start: float  # seconds since the step's beginning
+    end: float  # likewise
 
 
 @dataclass
 class Timeline:
-    """One stage's step.
+    """One stage's step."""
 
-    Attributes:
-        events: What it does, in order; between them it waits.
-        live: The most micro-batches that it holds activations of.
-    """
-
+    # What it does, in order; between them it waits.
     events: list[Event] = field(default_factory=list)
-    live: int = 0
+    live: int = 0  # the most micro-batches that it holds activations of
 
     @property
     def busy(self) -> float:
@@ -84,15 +67,10 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step.
+    """A simulated step."""
 
-    Attributes:
-        seconds: From the first instruction of any stage to the last.
-        stages: Every stage's part.
-    """
-
-    seconds: float
-    stages: list[Timeline]
+    seconds: float  # from the first instruction of any stage to the last
+    stages: list[Timeline]  # every stage's part
 
     @property
     def bubble(self) -> float:
@@ -105,11 +83,6 @@ class Step:
 
 def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | None = None) -> Step:
     """Runs one training step.
-
-    Args:
-        stages: The stages, first to last.
-        micro_batches: How many make up a step.
-        pipeline: What connects neighbouring stages.
 
     Raises:
         ImportError: DeepSpeed is not installed.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.simulate.step_memory import Piece, States, Unfolded, in_runs
 
 if TYPE_CHECKING:
@@ -26,34 +27,21 @@ Ways = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Option:
-    """One way for one layer.
+    """One way for one layer."""
 
-    Attributes:
-        way: Its number.
-        net: Bytes that it keeps until the way back.
-        need: Bytes that there must be room for where it begins.
-        ticks: What it takes, there and back.
-    """
-
-    way: int
-    net: int
-    need: int
-    ticks: int
+    way: int  # its number
+    net: int  # bytes that it keeps until the way back
+    need: int  # bytes that there must be room for where it begins
+    ticks: int  # what it takes, there and back
 
 
 @dataclass(frozen=True)
 class Found:
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        ways: For each layer, what is recomputed.
-        peak: Bytes that the step holds at most, all in all.
-        seconds: Of the step's operators.
-    """
-
-    ways: Ways
-    peak: float
-    seconds: float
+    ways: Ways  # for each layer, what is recomputed
+    peak: float  # bytes that the step holds at most, all in all
+    seconds: float  # of the step's operators
 
 
 class RecomputeSearch:
@@ -158,16 +146,13 @@ class RecomputeSearch:
         found: Ways = {}
         for listed, own in ways.items():
             kinds = self.unfolded.plain.stands_for[listed]
-            taken: dict[tuple[int, bool], list[int]] = {}
-            for n, way in enumerate(own):
-                taken.setdefault((kinds[n], self.may_be[listed][n]), []).append(way)
+            alike = list(zip(kinds, self.may_be[listed], strict=False))
+            taken = grouped(zip(alike, own, strict=False))
             for group in taken.values():
                 counts = Counter(group)
                 by_net = sorted(counts, key=lambda way: self._net(listed, way))
                 group[:] = [way for way in by_net for _ in range(counts[way])]
-            found[listed] = [
-                taken[kinds[n], self.may_be[listed][n]].pop(0) for n in range(len(own))
-            ]
+            found[listed] = [taken[alike[n]].pop(0) for n in range(len(own))]
         return found
 
     def _net(self, listed: str, way: int) -> float:

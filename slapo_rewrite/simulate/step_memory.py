@@ -20,17 +20,11 @@ BUCKET = 50_000_000
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of the full model's step.
+    """A part of the full model's step."""
 
-    Attributes:
-        forward: What it takes on the way there.
-        backward: And back.
-        is_layer: Whether it is a layer, with what stands between it and the next one.
-    """
-
-    forward: Part
-    backward: Part
-    is_layer: bool
+    forward: Part  # what it takes on the way there
+    backward: Part  # and back
+    is_layer: bool  # whether it is a layer, with what stands between it and the next one
 
 
 # Pieces, and how many times each comes one after the other.
@@ -168,26 +162,17 @@ def _there_and_back(runs: Runs) -> Iterator[tuple[Part, int]]:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes for each parameter that a rank holds, as DeepSpeed has them with an Adam.
+    """Bytes for each parameter that a rank holds, as DeepSpeed has them with an Adam."""
 
-    Attributes:
-        weight: The parameter itself, in the dtype of the activations.
-        gradient: The sums of gradients.
-        optimizer: Adam's two moments, and a float32 copy of the parameter.
-        is_lasting: Whether there is room for the gradients all the time; else, with one
-            micro-batch, they come into being on its way back.
-        update: What the optimizer's step takes beside these.
-        fixed: Bytes whatever the parameters: buckets.
-        layers: How many layers' parameters are there as a whole beside a rank's parts.
-    """
-
-    weight: float
-    gradient: float
-    optimizer: float
+    weight: float  # the parameter itself, in the dtype of the activations
+    gradient: float  # the sums of gradients
+    optimizer: float  # adam's two moments, and a float32 copy of the parameter
+    # Whether there is room for the gradients all the time; else, with one micro-batch, they come
+    # into being on its way back.
     is_lasting: bool = True
-    update: float = 0.0
-    fixed: float = 0.0
-    layers: float = 0.0
+    update: float = 0.0  # what the optimizer's step takes beside these
+    fixed: float = 0.0  # bytes whatever the parameters: buckets
+    layers: float = 0.0  # how many layers' parameters are there as a whole beside a rank's parts
 
     @property
     def each(self) -> float:

@@ -201,13 +201,10 @@ def planned(trial: Trial, planner: Planner) -> Stages:
 
 
 def check_attributes(model: Any, file: SourceFile) -> None:
-    """Refuses a model with an attribute that is called as something that stages have.
+    """Refuses a model with an attribute that is called as something that stages have (`NameTaken`).
 
     The last one has a method `loss`, in the place of which the model's own would be called, or
     which would be called in the place of that.
-
-    Raises:
-        NameTaken: There is one.
     """
     for name in sorted({*vars(Stage), *Stage.__annotations__, "loss"}):
         if not name.startswith("_") and hasattr(model, name):
@@ -218,11 +215,7 @@ def check_attributes(model: Any, file: SourceFile) -> None:
 
 
 def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:
-    """Refuses arguments of a step that the engine does not take.
-
-    Raises:
-        CannotCut: One is no tensor.
-    """
+    """Refuses arguments of a step that the engine does not take (`CannotCut`)."""
     given = (*(name for name, _ in stages.stages[0].given), *stages.labels)
     for name in given:
         if not hasattr(inputs[name], "untyped_storage"):

@@ -18,6 +18,7 @@ from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.code.liveness import local_names
+from slapo_rewrite.code.text import bound_by, imported_as
 from slapo_rewrite.stages.environment import CHANGING
 from slapo_rewrite.stages.function_syntax import (
     attributes_set,
@@ -31,17 +32,11 @@ Origin = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class DefiningFile:
-    """A file with classes of the model.
-
-    Attributes:
-        file: The file.
-        world: The names of its module.
-        module: How `pipeline.py` imports it; files of the output by a dot.
-    """
+    """A file with classes of the model."""
 
     file: SourceFile
-    world: Mapping[str, Any]
-    module: str
+    world: Mapping[str, Any]  # the names of its module
+    module: str  # how `pipeline.py` imports it; files of the output by a dot
 
     def value(self, name: str) -> Any:
         """What a name that is not local means here.
@@ -56,9 +51,9 @@ class DefiningFile:
         for node in ast.walk(self.file.tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
-                    if (alias.asname or alias.name.split(".")[0]) != name:
+                    if bound_by(alias) != name:
                         continue
-                    shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+                    shown = ast.unparse(alias)
                     if isinstance(node, ast.Import):
                         return shown, ""
                     return self._imported_from(node), shown
@@ -71,25 +66,15 @@ class DefiningFile:
 
 
 class DefiningFiles:
-    """The files that define a model's classes, and the names that stages take from them.
-
-    Args:
-        file: The rewritten model file.
-        module: The same, imported.
-        world: Its names.
-
-    Attributes:
-        main: The model file.
-        origins: Where names come from that the model file does not have.
-        values: What they stand for.
-    """
+    """The files that define a model's classes, and the names that stages take from them."""
 
     def __init__(self, file: SourceFile, module: ModuleType, world: Mapping[str, Any]) -> None:
-        self.main = DefiningFile(file, world, f".{file.path.stem}")
+        self.main = DefiningFile(file, world, f".{file.path.stem}")  # the model file
         self.package = module.__name__.rpartition(".")[0]
         self._files: dict[str, DefiningFile | None] = {module.__name__: self.main}
+        # Where names come from that the model file does not have.
         self.origins: dict[str, Origin] = {}
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # what they stand for
 
     def of(self, cls: type) -> DefiningFile | None:
         """The file that defines a class; None where none can be read.
@@ -190,4 +175,4 @@ class DefiningFiles:
             module, first = home.module, name  # bound in several ways, and by another one of them
         if not wanted:
             return (module, "") if spelled == name else (home.module, f"{name} as {spelled}")
-        return module, first if spelled == first else f"{first} as {spelled}"
+        return module, imported_as(first, spelled)

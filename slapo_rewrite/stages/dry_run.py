@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of
@@ -35,14 +36,11 @@ class Trial:
     """One training step of a small model.
 
     Attributes:
-        model: The model.
         inputs: What the step gives it.
         expected: Its loss.
         loss: How that is made of what it returns.
 
     Args:
-        schedule: The schedule's module.
-        module: The rewritten model's module.
         full: The model at its full size, which says how deep its lists are.
         cause: The schedule's line, for refusals.
         kept: The layers that a small model is to have; without it, it has all.
@@ -567,7 +565,7 @@ def all_ran(text: str, name: str, reached: Set[int]) -> bool:
         inner = {n for block in blocks(statement) for s in block for n in ast.walk(s)}
         own = [n for n in ast.walk(statement) if n not in inner]
         lines = {n.lineno for n in own if isinstance(n, ast.expr | ast.stmt)}
-        reads = any(isinstance(n, ast.Name) and n.id == name for n in own)
+        reads = any(is_name(n, name) for n in own)
         if reads and not lines & reached:
             return False
     return True

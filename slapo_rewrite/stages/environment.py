@@ -42,41 +42,26 @@ NOT_NONE = ...
 
 @dataclass(frozen=True)
 class Unlike:
-    """What is relied on of a setting of which it is asked only whether it is one value.
+    """What is relied on of a setting of which it is asked only whether it is one value."""
 
-    Attributes:
-        other: What it is not.
-        was: What it is.
-    """
-
-    other: object
-    was: object
+    other: object  # what it is not
+    was: object  # what it is
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What is relied on of a size of which it is asked only whether it is less or more.
+    """What is relied on of a size of which it is asked only whether it is less or more."""
 
-    Attributes:
-        sign: How it compares.
-        other: A number, or the path of a setting.
-        was: What it is.
-    """
-
-    sign: str
-    other: int | str
-    was: object
+    sign: str  # how it compares
+    other: int | str  # a number, or the path of a setting
+    was: object  # what it is
 
 
 @dataclass(frozen=True)
 class Count:
-    """What is relied on of a list of layers that are written out one by one.
+    """What is relied on of a list of layers that are written out one by one."""
 
-    Attributes:
-        number: How many there are.
-    """
-
-    number: int
+    number: int  # how many there are
 
 
 _SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and where it does not
@@ -106,24 +91,15 @@ def rounds_of(module: Any) -> list[str]:
 
 @dataclass
 class Environment:
-    """What the names of a function stand for.
+    """What the names of a function stand for."""
 
-    Attributes:
-        me: What the function calls its module.
-        live: The module, as it is built.
-        path: Of the module in the model.
-        values: What is known of local names.
-        world: The names of the file.
-        settings: What decisions rest on so far: attributes of the model, by path.
-        changing: Attributes that some `forward` sets, so that they are not known beforehand.
-    """
-
-    me: str | None
-    live: Any
-    path: str
-    values: dict[str, Worth]
-    world: Mapping[str, Any]
-    settings: dict[str, Any]
+    me: str | None  # what the function calls its module
+    live: Any  # the module, as it is built
+    path: str  # of the module in the model
+    values: dict[str, Worth]  # what is known of local names
+    world: Mapping[str, Any]  # the names of the file
+    settings: dict[str, Any]  # what decisions rest on so far: attributes of the model, by path
+    # Attributes that some `forward` sets, so that they are not known beforehand.
     changing: frozenset[str] = CHANGING
 
     def chain(self, node: ast.expr) -> list[str] | None:

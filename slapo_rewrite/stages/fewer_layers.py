@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.model.layer_kinds import kinds_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.stages.loops import is_counted, loop_over
@@ -24,12 +25,7 @@ Kept = Mapping[str, tuple[int, ...]]
 
 
 def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
-    """The layers to keep of each list; lists of one length, which one number says, keep the same.
-
-    Args:
-        tree: The full model.
-        cuts: Where stages end.
-    """
+    """The layers to keep of each list; lists of one length, which one number says, keep alike."""
     by_length: dict[int, list[Node]] = {}
     for node in tree.nodes.values():
         is_inner = any(segment.isdigit() for segment in node.path.split("."))
@@ -73,7 +69,7 @@ def is_uniform(program: Program) -> bool:
         assert isinstance(statement, ast.For) and loop is not None
         nodes = [n for inner in statement.body for n in ast.walk(inner)]
         called = [n.func for n in nodes if isinstance(n, ast.Call)]
-        read = [n for n in nodes if isinstance(n, ast.Name) and n.id == loop.target]
+        read = [n for n in nodes if is_name(n, loop.target)]
         if loop.first or loop.stop.isdigit() or loop.read or is_counted(statement, loop):
             return False
         if len(loop.lists) > 1 or not all(name in called for name in read):

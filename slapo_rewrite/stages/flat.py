@@ -15,54 +15,34 @@ from slapo_rewrite.stages.environment import Environment
 
 @dataclass
 class Line:
-    """A statement of the result.
+    """A statement of the result."""
 
-    Attributes:
-        text: Its source, the comments above it included.
-        at: Where it comes from.
-    """
-
-    text: str
-    at: Span
+    text: str  # its source, the comments above it included
+    at: Span  # where it comes from
 
 
 @dataclass
 class Flat:
-    """A `forward` as one run of statements.
+    """A `forward` as one run of statements."""
 
-    Attributes:
-        parameters: What a training step gives it, in the order of the signature.
-        lines: The statements.
-        loss: The loss, as text.
-        settings: Attributes of the model that branches were left out for, by path.
-    """
-
-    parameters: tuple[str, ...]
-    lines: list[Line]
-    loss: str
-    settings: Mapping[str, Any]
+    parameters: tuple[str, ...]  # what a training step gives it, in the order of the signature
+    lines: list[Line]  # the statements
+    loss: str  # the loss, as text
+    settings: Mapping[str, Any]  # attributes of the model that branches were left out for, by path
 
 
 @dataclass
 class Scope:
-    """One function while it is written out.
-
-    Attributes:
-        function: The function.
-        file: Where it is defined.
-        names: What its names stand for.
-        prefix: How the result spells its module.
-        written: How the result spells its local names, where that is another way.
-        after: The names of the result that are still needed where the function was called.
-        elements: One of the modules that the variable of a loop stands for.
-    """
+    """One function while it is written out."""
 
     function: ast.FunctionDef
-    file: SourceFile
-    names: Environment
-    prefix: str
-    written: dict[str, str]
+    file: SourceFile  # where it is defined
+    names: Environment  # what its names stand for
+    prefix: str  # how the result spells its module
+    written: dict[str, str]  # how the result spells its local names, where that is another way
+    # The names of the result that are still needed where the function was called.
     after: frozenset[str]
+    # One of the modules that the variable of a loop stands for.
     elements: dict[str, Any] = field(default_factory=dict)
 
     def spelled(self, name: str) -> str:

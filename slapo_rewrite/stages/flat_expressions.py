@@ -34,35 +34,19 @@ _CLOSED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a module of the model.
+    """A method of a module of the model."""
 
-    Attributes:
-        live: The module.
-        path: Its path.
-        home: The file in which the method stands.
-        function: The method.
-    """
-
-    live: Any
+    live: Any  # the module
     path: str
-    home: DefiningFile
-    function: ast.FunctionDef
+    home: DefiningFile  # the file in which the method stands
+    function: ast.FunctionDef  # the method
 
 
 class Expressions(ABC):
     """Writes expressions: what is the same in every step is left out.
 
-    Attributes:
-        settings: Attributes of the model that decisions rest on so far, by path.
-        out: Takes the lines.
-        comments: Those that wait for the next statement.
-        is_aside: Whether what is being written is looked at only.
-        named: The `:=` that were written on lines of their own.
-        depth: In how many branches and loops the statement is that is being written.
-
     Args:
         model: The model, built without memory.
-        files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         cuts: Where stages end; the first one's line is shown in refusals.
     """
@@ -77,13 +61,14 @@ class Expressions(ABC):
         self.model, self.files, self.inside = model, files, inside
         self.cuts = [cut.path for cut in cuts]
         self.also = [cut.cause.at for cut in cuts[:1] if cut.cause.at]
+        # Attributes of the model that decisions rest on so far, by path.
         self.settings: dict[str, Any] = {}
-        self.out: list[Line] = []
-        self.comments: list[str] = []
-        self.is_aside = False
-        self.named: set[ast.NamedExpr] = set()
+        self.out: list[Line] = []  # takes the lines
+        self.comments: list[str] = []  # those that wait for the next statement
+        self.is_aside = False  # whether what is being written is looked at only
+        self.named: set[ast.NamedExpr] = set()  # the `:=` that were written on lines of their own
         self.changing = files.changing(map(model.get_submodule, sorted(inside)))
-        self.depth = 0
+        self.depth = 0  # in how many branches and loops the statement is that is being written
 
     def environment(self, method: Method, values: dict[str, Worth]) -> Environment:
         """What the names of a method stand for, its parameters and local names apart."""

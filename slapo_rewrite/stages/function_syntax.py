@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slapo_rewrite.code.blocks import statements
-from slapo_rewrite.code.dataflow import read_in
+from slapo_rewrite.code.dataflow import read_in, uses_of
 from slapo_rewrite.code.evaluate import NONE, Constant, Worth
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.syntax import position
 from slapo_rewrite.stages.environment import is_module
 
 
@@ -67,11 +68,7 @@ def always_named(node: ast.AST) -> Iterator[ast.NamedExpr]:
 
 def is_read_before(expression: ast.expr, named: ast.NamedExpr) -> bool:
     """Whether an expression reads the name of a `:=` left of it."""
-    start = (named.lineno, named.col_offset)
-    return any(
-        isinstance(n, ast.Name) and n.id == named.target.id and (n.lineno, n.col_offset) < start
-        for n in ast.walk(expression)
-    )
+    return any(position(n) < position(named) for n in uses_of(expression, named.target.id))
 
 
 def is_made_for(function: ast.FunctionDef, name: str, number: str) -> bool:
@@ -99,7 +96,7 @@ def is_made_for(function: ast.FunctionDef, name: str, number: str) -> bool:
 
 def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
     """Whether a name is bound once, and read as `**name` in calls only."""
-    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
+    uses = uses_of(function, name)
     spread = {
         keyword.value
         for node in ast.walk(function)
@@ -116,7 +113,7 @@ def is_read_by_key(function: ast.FunctionDef, name: str) -> bool:
 
     `name["key"]`, set or read, `name.get("key")`, and whether it is None.
     """
-    uses = {n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name}
+    uses = uses_of(function, name)
     found: set[ast.AST] = {n for n in uses if isinstance(n.ctx, ast.Store)}
     if len(found) != 1:
         return False
@@ -132,7 +129,7 @@ def is_read_by_key(function: ast.FunctionDef, name: str) -> bool:
                 found.add(use)
             case ast.Assign(targets=[target], value=ast.IfExp(body=use)) if target in uses:
                 found.add(use)  # what it was, where it is not made here
-    return uses <= found
+    return found.issuperset(uses)
 
 
 def is_plain_read(node: ast.expr) -> bool:

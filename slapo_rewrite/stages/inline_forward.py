@@ -57,7 +57,6 @@ class Flattening(Calls):
 
     Args:
         model: The model, built without memory.
-        files: Those that define its classes.
         inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
         loss: How the loss is made of the result.
         cuts: Where stages end.
@@ -628,11 +627,7 @@ class Flattening(Calls):
         name, value = target.id, result.value
         written = scope.spelled(name)
         inside_compound = self.depth > 0
-        if isinstance(value, Constant) and not inside_compound:
-            scope.names.values[name] = value
-            self.comments.clear()
-            return
-        if isinstance(value, KnownObject) and not inside_compound:
+        if isinstance(value, Constant | KnownObject) and not inside_compound:
             scope.names.values[name] = value
             self.comments.clear()
             return

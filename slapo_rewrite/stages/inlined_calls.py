@@ -233,21 +233,14 @@ class Calls(Expressions):
         return method, scope.prefix
 
     def leads_to_cut(self, method: Method, seen: set[str]) -> bool:
-        """Whether a method names what is cut or what holds it, or calls one that does.
-
-        Args:
-            method: The method.
-            seen: Names that were looked at.
-        """
+        """Whether a method names what is cut or what holds it, or calls one that does."""
         above = f"{method.path}." if method.path else ""
         wanted = {c.removeprefix(above).split(".")[0] for c in self.cuts if c.startswith(above)}
         me = first_parameter(method.function)
         read = {
             node.attr
             for node in ast.walk(method.function)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == me
+            if isinstance(node, ast.Attribute) and is_name(node.value, me)
         } - seen
         if read & wanted:
             return True

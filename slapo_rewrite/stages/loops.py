@@ -12,24 +12,15 @@ from slapo_rewrite.stages.written_text import rewritten
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop over layers runs over.
+    """What a loop over layers runs over."""
 
-    Attributes:
-        lists: The lists of layers, as the text spells them; several for `zip`.
-        first: The first layer.
-        stop: Where the slice ends, as text; empty without one.
-        target: What a round calls its layers.
-        counter: What counts the rounds.
-        start: What it begins with.
-        read: Where a layer is read by its number, for `range(len(self.layers))`.
-    """
-
-    lists: tuple[str, ...]
-    first: int
-    stop: str
-    target: str
-    counter: str | None = None
-    start: int = 0
+    lists: tuple[str, ...]  # the lists of layers, as the text spells them; several for `zip`
+    first: int  # the first layer
+    stop: str  # where the slice ends, as text; empty without one
+    target: str  # what a round calls its layers
+    counter: str | None = None  # what counts the rounds
+    start: int = 0  # what it begins with
+    # Where a layer is read by its number, for `range(len(self.layers))`.
     read: tuple[ast.expr, ...] = ()
 
     def ends_before(self, layer: int) -> bool:
@@ -37,12 +28,7 @@ class Loop:
         return self.stop.isdigit() and int(self.stop) <= layer
 
     def is_last(self, layer: int, total: int) -> bool:
-        """Whether a layer is the last one of the loop.
-
-        Args:
-            layer: Its number in the list.
-            total: How many the list has.
-        """
+        """Whether a layer is the last one of the loop."""
         return layer + 1 == (min(int(self.stop), total) if self.stop.isdigit() else total)
 
     def head(self, first: int, stop: int | None, counted: bool) -> tuple[str, str]:
@@ -176,7 +162,5 @@ def is_counted(statement: ast.For, loop: Loop) -> bool:
     """Whether the number of a round is read, but to take the layer of that number."""
     inner = {n for node in loop.read for n in ast.walk(node)}
     return any(
-        isinstance(n, ast.Name) and n.id == loop.counter and n not in inner
-        for s in statement.body
-        for n in ast.walk(s)
+        is_name(n, loop.counter) and n not in inner for s in statement.body for n in ast.walk(s)
     )

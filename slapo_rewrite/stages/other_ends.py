@@ -20,11 +20,6 @@ def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> l
     A training step calls them once, they are no layers of a list, and parameters are used before
     their end and behind it.
 
-    Args:
-        model: The model.
-        small: A small one of the same modules.
-        step: Runs that.
-
     Returns:
         The first few paths. Of several that divide the parameters alike, the one nearest the root.
     """

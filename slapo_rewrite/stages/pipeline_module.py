@@ -13,7 +13,7 @@ from typing import Any
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in, read_in
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import NOT_NONE, Compared, Count, Unlike
 from slapo_rewrite.stages.program import ARGUMENT, Depth
@@ -62,13 +62,7 @@ def arguments(names: Sequence[str], together: str) -> tuple[str, list[str]]:
 
 
 def named_arguments(takes: Sequence[str], stages: Stages, stage: Stage) -> str:
-    """The parameters of a stage that is given all arguments of the step by name.
-
-    Args:
-        takes: What it takes from the stage before.
-        stages: All stages.
-        stage: The stage.
-    """
+    """The parameters of a stage that is given all arguments of the step by name."""
     named = [stages.spelled(v) for v in stage.named]
     apart = ["/"] if set(takes) & stages.arguments().keys() else []
     return ", ".join([*takes, *apart, *(["*", *named] if named else []), "**_"])
@@ -97,17 +91,11 @@ FILE_READER = "_can_set_experts_implementation"
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs stages.
+    """What runs stages."""
 
-    Attributes:
-        words: What it is called.
-        module: The runtime module with its `Pipeline`.
-        offered: What users call of that.
-    """
-
-    words: str
-    module: str
-    offered: tuple[str, ...]
+    words: str  # what it is called
+    module: str  # the runtime module with its `Pipeline`
+    offered: tuple[str, ...]  # what users call of that
 
 
 DEEPSPEED = Engine(
@@ -124,33 +112,21 @@ TORCH = Engine(
 
 @dataclass(frozen=True)
 class PipelineText:
-    """Everything that `pipeline.py` is made of.
-
-    Attributes:
-        stages: The stages.
-        held: What each of them holds.
-        sizes: The modules of others that each of them reads sizes of.
-        shared: The parameters that several hold.
-        model: The model's class.
-        files: Those that define its classes.
-        settings: Attributes of the model that branches were left out for.
-        ties: The names that each shared parameter has in the model, numbers written as `*`.
-        has_shards: Whether weights are divided over a tensor-parallel group as well.
-        has_function: Whether the loss is what the schedule's function makes of the outputs.
-        warnings: What was done otherwise than asked, in words.
-    """
+    """Everything that `pipeline.py` is made of."""
 
     stages: Stages
-    held: Sequence[Sequence[Held]]
-    sizes: Sequence[Sequence[str]]
-    shared: Sequence[Tie]
-    model: type
-    files: DefiningFiles
-    settings: Mapping[str, Any]
+    held: Sequence[Sequence[Held]]  # what each of them holds
+    sizes: Sequence[Sequence[str]]  # the modules of others that each of them reads sizes of
+    shared: Sequence[Tie]  # the parameters that several hold
+    model: type  # the model's class
+    files: DefiningFiles  # those that define its classes
+    settings: Mapping[str, Any]  # attributes of the model that branches were left out for
+    # The names that each shared parameter has in the model, numbers written as `*`.
     ties: Sequence[tuple[str, ...]]
-    has_shards: bool
+    has_shards: bool  # whether weights are divided over a tensor-parallel group as well
+    # Whether the loss is what the schedule's function makes of the outputs.
     has_function: bool = False
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what was done otherwise than asked, in words
 
     def name(self, number: int) -> str:
         """What a stage's class is called."""
@@ -276,7 +252,7 @@ class PipelineText:
         tree = ast.parse(body)
         names = names_in(tree)
         bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        bound |= bound_in(tree) | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        bound |= bound_in(tree) | parameters_in(tree)
         imports = {f".{module}": set(used) for module, used in self.helpers().items()}
         known = {name for module in imports.values() for name in module}
         self._check_names(known.union(*(bound_in(statement) for statement in tree.body)))

@@ -32,57 +32,36 @@ Depth = Callable[[str, int], int]
 
 @dataclass(frozen=True)
 class Cut:
-    """A module that a stage ends after.
-
-    Attributes:
-        path: Its path.
-        cause: Who asks.
-        target: What runs the stages, one of `TARGETS`.
-        may_move: Whether the stage may end elsewhere, where it cannot end there.
-        instead: The modules that all stages end after instead, where they cannot.
-    """
+    """A module that a stage ends after."""
 
     path: str
-    cause: Directive
-    target: str
-    may_move: bool = False
+    cause: Directive  # who asks
+    target: str  # what runs the stages, one of `TARGETS`
+    may_move: bool = False  # whether the stage may end elsewhere, where it cannot end there
+    # The modules that all stages end after instead, where they cannot.
     instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Some rounds of a loop over a list of layers.
+    """Some rounds of a loop over a list of layers."""
 
-    Attributes:
-        listed: The list, as the text spells it.
-        first: The first layer.
-        stop: The layer after the last one; None for all that follow.
-    """
-
-    listed: str
-    first: int
-    stop: int | None
+    listed: str  # the list, as the text spells it
+    first: int  # the first layer
+    stop: int | None  # the layer after the last one; None for all that follow
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A statement, or some rounds of a loop.
+    """A statement, or some rounds of a loop."""
 
-    Attributes:
-        text: Its source; of a loop, the whole loop's.
-        at: Where it comes from.
-        stage: The stage that it belongs to.
-        layers: Which rounds of the loop it is; None for all, and for other statements.
-        reads: The values that it needs.
-        binds: The names that it binds and that are needed later.
-    """
-
-    text: str
-    at: Span
-    stage: int
+    text: str  # its source; of a loop, the whole loop's
+    at: Span  # where it comes from
+    stage: int  # the stage that it belongs to
+    # Which rounds of the loop it is; None for all, and for other statements.
     layers: Layers | None = None
-    reads: tuple[Version, ...] = ()
-    binds: tuple[str, ...] = ()
+    reads: tuple[Version, ...] = ()  # the values that it needs
+    binds: tuple[str, ...] = ()  # the names that it binds and that are needed later
 
     @property
     def node(self) -> ast.stmt:
@@ -106,31 +85,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Program:
-    """A flat `forward` in pieces.
+    """A flat `forward` in pieces."""
 
-    Attributes:
-        parameters: What it is given.
-        pieces: The statements.
-        loss: The loss, as text.
-        loss_reads: The values that the loss is made of.
-        stages: How many there are.
-    """
-
-    parameters: tuple[str, ...]
-    pieces: tuple[Piece, ...]
-    loss: str
-    loss_reads: tuple[Version, ...]
-    stages: int
+    parameters: tuple[str, ...]  # what it is given
+    pieces: tuple[Piece, ...]  # the statements
+    loss: str  # the loss, as text
+    loss_reads: tuple[Version, ...]  # the values that the loss is made of
+    stages: int  # how many there are
 
 
 def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any]) -> Program:
     """Cuts a flat `forward`.
-
-    Args:
-        flat: The `forward`.
-        cuts: Where stages end, in order.
-        model: The model.
-        world: The names of its file.
 
     Raises:
         CannotCut: A module after which no stage can end.
@@ -364,10 +329,6 @@ def is_message(called: ast.Attribute, world: Mapping[str, Any]) -> bool:
     """Whether a function does nothing but write a warning, or a line of a log.
 
     Of a logger that is a method of the standard library's or of transformers': `warning_once`.
-
-    Args:
-        called: The function.
-        world: What names of the file stand for.
     """
     owner = Environment(None, None, "", {}, world, {}).global_at(called.value)
     function = getattr(owner, called.attr, None)

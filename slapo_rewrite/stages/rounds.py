@@ -13,15 +13,10 @@ from slapo_rewrite.stages.environment import Count, Environment, rounds_of
 
 @dataclass(frozen=True)
 class Item:
-    """An element of something that is no list of modules.
+    """An element of something that is no list of modules."""
 
-    Attributes:
-        listed: What it is an element of.
-        number: Its place there, from the end where it is negative.
-    """
-
-    listed: ast.expr
-    number: int
+    listed: ast.expr  # what it is an element of
+    number: int  # its place there, from the end where it is negative
 
 
 # What a round is given: one of these, or several.
@@ -33,17 +28,13 @@ class Rounds:
 
     Args:
         names: What names stand for before the loop.
-        loop: The loop.
-
-    Attributes:
-        number: How many there are; None where that is not known.
-        relied_on: What says so: the lengths of lists of modules, numbers that are settings.
     """
 
     def __init__(self, names: Environment, loop: ast.For) -> None:
         self.names, self.loop = names, loop
+        # What says so: the lengths of lists of modules, numbers that are settings.
         self.relied_on: dict[str, Any] = {}
-        self.number = self._length(loop.iter)
+        self.number = self._length(loop.iter)  # how many there are; None where that is not known
 
     def given(self, number: int) -> list[tuple[ast.expr, Given]]:
         """What a round gives the loop's variables."""

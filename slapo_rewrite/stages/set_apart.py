@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.inlining import CLOSED
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.subgraphs import root_of
 from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over
 from slapo_rewrite.stages.written_text import rewritten
@@ -22,10 +23,6 @@ def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
     """The same with the last modules called before the loss, on lines of their own.
 
     Logits that are put together in eval mode are so before the loss too, which takes either.
-
-    Args:
-        flat: A flat `forward`.
-        trains: Whether a text calls a module with parameters.
     """
     gathers = [line for line in flat.lines if _is_gather(line)]
     others = [line for line in flat.lines if not _is_gather(line)]
@@ -67,10 +64,6 @@ def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
     """The same with the last modules called on lines of their own, apart from the loss.
 
     `return mse_loss(self.last(x), y)`  ->  `last_output = self.last(x)`, and the loss of that.
-
-    Args:
-        flat: A flat `forward`.
-        trains: Whether a text calls a module with parameters.
     """
     lines, loss = list(flat.lines), flat.loss
     if trains(loss):
@@ -100,7 +93,7 @@ def with_fields_apart(flat: Flat, name: str) -> Flat | None:
         name: The record's; None is the result where more is done with it.
     """
     trees = [ast.parse(text) for text in (*(line.text for line in flat.lines), flat.loss)]
-    names = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    names = names_in(*trees)
     made = [number for number, tree in enumerate(trees) if name in bound_in(tree)]
     if len(made) != 1 or name in flat.parameters:
         return None
@@ -134,7 +127,7 @@ def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
         return [], text
     waiting: list[ast.AST] = [statement]
     edits: dict[ast.AST, str] = {}
-    names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    names = {*names_in(statement)}
     while waiting:
         node = waiting.pop(0)
         if function := _trained(node, trains):
@@ -159,6 +152,4 @@ def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
 
 def is_path(node: ast.expr) -> bool:
     """Whether an expression is an attribute of the model, or of what it holds."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id == "self"
+    return root_of(node) == "self"

@@ -28,17 +28,11 @@ class Planner:
     """Decides what crosses each cut.
 
     Args:
-        program: The program, cut.
         seen: What each value was in a run.
         model: The model, which tells what has parameters.
         cuts: The schedule's lines, one for each cut.
         by_name: Whether every stage is given the step's arguments by name.
         sliced: What lets ranks hold slices of the values between layers.
-
-    Attributes:
-        once: Numbers of statements that no other stage is to work out again.
-        stuck: Values that did not get to a stage that needs them.
-        wholes: The value that another one is a part of.
     """
 
     def __init__(
@@ -52,8 +46,10 @@ class Planner:
     ) -> None:
         self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
         self.by_name, self.sliced = by_name, sliced
+        # Numbers of statements that no other stage is to work out again.
         self.once: set[int] = set()
-        self.stuck: list[Version] = []
+        self.stuck: list[Version] = []  # values that did not get to a stage that needs them
+        # The value that another one is a part of.
         self.wholes = {
             (part, number): (name, number)
             for (name, number), kind in seen.items()

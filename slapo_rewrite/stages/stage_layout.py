@@ -16,76 +16,55 @@ from slapo_rewrite.stages.written_text import respelled
 
 @dataclass
 class Stage:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        pieces: Numbers of its statements, those that it works out again first.
-        again: The numbers of these.
-        given: What it takes from the stage before.
-        named: Arguments of the step that it takes by name, where every stage is given these.
-        hands_on: What it gives to the next one.
-        standing_in: For a statement and a name in it, the name that is read in its place.
-        borrowed: The statements and names for which another value stands in, of the same name too,
-            each with that value's shape and type.
-        whole: A value in the shape that another one has on all ranks together, where each holds a
-            slice of it: its name, that of what it is made like, and of ids in its first axes.
-        anew: What its layers make themselves: the value that the loop began with, by the one that
-            earlier layers left.
-        joined: Values that it is given in parts, each with these.
-    """
-
-    pieces: list[int]
-    again: list[int]
-    given: list[Version] = field(default_factory=list)
+    pieces: list[int]  # numbers of its statements, those that it works out again first
+    again: list[int]  # the numbers of these
+    given: list[Version] = field(default_factory=list)  # what it takes from the stage before
+    # Arguments of the step that it takes by name, where every stage is given these.
     named: list[Version] = field(default_factory=list)
+    # What its layers make themselves: the value that the loop began with, by the one that earlier
+    # layers left.
     anew: dict[Version, Version] = field(default_factory=dict)
+    # Values that it is given in parts, each with these.
     joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
+    # A value in the shape that another one has on all ranks together, where each holds a slice of
+    # it: its name, that of what it is made like, and of ids in its first axes.
     whole: tuple[str, Version, Version] | None = None
-    hands_on: list[Version] = field(default_factory=list)
+    hands_on: list[Version] = field(default_factory=list)  # what it gives to the next one
+    # For a statement and a name in it, the name that is read in its place.
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
+    # The statements and names for which another value stands in, of the same name too, each with
+    # that value's shape and type.
     borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
 
 
 @dataclass
 class Brought:
-    """How a stage comes by values of earlier ones.
+    """How a stage comes by values of earlier ones."""
 
-    Attributes:
-        given: What it is given.
-        again: Numbers of the statements that it works out again.
-        anew: As in `Stage`.
-        joined: As in `Stage`.
-    """
-
-    given: dict[Version, None] = field(default_factory=dict)
+    given: dict[Version, None] = field(default_factory=dict)  # what it is given
+    # Numbers of the statements that it works out again.
     again: set[int] = field(default_factory=set)
-    anew: dict[Version, Version] = field(default_factory=dict)
-    joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
+    anew: dict[Version, Version] = field(default_factory=dict)  # as in `Stage`
+    joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)  # as in `Stage`
 
 
 @dataclass
 class Stages:
-    """All stages of a program.
-
-    Attributes:
-        program: The program.
-        stages: Those that run one after the other.
-        tail: The statements that make the loss of what the last stage gives.
-        labels: The arguments that the loss needs.
-        seen: What each value was in a run.
-        by_name: Whether every stage is given the step's arguments by name. Only what takes part in
-            the backward pass goes from stage to stage then.
-        spelling: Values that are called otherwise than in the program.
-        found: The statements of stages that were asked for.
-    """
+    """All stages of a program."""
 
     program: Program
-    stages: list[Stage]
-    tail: Stage
-    labels: list[str]
-    seen: Mapping[Version, ValueKind]
+    stages: list[Stage]  # those that run one after the other
+    tail: Stage  # the statements that make the loss of what the last stage gives
+    labels: list[str]  # the arguments that the loss needs
+    seen: Mapping[Version, ValueKind]  # what each value was in a run
+    # Whether every stage is given the step's arguments by name. Only what takes part in the
+    # backward pass goes from stage to stage then.
     by_name: bool = False
+    # Values that are called otherwise than in the program.
     spelling: dict[Version, str] = field(default_factory=dict)
+    # The statements of stages that were asked for.
     found: dict[Any, list[str]] = field(default_factory=dict)
 
     def spelled(self, version: Version) -> str:

@@ -19,19 +19,12 @@ from slapo_rewrite.stages.trained_reads import reads_of
 
 @dataclass(frozen=True)
 class Held:
-    """What one stage holds.
+    """What one stage holds."""
 
-    Attributes:
-        text: The expression for it: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`.
-        path: Of the module or parameter, or of the list that the layers are in.
-        value: The module, layers or parameter.
-        picked: Whether the stage takes elements of it that it works out as it runs.
-    """
-
-    text: str
-    path: str
-    value: Any
-    picked: bool = False
+    text: str  # the expression for it: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`
+    path: str  # of the module or parameter, or of the list that the layers are in
+    value: Any  # the module, layers or parameter
+    picked: bool = False  # whether the stage takes elements of it that it works out as it runs
 
     @property
     def tensors(self) -> list[Any]:
@@ -135,13 +128,6 @@ def sizes_of(
 ) -> list[list[str]]:
     """The modules of others that each stage reads sizes of: `self.embed.embedding_dim`.
 
-    Args:
-        stages: The stages.
-        held: What each of them holds.
-        model: The model.
-        files: Those that define its classes.
-        at: The schedule's line, for refusals.
-
     Raises:
         CannotCut: What is read changes as the model runs, elsewhere.
     """
@@ -187,15 +173,10 @@ def _is_written_out(module: Any, step: str) -> bool:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that the same stages hold.
+    """Parameters that the same stages hold."""
 
-    Attributes:
-        key: What the tie is called.
-        names: By stage, the parameters' names there.
-    """
-
-    key: str
-    names: dict[int, tuple[str, ...]]
+    key: str  # what the tie is called
+    names: dict[int, tuple[str, ...]]  # by stage, the parameters' names there
 
 
 def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:

@@ -25,18 +25,14 @@ FUNCTION = "loss"  # what a schedule calls it
 
 @dataclass(frozen=True)
 class StepLoss:
-    """How the loss is made of what the model returns.
+    """How the loss is made of what the model returns."""
 
-    Attributes:
-        parts: The attributes, keys or elements of the result that it needs; None for all of it.
-        arguments: What the schedule's function is given beside, as it is given: by parameter. None
-            where the one part is the loss, and that function only picks it.
-        by_attribute: Whether the parts are attributes.
-    """
-
+    # The attributes, keys or elements of the result that it needs; None for all of it.
     parts: tuple[str | int, ...] | None
+    # What the schedule's function is given beside, as it is given: by parameter. None where the one
+    # part is the loss, and that function only picks it.
     arguments: Mapping[str, str] | None = None
-    by_attribute: bool = False
+    by_attribute: bool = False  # whether the parts are attributes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,13 +58,6 @@ def step_loss(
     schedule: Any, outputs: Any, loss: Any, inputs: Mapping[str, Any], cause: Span | None
 ) -> StepLoss:
     """How a loss was made of what a model returned.
-
-    Args:
-        schedule: The schedule's module.
-        outputs: What the model returned.
-        loss: The loss.
-        inputs: The arguments of the step.
-        cause: The schedule's line, for refusals.
 
     Raises:
         CannotCut: The schedule's function reads what it would not find in the output.
@@ -122,13 +111,7 @@ def is_picked_later(function: ast.FunctionDef, loss: StepLoss) -> bool:
 def only_loss(
     function: ast.FunctionDef, loss: StepLoss, world: Mapping[str, Any]
 ) -> ast.FunctionDef:
-    """A `forward` that returns nothing but what its loss is made of.
-
-    Args:
-        function: The `forward`.
-        loss: The loss.
-        world: The names of its file.
-    """
+    """A `forward` that returns nothing but what its loss is made of."""
     if loss.parts is None:
         return function
     function = copy.deepcopy(function)
@@ -183,9 +166,10 @@ def _read(function: Any) -> tuple[str, ...] | None:
     read: dict[ast.AST, str] = {}
     for node in ast.walk(found):
         match node:
-            case ast.Attribute(value=ast.Name() as base, attr=name):
-                read[base] = name
-            case ast.Subscript(value=ast.Name() as base, slice=ast.Constant(value=str(name))):
+            case (
+                ast.Attribute(value=ast.Name() as base, attr=name)
+                | ast.Subscript(value=ast.Name() as base, slice=ast.Constant(value=str(name)))
+            ):
                 read[base] = name
     uses = [node for node in ast.walk(found) if is_name(node, outputs)]
     return tuple(dict.fromkeys(read[n] for n in uses)) if uses and {*uses} <= {*read} else None

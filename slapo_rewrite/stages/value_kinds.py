@@ -19,34 +19,23 @@ LARGEST_SHAPE = 1 << 16
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What a value was in a run.
+    """What a value was in a run."""
 
-    Attributes:
-        kind: `grad` for a tensor that takes part in the backward pass, `float` and `int` for other
-            tensors, booleans among the latter; `complex` for one that takes part in the backward
-            pass; `shape` for a number or two that may be a shape;
-            `several` for a tuple, list or dictionary of all these, and for None; `record` for an
-            object of a data class; `other` for what else there is.
-        like: Shape and type of a tensor.
-        is_scattered: Whether a tensor does not lie in one piece of memory, so that it cannot be
-            sent as it is.
-        is_drawn: Whether random numbers were drawn for it, so that it is another one every time.
-        numbers: Those that may be a shape.
-        parts: The elements of several.
-        keys: Those of a dictionary.
-        text: How a value is written that holds nothing, or nothing but None.
-        made_by: The type of several values, or of numbers.
-    """
-
+    # `grad` for a tensor that takes part in the backward pass, `float` and `int` for other tensors,
+    # booleans among the latter; `complex` for one that takes part in the backward pass; `shape` for
+    # a number or two that may be a shape; `several` for a tuple, list or dictionary of all these,
+    # and for None; `record` for an object of a data class; `other` for what else there is.
     kind: str
-    like: Like | None = None
+    like: Like | None = None  # shape and type of a tensor
+    # Whether a tensor does not lie in one piece of memory, so that it cannot be sent as it is.
     is_scattered: bool = False
+    # Whether random numbers were drawn for it, so that it is another one every time.
     is_drawn: bool = False
-    numbers: tuple[int, ...] = ()
-    parts: tuple[ValueKind, ...] = ()
-    keys: tuple[str | int, ...] = ()
-    text: str = ""
-    made_by: type | None = None
+    numbers: tuple[int, ...] = ()  # those that may be a shape
+    parts: tuple[ValueKind, ...] = ()  # the elements of several
+    keys: tuple[str | int, ...] = ()  # those of a dictionary
+    text: str = ""  # how a value is written that holds nothing, or nothing but None
+    made_by: type | None = None  # the type of several values, or of numbers
 
     def is_like(self, other: ValueKind) -> bool:
         """Whether two tensors are of one type and, but for the last axis, of one shape."""

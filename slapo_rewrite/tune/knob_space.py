@@ -32,16 +32,11 @@ LARGEST = 20_000  # points
 
 @dataclass(frozen=True)
 class Axis:
-    """A knob that is tuned.
+    """A knob that is tuned."""
 
-    Attributes:
-        name: The knob's.
-        values: What it may be, at least one.
-        memory: Whether larger values need more memory ("up") or less; None where nobody says so.
-    """
-
-    name: str
-    values: tuple[Value, ...]
+    name: str  # the knob's
+    values: tuple[Value, ...]  # what it may be, at least one
+    # Whether larger values need more memory ("up") or less; None where nobody says so.
     memory: Direction | None = None
 
     @property
@@ -73,17 +68,6 @@ Point = Mapping[str, Value]
 class KnobSpace:
     """The points that may be tried, numbered in the order of the knobs and of their values.
 
-    Attributes:
-        axes: The knobs.
-        points: Each a value for every knob.
-        coordinates: A row for each point, with the columns of `Axis.coordinates`.
-        signs: For each column, whether memory grows along it, as `Axis.sign` says it.
-        ordered: For each column, whether it belongs to a knob that has an order.
-
-    Args:
-        axes: The knobs.
-        allowed: Whether a point belongs to the space.
-
     Raises:
         BadSpace: No point does, or there are more than can be searched.
     """
@@ -108,14 +92,17 @@ class KnobSpace:
                 f"`space` allows none of the {size:,} combinations of "
                 + ", ".join(axis.name for axis in axes)
             )
-        self.axes = tuple(axes)
-        self.points: list[Point] = [point for _, point in kept]
+        self.axes = tuple(axes)  # the knobs
+        self.points: list[Point] = [point for _, point in kept]  # each a value for every knob
         columns = [axis.coordinates() for axis in axes]
+        # A row for each point, with the columns of `Axis.coordinates`.
         self.coordinates: Floats = np.array(
             [np.concatenate([c[i] for c, i in zip(columns, row, strict=True)]) for row, _ in kept]
         )
         widths = [c.shape[1] for c in columns]
+        # For each column, whether memory grows along it, as `Axis.sign` says it.
         self.signs = np.repeat([axis.sign for axis in axes], widths)
+        # For each column, whether it belongs to a knob that has an order.
         self.ordered = np.repeat([axis.is_ordered for axis in axes], widths)
 
     def __len__(self) -> int:
@@ -138,17 +125,11 @@ TIMED_OUT: Final = "timed out"
 
 @dataclass(frozen=True)
 class Trial:
-    """A point that was tried.
+    """A point that was tried."""
 
-    Attributes:
-        number: Which of the space's points.
-        kind: How it ended.
-        throughput: What the command reported, 0 unless `kind` is "ok".
-    """
-
-    number: int
-    kind: Kind
-    throughput: float = 0.0
+    number: int  # which of the space's points
+    kind: Kind  # how it ended
+    throughput: float = 0.0  # what the command reported, 0 unless `kind` is "ok"
 
     @property
     def counts(self) -> bool:

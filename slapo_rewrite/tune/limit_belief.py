@@ -30,7 +30,6 @@ class LimitBelief:
     """How likely each point of a space fits.
 
     Args:
-        space: The points.
         declared: For each column of the coordinates 1 or -1 if the need is known to grow or shrink
             along it, else 0.
         seed: Which Sobol sequence.
@@ -63,12 +62,7 @@ class LimitBelief:
         self._likelihood = np.zeros(count)
 
     def see(self, number: int, fits: bool) -> None:
-        """Takes in a trial.
-
-        Args:
-            number: The point.
-            fits: Whether it did.
-        """
+        """Takes in a trial."""
         expected = self._fits[number] if fits else 1 - self._fits[number]
         self._likelihood += np.log(expected * (1 - 2 * SURPRISE) + SURPRISE)
 

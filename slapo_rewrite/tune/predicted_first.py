@@ -32,7 +32,6 @@ class PredictedFirst:
     """The default.
 
     Args:
-        space: The points.
         seed: Of random numbers, which decide between points that are about as good.
         confidence: It ends when with this probability no point is more than 1% better than the
             best; None to go on until all have been tried.

@@ -25,19 +25,12 @@ NEAR = 0.99  # of the best, and good enough
 
 @dataclass(frozen=True)
 class Grid:
-    """A throughput for each point of a space.
+    """A throughput for each point of a space."""
 
-    Attributes:
-        name: The file.
-        space: The points.
-        throughputs: Theirs, 0 where memory or time did not suffice.
-        timed_out: The numbers of those that took too long.
-    """
-
-    name: str
-    space: KnobSpace
-    throughputs: list[float]
-    timed_out: frozenset[int] = frozenset()
+    name: str  # the file
+    space: KnobSpace  # the points
+    throughputs: list[float]  # theirs, 0 where memory or time did not suffice
+    timed_out: frozenset[int] = frozenset()  # the numbers of those that took too long
 
     @property
     def best(self) -> int:

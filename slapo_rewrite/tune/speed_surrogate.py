@@ -38,21 +38,13 @@ Numbers = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one process says of the logarithm of the throughput.
+    """What one process says of the logarithm of the throughput."""
 
-    Attributes:
-        weight: How well it explains the trials; the weights of all sum to 1.
-        mean: For each point.
-        variance: For each point, without a figure's noise.
-        covariance: Likewise of some points, by their numbers.
-        noise: The variance of a figure's noise.
-    """
-
-    weight: float
-    mean: Floats
-    variance: Floats
-    covariance: Callable[[Numbers], Floats]
-    noise: float
+    weight: float  # how well it explains the trials; the weights of all sum to 1
+    mean: Floats  # for each point
+    variance: Floats  # for each point, without a figure's noise
+    covariance: Callable[[Numbers], Floats]  # likewise of some points, by their numbers
+    noise: float  # the variance of a figure's noise
 
     @property
     def deviation(self) -> Floats:

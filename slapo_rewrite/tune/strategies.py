@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from slapo_rewrite import errors
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.tune.knob_space import KnobSpace, Trial, best_of
 from slapo_rewrite.tune.predicted_first import PredictedFirst
 
@@ -56,11 +57,10 @@ class LargestBatch:
         ordered = [axis for axis in space.axes if axis.is_ordered and len(axis.values) > 1]
         known = [axis for axis in ordered if axis.sign > 0]
         batch = (known or ordered or list(space.axes))[0]
-        rows: dict[tuple[object, ...], list[int]] = {}
-        for number, point in enumerate(space.points):
-            rows.setdefault(tuple(v for name, v in point.items() if name != batch.name), []).append(
-                number
-            )
+        rows = grouped(
+            (tuple(v for name, v in point.items() if name != batch.name), number)
+            for number, point in enumerate(space.points)
+        )
         place = {value: place for place, value in enumerate(batch.values)}
         if batch.is_ordered:
             place = {value: place for place, value in enumerate(sorted(batch.values, key=float))}
@@ -114,11 +114,7 @@ def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that no strategy has.
-
-    Raises:
-        UsageError: There is no such strategy.
-    """
+    """Refuses a name that no strategy has (`UsageError`)."""
     if name not in NAMES:
         raise errors.UsageError(
             f"there is no strategy `{name}`",

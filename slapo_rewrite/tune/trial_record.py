@@ -29,15 +29,7 @@ SAME = ("source", "source_sha256", "schedule", "schedule_sha256", "set", "run", 
 def header(
     source: str, texts: Mapping[str, str], given: Sequence[str], command: str, space: KnobSpace
 ) -> dict[str, Any]:
-    """What the first line says.
-
-    Args:
-        source: As the user gave it.
-        texts: The `source` and the `schedule`.
-        given: What `--set` fixes.
-        command: As the user gave it.
-        space: What is searched.
-    """
+    """What the first line says."""
     versions = {name: installed(name) for name in PACKAGES}
     return {
         "format": FORMAT,
@@ -97,11 +89,6 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
 
 class TrialRecord:
     """A record that is being written.
-
-    Args:
-        path: The file.
-        head: What its first line has to say.
-        space: What is searched.
 
     Raises:
         OtherTrials: The file is of something else, or is damaged.

@@ -26,19 +26,12 @@ EXAMPLE = "`ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5`"
 
 @dataclass(frozen=True)
 class Tuned:
-    """A schedule and what of it is tuned.
-
-    Attributes:
-        schedule: The file.
-        space: The points.
-        of_schedule: The names of the knobs that are the schedule's own.
-        settings: The values of all knobs of the schedule where they are not tuned.
-    """
+    """A schedule and what of it is tuned."""
 
     schedule: ScheduleFile
-    space: KnobSpace
-    of_schedule: tuple[str, ...]
-    settings: Mapping[str, Any]
+    space: KnobSpace  # the points
+    of_schedule: tuple[str, ...]  # the names of the knobs that are the schedule's own
+    settings: Mapping[str, Any]  # the values of all knobs of the schedule where they are not tuned
 
     def given(self, point: Point, fixed: Sequence[str]) -> list[str]:
         """What `--set` is to be given for a point, and for what is fixed beside it."""

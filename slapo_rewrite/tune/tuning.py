@@ -31,46 +31,28 @@ Try = Callable[[int], tuple[Trial, float]]  # runs a point; the seconds that it 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be searched, and how.
+    """What is to be searched, and how."""
 
-    Attributes:
-        source: A file or an importable module; None where the schedule names it as `SOURCE`.
-        schedule: A file, or the name of a schedule that ships with the tool.
-        command: Runs the training.
-        fixed: `K=V` for each knob that is not tuned.
-        folder: For the record, the rewritten models, the logs and the plot.
-        strategy: Its name.
-        seed: Of its random numbers.
-        confidence: With which it ends.
-        most: How many trials there may be.
-        timeout_s: Seconds that a run may take.
-    """
-
+    # A file or an importable module; None where the schedule names it as `SOURCE`.
     source: str | None
-    schedule: str
-    command: str
-    fixed: Sequence[str]
-    folder: Path
-    strategy: str = "model"
-    seed: int = 0
-    confidence: float = 0.9
-    most: int | None = None
-    timeout_s: float | None = None
+    schedule: str  # a file, or the name of a schedule that ships with the tool
+    command: str  # runs the training
+    fixed: Sequence[str]  # `K=V` for each knob that is not tuned
+    folder: Path  # for the record, the rewritten models, the logs and the plot
+    strategy: str = "model"  # its name
+    seed: int = 0  # of its random numbers
+    confidence: float = 0.9  # with which it ends
+    most: int | None = None  # how many trials there may be
+    timeout_s: float | None = None  # seconds that a run may take
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search came to.
+    """What a search came to."""
 
-    Attributes:
-        space: What was searched.
-        trials: In their order.
-        ended: Why it ended.
-    """
-
-    space: KnobSpace
-    trials: Sequence[Trial]
-    ended: str
+    space: KnobSpace  # what was searched
+    trials: Sequence[Trial]  # in their order
+    ended: str  # why it ended
 
     @property
     def best(self) -> Trial | None:
@@ -173,10 +155,6 @@ def _why(space: KnobSpace, strategy: Strategy, trials: Sequence[Trial]) -> str:
 
 def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
     """Searches, and draws the surface.
-
-    Args:
-        wanted: What, and how.
-        say: Told of each trial.
 
     Raises:
         BadSpace: The schedule declares nothing to tune, or `space` allows nothing.

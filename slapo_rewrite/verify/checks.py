@@ -42,24 +42,16 @@ DROPOUT = 0.1  # for layers whose own is 0 in the twin
 
 
 class Checks:
-    """Runs the checks on one pair.
-
-    Attributes:
-        done: What was checked so far.
-        module: The first module, in the order of the calls, whose output differs, and how much.
-        whole: Modules whose outputs on this rank are as large as the original's.
-        joined: Outputs of which a rank has a part in training.
-
-    Args:
-        pair: The models.
-    """
+    """Runs the checks on one pair."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.done: list[Check] = []
+        self.done: list[Check] = []  # what was checked so far
+        # The first module, in the order of the calls, whose output differs, and how much.
         self.module: tuple[str, float] | None = None
+        # Modules whose outputs on this rank are as large as the original's.
         self.whole: set[str] = set()
-        self.joined: list[str] = []
+        self.joined: list[str] = []  # outputs of which a rank has a part in training
 
     def run(self) -> None:
         """All of them.

@@ -41,11 +41,6 @@ class Engine(ABC):
         built: What it has built.
         stage: The stage that this rank holds.
         rate: The learning rate.
-
-    Args:
-        layout: The ranks.
-        training: How they train.
-        rank: This one.
     """
 
     pipeline: Any
@@ -58,13 +53,7 @@ class Engine(ABC):
 
     @abstractmethod
     def build(self, pipeline: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Builds the stages, once this process is in its group.
-
-        Args:
-            pipeline: The output's `pipeline.py`.
-            args: What the model's class is given.
-            kwargs: That by name.
-        """
+        """Builds the stages, once this process is in its group."""
 
     def load(self, full: Named) -> None:
         """Takes the original's state dict, by the output's own function."""

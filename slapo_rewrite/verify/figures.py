@@ -107,12 +107,7 @@ def rounding_of(checks: Iterable[Check]) -> float:
 
 
 def may_be_rounding(check: Check, rounding: float) -> bool:
-    """Whether a difference is too large, and as small as rounding may be where numbers cancel.
-
-    Args:
-        check: The comparison.
-        rounding: What rounding does to the original.
-    """
+    """Whether a difference is too large, and as small as rounding may be where numbers cancel."""
     most = max(ROUNDING * rounding, LARGEST_ROUNDING)
     return not check.ok and check.error is not None and 0 < check.error <= most
 

@@ -68,13 +68,10 @@ def compare_with_autocast(pair: Pair) -> list[Check]:
 
 
 class Errors:
-    """How far gradients are from the true ones, in the mean over several batches.
-
-    Attributes:
-        squares: The square of each gradient's error, and of its length, summed over the batches.
-    """
+    """How far gradients are from the true ones, in the mean over several batches."""
 
     def __init__(self) -> None:
+        # The square of each gradient's error, and of its length, summed over the batches.
         self.squares: dict[str, tuple[float, float]] = {}
 
     def add(self, got: Named, exact: Named) -> None:

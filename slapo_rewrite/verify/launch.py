@@ -92,7 +92,6 @@ class ForkedProcess:
     """A process that a `ForkServer` starts, as `subprocess.Popen` shows one.
 
     Args:
-        server: What forks it.
         state: The file that says what became of it.
     """
 

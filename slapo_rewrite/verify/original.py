@@ -52,17 +52,11 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A class that the schedule changed or added.
+    """A class that the schedule changed or added."""
 
-    Attributes:
-        original: What it was; None where it was not.
-        now: What it is in the output.
-        lines: The schedule's lines.
-    """
-
-    original: Any
-    now: Any
-    lines: tuple[str, ...]
+    original: Any  # what it was; None where it was not
+    now: Any  # what it is in the output
+    lines: tuple[str, ...]  # the schedule's lines
 
 
 class Original:
@@ -85,11 +79,6 @@ class Original:
         source: The original's file and hash.
         share: This rank's parameters, as a share of the original's; None before they are built.
         put: The modules that were put into others as models were built, with what class those had.
-
-    Args:
-        job: What `run.py` wrote.
-        rank: This process's number.
-        stage: Told what is being done.
     """
 
     def __init__(self, job: dict[str, Any], rank: int, stage: Stage) -> None:

@@ -97,9 +97,6 @@ def drawn_alike(seed: int) -> Iterator[None]:
     """Whatever draws from torch's generator inside, draws what it would draw first.
 
     Stages draw in processes of their own: none knows how much those before it have drawn.
-
-    Args:
-        seed: What all draw from.
     """
     mode = _Reseeding()
     mode.seed = seed

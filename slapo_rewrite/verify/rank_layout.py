@@ -8,17 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a pipeline.
+    """The ranks of a pipeline."""
 
-    Attributes:
-        pipe: Its stages.
-        tensor: Ranks that share each stage's layers.
-        data: Replicas, each with data of its own.
-    """
-
-    pipe: int
-    tensor: int = 1
-    data: int = 1
+    pipe: int  # its stages
+    tensor: int = 1  # ranks that share each stage's layers
+    data: int = 1  # replicas, each with data of its own
 
     @property
     def ranks(self) -> int:
@@ -36,17 +30,11 @@ World = int | Layout  # ranks that run the whole model, or its stages
 
 @dataclass(frozen=True)
 class Training:
-    """How DeepSpeed is told to train.
+    """How DeepSpeed is told to train."""
 
-    Attributes:
-        zero: The stage of ZeRO: 0, or 1 for optimizer states that replicas share out.
-        clipping: The norm that gradients are clipped to; 0 for none.
-        bf16: Whether the model computes in bfloat16.
-    """
-
-    zero: int = 0
-    clipping: float = 0.0
-    bf16: bool = False
+    zero: int = 0  # the stage of ZeRO: 0, or 1 for optimizer states that replicas share out
+    clipping: float = 0.0  # the norm that gradients are clipped to; 0 for none
+    bf16: bool = False  # whether the model computes in bfloat16
 
 
 def ranks_of(world: World) -> int:

@@ -21,32 +21,20 @@ OUTPUTS = ("outputs", "loss", "outputs in eval mode", "loss in eval mode")
 
 @dataclass(kw_only=True)
 class Row(Check):
-    """One check in one world, as the worst rank sees it.
+    """One check in one world, as the worst rank sees it."""
 
-    Attributes:
-        world: The world size, or the layout of a pipeline.
-        rank: The worst rank.
-    """
-
-    world: World
-    rank: int
+    world: World  # the world size, or the layout of a pipeline
+    rank: int  # the worst rank
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A world that did not run to its end.
+    """A world that did not run to its end."""
 
-    Attributes:
-        world: The world size, or the layout of a pipeline.
-        headline: What happened, on which rank, while doing what.
-        text: The error's own words, or where each rank hangs.
-        stage: What was being done.
-    """
-
-    world: World
-    headline: str
-    text: str
-    stage: str
+    world: World  # the world size, or the layout of a pipeline
+    headline: str  # what happened, on which rank, while doing what
+    text: str  # the error's own words, or where each rank hangs
+    stage: str  # what was being done
 
 
 @dataclass(frozen=True)
@@ -70,28 +58,21 @@ class Directive:
 
 @dataclass
 class Report:
-    """The outcome of one verification.
+    """The outcome of one verification."""
 
-    Attributes:
-        worlds: The world sizes asked for, and the layouts of pipelines.
-        rows: Every check in each of these worlds.
-        failures: Worlds that did not run to their end.
-        shares: The largest rank's share of the original's parameters, by world.
-        modules: The first module whose output differs, and how much, by world.
-        directives: The schedule's lines, as the output's record has them.
-        warnings: What makes the answer mean less than it seems to.
-        notes: What else a reader should know.
-        changed: Which of the recorded inputs are not what they were: "source", "schedule".
-    """
-
-    worlds: tuple[World, ...]
-    rows: list[Row] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    worlds: tuple[World, ...]  # the world sizes asked for, and the layouts of pipelines
+    rows: list[Row] = field(default_factory=list)  # every check in each of these worlds
+    failures: list[Failure] = field(default_factory=list)  # worlds that did not run to their end
+    # The largest rank's share of the original's parameters, by world.
     shares: dict[World, float] = field(default_factory=dict)
+    # The first module whose output differs, and how much, by world.
     modules: dict[World, tuple[str, float]] = field(default_factory=dict)
+    # The schedule's lines, as the output's record has them.
     directives: list[Directive] = field(default_factory=list)
+    # What makes the answer mean less than it seems to.
     warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what else a reader should know
+    # Which of the recorded inputs are not what they were: "source", "schedule".
     changed: list[str] = field(default_factory=list)
 
     @property

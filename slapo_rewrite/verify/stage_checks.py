@@ -24,20 +24,12 @@ from .staged import STEPS, Staged, Trained
 
 
 class StageChecks:
-    """Runs the checks on one rank; the first one compares numbers, since all have the same.
-
-    Attributes:
-        done: What was checked so far.
-        module: Always None: no module's output can be told from another stage's.
-
-    Args:
-        staged: The original and the stage.
-    """
+    """Runs the checks on one rank; the first one compares numbers, since all have the same."""
 
     def __init__(self, staged: Staged) -> None:
         self.staged = staged
-        self.done: list[Check] = []
-        self.module = None
+        self.done: list[Check] = []  # what was checked so far
+        self.module = None  # always None: no module's output can be told from another stage's
 
     def run(self) -> None:
         """All of them.

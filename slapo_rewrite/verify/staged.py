@@ -27,17 +27,11 @@ SEED = 1  # not the original's
 
 @dataclass
 class Trained:
-    """What training gave.
+    """What training gave."""
 
-    Attributes:
-        losses: The loss of each step.
-        gradients: Those of the first step, as the optimizer was given them.
-        weights: The state dict after the last step.
-    """
-
-    losses: list[Tensor]
-    gradients: Named
-    weights: Named
+    losses: list[Tensor]  # the loss of each step
+    gradients: Named  # those of the first step, as the optimizer was given them
+    weights: Named  # the state dict after the last step
 
     def is_finite(self) -> bool:
         """Whether all losses are numbers."""
@@ -52,28 +46,19 @@ class Trained:
 
 @dataclass
 class Built:
-    """How a model was built.
+    """How a model was built."""
 
-    Attributes:
-        args: What its class was given.
-        kwargs: That by name.
-        random_state: What random numbers were drawn from.
-        weights: The state dict that it had then.
-        unsaved: Its other tensors.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random_state: Tensor
-    weights: Named
-    unsaved: Named
+    args: tuple[Any, ...]  # what its class was given
+    kwargs: dict[str, Any]  # that by name
+    random_state: Tensor  # what random numbers were drawn from
+    weights: Named  # the state dict that it had then
+    unsaved: Named  # its other tensors
 
 
 class Staged(Original):
     """The original, which the first rank runs, and the stages, which an engine runs.
 
     Attributes:
-        engine: The engine.
         drawn: The weights that the whole rewritten model starts from.
         steps: What each step gives the model: the micro-batches of all replicas.
         draws: Whether the original draws random numbers.
