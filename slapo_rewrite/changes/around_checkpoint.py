@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
-from slapo_rewrite.code.blocks import statements
-from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import is_name, module_paths
-from slapo_rewrite.code.subgraphs import changing, root_of
+from slapo_rewrite.code.subgraphs import changes_of_file
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.hugging_face import names_of_caches
@@ -116,16 +115,7 @@ def _refuse_global(
     files: OutputFiles, file: SourceFile, function: ast.FunctionDef, node: Node, cause: Directive
 ) -> None:
     """Refuses what a module around changes of what the file itself holds, and the module reads."""
-    held = bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))
-    body = [*statements(function.body)]
-    named = {name for each in body if isinstance(each, ast.Global) for name in each.names}
-    own = local_names(function)
-
-    def root(expr: ast.expr) -> str | None:
-        return name if (name := root_of(expr)) in held - own else None
-
-    changed = named.union(*(names_in(found.node) for s in body if (found := changing(s, root))))
-    changed &= named | held
+    changed = {name for name, _, _ in changes_of_file(file, function, function.body)}
     if not changed:
         return
     for at, method in running_inside(files, node):

@@ -18,7 +18,7 @@ from slapo_rewrite.changes.running_methods import running
 from slapo_rewrite.changes.save_policy import SavePolicy, context
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, counted_in_file, varying
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
@@ -100,6 +100,7 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
             if method.name == "forward":
                 _refuse(file, method, _change(method, set(), node), cause)
             _refuse(file, method, varying(file, [method]), cause)
+            _refuse(file, method, counted_in_file(file, method, method.body), cause)
             for call, name in transforms(file, method):
                 if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
                     words = f"calls `{name}`, which torch does not allow where values are kept so"
