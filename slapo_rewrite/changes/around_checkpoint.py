@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
@@ -18,7 +18,6 @@ from slapo_rewrite.code.names import is_name, module_paths
 from slapo_rewrite.code.subgraphs import changes_of_file
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.hugging_face import names_of_caches
 from slapo_rewrite.model.tree import Node
 
 # What calls a module with other weights, or differentiates it, which is over in the backward pass.
@@ -35,8 +34,16 @@ CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
 CALLS = ("forward", "__call__", "__init__")
 
 
-def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
+def check_transformed(
+    files: OutputFiles, node: Node, caches: Collection[str], cause: Directive
+) -> None:
     """Refuses a module that it or those around it call with other weights, or differentiate.
+
+    Args:
+        files: The files.
+        node: The module.
+        caches: What it is given and does not get in training, by name.
+        cause: Who asks.
 
     Raises:
         Unsupported: They may.
@@ -57,7 +64,7 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
                 _refuse_set(files, file, function, node, outer, cause)
                 _refuse_global(files, file, function, node, cause)
         if outer is not node:
-            _refuse_changed(files, node, outer, cause)
+            _refuse_changed(files, node, outer, caches, cause)
         inner = outer
 
 
@@ -178,10 +185,11 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
     return tuple(with_wildcards(path) for path in paths)
 
 
-def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directive) -> None:
+def _refuse_changed(
+    files: OutputFiles, node: Node, outer: Node, caches: Collection[str], cause: Directive
+) -> None:
     """Refuses what a module around hands to it, or to what it lies in, and changes afterwards."""
     relative = with_wildcards(outer.below(node.path))
-    caches = names_of_caches(node.cls.forward.__module__)
     methods = [*running(files, outer)]
     through: set[str] = set()  # methods that call it
 

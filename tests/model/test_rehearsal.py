@@ -231,7 +231,6 @@ def schedule(s):
 
 def test_a_cache_is_filled_as_in_ordinary_training(monkeypatch, tmp_path):
     """One by a name that nobody knows, which a checkpointed layer fills twice, is seen."""
-    monkeypatch.setattr(recomputation, "CACHES", ())
     monkeypatch.setattr(recomputation, "names_of_caches", lambda module: ())
     monkeypatch.setattr(recomputation, "_change", lambda *_: None)
     file = tmp_path / "all.py"
