@@ -322,7 +322,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q = self.query(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
-        return self.out((q.softmax(2) * q).transpose(1, 2).flatten(2))
+        return self.out(((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2))
 
 
 class Reader(nn.Module):
@@ -351,6 +351,14 @@ class Model(nn.Module):
     def forward(self, x, ids):
         return self.writer(ids, self.reader(x))
 """
+BOTH_SIDES = (
+    SPLITTING.replace("(2, 8)", "(2, 5, 16), 'ids': torch.randint(32, (2, 5))")
+    + "    for side in ('reader', 'writer'):\n"
+    "        s[side]['attention.query'].shard('weight', axis=0)\n"
+    "        s[side]['attention.out'].shard('weight', axis=1)\n"
+    "    s['writer.table'].shard('weight', axis=0)\n"
+    "    s.infer_sync()\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -365,15 +373,30 @@ class Model(nn.Module):
 )
 def test_heads_are_cut_once_where_a_module_around_holds_what_is_split(tmp_path, base, made):
     """Layers of one's own hold what is split themselves, which is no reason to look further out."""
-    schedule = (
-        SPLITTING.replace("(2, 8)", "(2, 5, 16), 'ids': torch.randint(32, (2, 5))")
-        + "    for side in ('reader', 'writer'):\n"
-        "        s[side]['attention.query'].shard('weight', axis=0)\n"
-        "        s[side]['attention.out'].shard('weight', axis=1)\n"
-        "    s['writer.table'].shard('weight', axis=0)\n"
-        "    s.infer_sync()\n"
-    )
     source = OWN_LAYERS.replace("BASE", base).replace("MADE", made)
-    text = changed_lines(rewritten(tmp_path, source, schedule))
+    text = changed_lines(rewritten(tmp_path, source, BOTH_SIDES))
     assert text.count("part_size(self.heads)") == 1
+    assert "+        self.heads = part_size(self.heads)\n" in text
+
+
+WRAPPED = """\
+class Linear(nn.Module):
+    def __init__(self, fan_in, fan_out):
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) * 0.5
+
+
+"""
+
+
+def test_heads_are_cut_once_where_layers_are_wrapped(tmp_path):
+    """In the text where nothing around is split, and as an attribute in the other."""
+    start, end = OWN_LAYERS.index("class Linear"), OWN_LAYERS.index("class Attention")
+    source = OWN_LAYERS[:start] + WRAPPED + OWN_LAYERS[end:]
+    schedule = BOTH_SIDES.replace(".query'", ".query.linear'").replace(".out'", ".out.linear'")
+    text = changed_lines(rewritten(tmp_path, source, schedule))
+    assert text.count("part_size(self.heads)") == 2
     assert "+        self.heads = part_size(self.heads)\n" in text
