@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
-from slapo_rewrite.code.blocks import statements
-from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
+from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import is_name, module_paths
-from slapo_rewrite.code.subgraphs import changing, root_of
+from slapo_rewrite.code.subgraphs import changes_of_file
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.hugging_face import names_of_caches
 from slapo_rewrite.model.tree import Node
 
 # What calls a module with other weights, or differentiates it, which is over in the backward pass.
@@ -36,8 +34,16 @@ CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
 CALLS = ("forward", "__call__", "__init__")
 
 
-def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
+def check_transformed(
+    files: OutputFiles, node: Node, caches: Collection[str], cause: Directive
+) -> None:
     """Refuses a module that it or those around it call with other weights, or differentiate.
+
+    Args:
+        files: The files.
+        node: The module.
+        caches: What it is given and does not get in training, by name.
+        cause: Who asks.
 
     Raises:
         Unsupported: They may.
@@ -58,7 +64,7 @@ def check_transformed(files: OutputFiles, node: Node, cause: Directive) -> None:
                 _refuse_set(files, file, function, node, outer, cause)
                 _refuse_global(files, file, function, node, cause)
         if outer is not node:
-            _refuse_changed(files, node, outer, cause)
+            _refuse_changed(files, node, outer, caches, cause)
         inner = outer
 
 
@@ -116,16 +122,7 @@ def _refuse_global(
     files: OutputFiles, file: SourceFile, function: ast.FunctionDef, node: Node, cause: Directive
 ) -> None:
     """Refuses what a module around changes of what the file itself holds, and the module reads."""
-    held = bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))
-    body = [*statements(function.body)]
-    named = {name for each in body if isinstance(each, ast.Global) for name in each.names}
-    own = local_names(function)
-
-    def root(expr: ast.expr) -> str | None:
-        return name if (name := root_of(expr)) in held - own else None
-
-    changed = named.union(*(names_in(found.node) for s in body if (found := changing(s, root))))
-    changed &= named | held
+    changed = {name for name, _, _ in changes_of_file(file, function, function.body)}
     if not changed:
         return
     for at, method in running_inside(files, node):
@@ -188,10 +185,11 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
     return tuple(with_wildcards(path) for path in paths)
 
 
-def _refuse_changed(files: OutputFiles, node: Node, outer: Node, cause: Directive) -> None:
+def _refuse_changed(
+    files: OutputFiles, node: Node, outer: Node, caches: Collection[str], cause: Directive
+) -> None:
     """Refuses what a module around hands to it, or to what it lies in, and changes afterwards."""
     relative = with_wildcards(outer.below(node.path))
-    caches = names_of_caches(node.cls.forward.__module__)
     methods = [*running(files, outer)]
     through: set[str] = set()  # methods that call it
 

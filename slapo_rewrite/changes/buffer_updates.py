@@ -98,7 +98,7 @@ def _updates_own(files: OutputFiles, node: Node) -> bool:
     given = {ANY_OF_SELF, *(f"self.{name}" for name in (*own, *around))}
     return bool(names) and any(
         any(_may_be_set(each, names) for each in ast.walk(method))
-        or Handed(changed=functools.partial(_may_be_changed_by, files, node, method)).changed_later(
+        or Handed(changed=functools.partial(may_be_changed_by, files, node, method)).changed_later(
             method, given
         )
         for _, method in running(files, node)
@@ -117,7 +117,7 @@ def _may_be_set(expr: ast.AST, names: set[str]) -> bool:
     return False
 
 
-def _may_be_changed_by(
+def may_be_changed_by(
     files: OutputFiles, node: Node, method: ast.FunctionDef, call: ast.Call
 ) -> Iterator[ast.expr]:
     """The arguments of a call that it changes, or of which nothing is known.

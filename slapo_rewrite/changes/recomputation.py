@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Self
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_checkpoint import check_transformed, transforms
-from slapo_rewrite.changes.buffer_updates import updates_buffers
+from slapo_rewrite.changes.buffer_updates import may_be_changed_by, updates_buffers
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement, Requested
@@ -18,9 +19,10 @@ from slapo_rewrite.changes.running_methods import running
 from slapo_rewrite.changes.save_policy import SavePolicy, context
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.handed import Handed
+from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, counted_in_file, varying
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.hugging_face import CACHES, names_of_caches
+from slapo_rewrite.hugging_face import CACHE, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -48,9 +50,10 @@ class Recomputed(Requested):
             cause: Who asks.
         """
         check_repeats(to.files, twice, cause)
-        check_transformed(to.files, node, cause)
+        caches = caches_taken(to.files, to.tree, node.cls)
+        check_transformed(to.files, node, caches, cause)
         updates = updates_buffers(to.files, node, self.kept, cause)
-        return replace(self, updates_buffers=updates, caches=caches_taken(to.tree, node.cls))
+        return replace(self, updates_buffers=updates, caches=caches)
 
     def options(self, imports: Imports, causes: Causes) -> list[tuple[str, str]]:
         """What torch's checkpoint is told by name."""
@@ -83,10 +86,17 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
     forward = home.classes.method(node.cls.__name__, "forward") if home else None
     if home is None or forward is None:
         return
-    given = {*parameters(forward)} - {"self", *names_of_caches(node.cls.forward.__module__)}
+    given = {*parameters(forward)} - {"self", *_may_be_left_out(node)}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
     _refuse(home.file, forward, _change(forward, given, node), cause)
+
+
+def _may_be_left_out(node: Node) -> set[str]:
+    """The arguments of a module that may be caches, which it need not be given."""
+    names = names_of_caches(node.cls.forward.__module__)
+    taken = inspect.signature(node.cls.forward).parameters
+    return {n for n in names if CACHE in names or (n in taken and taken[n].default is None)}
 
 
 def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -> None:
@@ -100,6 +110,7 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
             if method.name == "forward":
                 _refuse(file, method, _change(method, set(), node), cause)
             _refuse(file, method, varying(file, [method]), cause)
+            _refuse(file, method, counted_in_file(file, method, method.body), cause)
             for call, name in transforms(file, method):
                 if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
                     words = f"calls `{name}`, which torch does not allow where values are kept so"
@@ -126,17 +137,29 @@ def _refuse(
         )
 
 
-def caches_taken(tree: Tree, cls: type) -> tuple[str, ...]:
-    """The caches that modules of a class and those inside of them take, by their arguments' names.
+def caches_taken(files: OutputFiles, tree: Tree, cls: type) -> tuple[str, ...]:
+    """The caches that modules of a class or those inside fill, by their arguments' names.
 
-    What some of these hold the others need not: one text is right for all of them.
+    What some of these hold the others need not: one text is right for all of them. What is not
+    filled is no more than an argument: what a model remembers of an earlier segment, say.
     """
-    around = [node.live for node in tree.nodes.values() if node.cls is cls]
+    around = [node for node in tree.nodes.values() if node.cls is cls]
     taken: set[str] = set()
-    for each in {type(inner) for live in around for inner in live.modules()}:
-        names = names_of_caches(each.forward.__module__)
-        taken |= inspect.signature(each.forward).parameters.keys() & {*names}
+    for inner in {each.cls: each for node in around for each in node.walk()}.values():
+        names = names_of_caches(inner.cls.forward.__module__)
+        given = inspect.signature(inner.cls.forward).parameters.keys() & {*names}
+        taken |= {name for name in given if CACHE in names or _may_fill(files, inner, name)}
     return tuple(sorted(taken))
+
+
+def _may_fill(files: OutputFiles, node: Node, name: str) -> bool:
+    """Whether a module may change an argument of its `forward`."""
+    home = files.of(node.cls)
+    forward = home.classes.method(node.cls.__name__, "forward") if home else None
+    if forward is None:
+        return True
+    changed = functools.partial(may_be_changed_by, files, node, forward)
+    return Handed(changed=changed).changed_later(forward, {name}) is not None
 
 
 def without_caches(
@@ -150,7 +173,7 @@ def without_caches(
         caches: Those that its module takes, and that what it calls takes, which may be among its
             `**kwargs`.
     """
-    lines = [f"{name} = None" for name in dict.fromkeys((*CACHES, *caches)) if name in used]
+    lines = [f"{name} = None" for name in caches if name in used]
     rest = function.args.kwarg.arg if function.args.kwarg else None
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     given = [{k.arg or ast.unparse(k) for k in call.keywords} for call in calls]

@@ -324,6 +324,11 @@ def _place_argument(
     whole = to.followed.replicated_calls - to.followed.sharded_calls
     paths = [path for path in paths if (place, path) not in whole]
     below = [path for path in paths if path in holders]
+    # Below what is split an attribute is a share, and the text right that reads it: a change that
+    # comes of an instance elsewhere is one for those that are elsewhere.
+    around = [path for path in paths if f"{change.source}.".startswith(f"{path}.")]
+    if around and not {*around} & {*below}:
+        below = [path for path in paths if path not in holders]
     for path in below or paths:
         causes = [s.cause for s in to.states[change.source].shards] if change.source else []
         causes = owners[holders[path].path] if path in holders else causes

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import blocks, statements
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.liveness import local_names
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,49 @@ def change_of_given(
     return None
 
 
+def changes_of_file(
+    file: SourceFile, function: ast.FunctionDef, part: Sequence[ast.stmt]
+) -> Iterator[tuple[str, ast.stmt, Obstacle]]:
+    """What a part of a function changes of what the file holds: variables, and classes' attributes.
+
+    Yields:
+        The name that it has in the file, the statement, and what that does.
+    """
+    held = {*bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))}
+    declared = (each for each in statements(function.body) if isinstance(each, ast.Global))
+    said = {name for each in declared for name in each.names}
+    outside = (held | said | file.classes.keys()) - local_names(function)
+    names: list[str] = []
+
+    def root(expr: ast.expr) -> str | None:
+        if (name := root_of(expr)) not in outside:
+            return None
+        names.append(name)
+        return name
+
+    for statement in statements(part):
+        if found := changing(statement, root):
+            yield names[-1], statement, found
+        elif isinstance(statement, ast.Assign):
+            for name in sorted(bound_in(*own_nodes(statement)) & said):
+                words = f"binds `{name}`, which the file holds"
+                yield name, statement, Obstacle(statement, words, "hand it on as an argument")
+
+
+def counted_in_file(
+    file: SourceFile, function: ast.FunctionDef, part: Sequence[ast.stmt]
+) -> Obstacle | None:
+    """The first thing in a part of a function that would change twice what the file holds.
+
+    What is kept there, of nothing that was there before, is the same when it is kept again.
+    """
+    for name, statement, found in changes_of_file(file, function, part):
+        is_kept = isinstance(statement, ast.Assign) and name not in read_in(statement.value)
+        if not is_kept:
+            return replace(found, words=f"{found.words}, and would do so twice")
+    return None
+
+
 def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
     """The first thing in some statements that gives another value each time.
 
@@ -301,10 +345,15 @@ def _changed_by(
 
 
 def root_of(node: ast.expr) -> str | None:
-    """The name that an attribute or element is one of."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
+    """The name that an attribute or element is one of, or one of its class."""
+    while True:
+        match node:
+            case ast.Attribute(value=value) | ast.Subscript(value=value):
+                node = value
+            case ast.Call(func=ast.Name("type"), args=[of]):
+                node = of
+            case _:
+                return node.id if isinstance(node, ast.Name) else None
 
 
 def own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:

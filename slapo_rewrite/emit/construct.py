@@ -18,7 +18,7 @@ from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.rehearsal import (
     MOST_ELEMENTS,
     MOST_OF_SMALL,
-    DoesNotRunError,
+    NotComparedError,
     TooLargeError,
     rehearse,
 )
@@ -120,10 +120,9 @@ class Construction:
             except TooLargeError:
                 draft.warnings.append(TOO_LARGE)
                 return
-            except DoesNotRunError as error:
+            except NotComparedError as error:
                 draft.warnings.append(
-                    "nothing was compared with the original, whose small model does not run: "
-                    f"{error}"
+                    f"nothing was compared with the original, whose small model {error}"
                 )
                 return
         if unfit:

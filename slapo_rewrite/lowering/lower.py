@@ -213,9 +213,7 @@ class _Lowering:
         """The modules that hold what is sharded, with who asked for that."""
         owners: dict[str, list[Directive]] = {}
         for path in (*asked.layers, *asked.parameters):
-            node = self.tree.nodes[path]
-            owner = node.owner if path in asked.layers else node
-            if owner is not None:
+            for owner in asked.owners(self.tree.nodes[path]):
                 owners.setdefault(owner.path, []).extend(s.cause for s in self.states[path].shards)
         return owners
 

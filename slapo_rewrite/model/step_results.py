@@ -12,6 +12,8 @@ from slapo_rewrite.model.results import result_pairs
 
 # Gradients that are this small beside the largest are rounding.
 FLOOR = 1e-6
+# So much more than the original is off where its weights are rounded is not rounding.
+BEYOND = 10
 
 
 class OtherNumbersError(Exception):
@@ -59,9 +61,24 @@ class Step:
     draws: bool  # whether random numbers are drawn
 
 
-def worst(want: Step, have: Step) -> tuple[float, str, str]:
-    """The largest difference, with its name and what it is of."""
-    found = [(0.0, "", "")]
+def worst(want: Step, have: Step, rounded: Step | None = None) -> tuple[float, str, str]:
+    """The largest difference, with its name and what it is of.
+
+    Args:
+        want: What the original computes.
+        have: What is compared with it.
+        rounded: What the original computes with its weights rounded: what differs there as well is
+            left out. A gradient that is zero but for rounding (a key's bias before a softmax) is
+            off by any share where a part of the model computes in single precision.
+    """
+    found = _differences(want, have)
+    own = {(name, what): gap for gap, name, what in _differences(want, rounded or want)}
+    beyond = [each for each in found if each[0] > BEYOND * own.get(each[1:], 0.0)]
+    return max(beyond, key=lambda each: each[0], default=(0.0, "", ""))
+
+
+def _differences(want: Step, have: Step) -> list[tuple[float, str, str]]:
+    found = []
     for what, one, other in (
         ("the output (in eval mode)", want.evaluated, have.evaluated),
         ("the output", want.outputs, have.outputs),
@@ -81,7 +98,7 @@ def worst(want: Step, have: Step) -> tuple[float, str, str]:
         for name, tensor in ours.items():
             if name in theirs:
                 found.append((error(tensor, theirs[name], floor), name, what))
-    return max(found, key=lambda each: each[0])
+    return found
 
 
 def is_part(whole: torch.Tensor, part: torch.Tensor) -> bool:

@@ -372,12 +372,9 @@ def _holders(run: Run) -> dict[str, Node]:
 
     A module that is asked for its share of an attribute alone stands for itself.
     """
-    own = set()
+    own: set[str] = set()
     for path in (*run.request.layers, *run.request.parameters):
-        node = run.tree.nodes[path]
-        owner = node.owner if path in run.request.layers else node
-        if owner is not None:
-            own.add(owner.path)
+        own.update(owner.path for owner in run.request.owners(run.tree.nodes[path]))
     found: dict[str, Node] = {}
     for path, node in run.tree.nodes.items():
         if path in own:

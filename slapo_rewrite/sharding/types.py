@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from slapo_rewrite.model.layers import Layer, Unit
+from slapo_rewrite.model.layers import Layer, Unit, base_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.tracked_sizes import Attribute
 
@@ -116,6 +116,11 @@ class ShardingRequest:
     tied_heads: frozenset[str] = frozenset()
     # The files, by name, in which collectives stand at values.
     texts: Mapping[str, ast.Module] = field(default_factory=dict)
+
+    def owners(self, node: Node) -> list[Node]:
+        """The modules that have what is split at a node: that around it, and itself if no layer."""
+        is_layer = node.path in self.layers or base_of(node.cls) is not None
+        return [each for each in (node.owner, None if is_layer else node) if each is not None]
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,13 @@ VARYING = {
     "y = y * drawn()": "`random.random()`",
     "y = swish(y)": "calls `swish`, which TorchScript compiles",
     "self.calls += 1": "changes `self.calls` in place",
+    "type(self).calls += 1": "changes `type(self).calls` in place",
+    "Track.calls += 1": "changes `Track.calls` in place",
+    "SEEN['n'] = SEEN['n'] + 1": "changes `SEEN['n']` in place",
+    "SEEN.pop('n')": "changes `SEEN` in place",
+    "count()": "changes `SEEN['n']` in place",
+    "global STEP; STEP = STEP + 1": "binds `STEP`, which the file holds, and would do so twice",
+    "SEEN[len(y)] = y.shape": None,
     "y = y * next(iter([1, 2]))": None,
     "y = y + torch.rand(16, generator=None)": None,
     "own = itertools.cycle([3, 4]); y = y * next(own)": None,
@@ -234,8 +241,9 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
     source = source.replace(
         "class Track",
         "def drawn():\n    return random.random()\n\n\n"
-        "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\nclass Track",
-    )
+        "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\n"
+        "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\nclass Track",
+    ).replace("class Track(nn.Module):\n", "class Track(nn.Module):\n    calls = 0\n\n")
     source = source.replace(
         '        self.register_buffer("mean"',
         "        self.calls, self.generator = 0, torch.Generator()\n"

@@ -16,7 +16,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model import rehearsal
 from slapo_rewrite.model.rehearsal import _references
 from slapo_rewrite.model.simulated_ranks import on_ranks
-from slapo_rewrite.model.step_results import worst
+from slapo_rewrite.model.step_results import Step, worst
 from slapo_rewrite.runtime import guards
 from tests.rewriting import SPLITTING, refused, rewritten
 
@@ -231,7 +231,6 @@ def schedule(s):
 
 def test_a_cache_is_filled_as_in_ordinary_training(monkeypatch, tmp_path):
     """One by a name that nobody knows, which a checkpointed layer fills twice, is seen."""
-    monkeypatch.setattr(recomputation, "CACHES", ())
     monkeypatch.setattr(recomputation, "names_of_caches", lambda module: ())
     monkeypatch.setattr(recomputation, "_change", lambda *_: None)
     file = tmp_path / "all.py"
@@ -383,3 +382,78 @@ def test_nothing_is_left_behind_that_looks_at_modules(tmp_path):
     """Layers that hold parts look at what is put into modules; a program's own go on without."""
     rewritten(tmp_path, DRAWING.replace("ASKED", "False"), SPLIT)
     assert guards.refuse_wrappers not in module._global_module_registration_hooks.values()
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_other_number():
+    """Such as that of a key's bias where the softmax is in single precision."""
+    want, have, rounded = (
+        Step(None, None, None, {"key": torch.zeros(3), "weight": torch.ones(3)}, {}, False)
+        for _ in range(3)
+    )
+    have.gradients["key"] += 3e-9
+    rounded.gradients["key"] -= 1e-9
+    assert worst(want, have)[0] > rehearsal.LIMIT[torch.float64]
+    assert worst(want, have, rounded)[0] == 0
+    have.gradients["weight"] *= 1.01
+    assert worst(want, have, rounded)[1:] == ("weight", "the gradient of")
+
+
+ATTENTION = """\
+import math
+
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).view(2, 6, 4, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+        weights = F.softmax(scores.float(), dim=-1).type_as(q)
+        return self.o((weights @ v).transpose(1, 2).reshape(2, 6, 16))
+"""
+
+
+def test_a_softmax_in_single_precision_is_fused(tmp_path):
+    schedule = SPLITTING.replace("(2, 8)", "(2, 6, 16)") + "    s.apply_all()\n"
+    text = rewritten(tmp_path, ATTENTION, schedule).files["source_0.py"]
+    assert "scaled_dot_product_attention" in text
+
+
+TURNS = """\
+from torch import nn
+
+
+class Turns:
+    taken = 0
+
+    def take(self):
+        self.taken += 1
+        return self.taken
+
+
+TURNS = Turns()
+
+
+class Up(nn.Linear):
+    def forward(self, x):
+        return (super().forward(x) * TURNS.take()).sin()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = Up(8, 8)
+
+    def forward(self, x):
+        return self.up(x)
+"""
+
+
+def test_a_model_that_is_not_the_same_twice_is_said_not_to_be_compared(tmp_path):
+    (warning,) = rewritten(tmp_path, TURNS, f"{SPLITTING}    s['up'].checkpoint()\n").warnings
+    assert "computes something else each time that it is built" in warning

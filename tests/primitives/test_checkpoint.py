@@ -432,6 +432,22 @@ def test_what_is_called_a_cache_elsewhere_is_passed_on(tmp_path):
     refused(tmp_path, NAMED_CACHE.replace("mean", "sum"), schedule, "SR106")
 
 
+@pytest.mark.parametrize("name", ["mems", "past_key_value"])
+def test_what_a_model_remembers_of_an_earlier_segment_is_passed_on(tmp_path, name):
+    """Only where a layer fills it it would be filled twice, which a layer cannot do without."""
+    schedule = SCHEDULE + '    s["blocks.*"].checkpoint()\n'
+    given = CACHED.replace("past_key_values", name)
+    read = given.replace(f"{name}.append(x)", "pass").replace("=[])", "=[x, x.detach()])")
+    text = changed_lines(rewritten(tmp_path, read, schedule))
+    assert "self.training" not in text and "kwargs.pop" not in text
+    read = read.replace("(x, **kwargs)", f"(x, {name}=kwargs['{name}'])")
+    assert "self.training" not in changed_lines(rewritten(tmp_path, read, schedule))
+    needed = given.replace(f"{name}=None", name)
+    schedule = SCHEDULE + '    s["blocks.*.attention"].checkpoint()\n'
+    words = refused(tmp_path, needed.replace("Plain()", "Attention(width)"), schedule, "SR305")
+    assert f"changes `{name}` in place, and would do so twice" in words
+
+
 HOOKED = """\
 import torch
 from transformers import CLIPVisionConfig

@@ -10,7 +10,7 @@ import pytest
 
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
-from tests.rewriting import changed_lines, refused, rewritten
+from tests.rewriting import SPLITTING, changed_lines, refused, rewritten
 
 HEAD = """\
 import torch
@@ -298,3 +298,105 @@ def test_a_weight_that_is_worked_out_of_others_is_refused_in_words(normed, names
     )
     words = refused(tmp_path, source, schedule + ", axis=0)\n", "SR203")
     assert f"is no parameter: it is worked out of {names}, by a parametrization" in words
+
+
+OWN_LAYERS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Linear(BASE):
+    def __init__(self, fan_in, fan_out):
+        MADE
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.query, self.out = Linear(width, width), Linear(width, width)
+
+    def forward(self, x):
+        q = self.query(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        return self.out(((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2))
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(16, 4)
+
+    def forward(self, x):
+        return x + self.attention(x)
+
+
+class Writer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.attention = nn.Embedding(32, 16), Attention(16, 4)
+
+    def forward(self, ids, x):
+        return x + self.attention(self.table(ids))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reader, self.writer = Reader(), Writer()
+
+    def forward(self, x, ids):
+        return self.writer(ids, self.reader(x))
+"""
+BOTH_SIDES = (
+    SPLITTING.replace("(2, 8)", "(2, 5, 16), 'ids': torch.randint(32, (2, 5))")
+    + "    for side in ('reader', 'writer'):\n"
+    "        s[side]['attention.query'].shard('weight', axis=0)\n"
+    "        s[side]['attention.out'].shard('weight', axis=1)\n"
+    "    s['writer.table'].shard('weight', axis=0)\n"
+    "    s.infer_sync()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "made"),
+    [
+        ("nn.Linear", "super().__init__(fan_in, fan_out, bias=False)"),
+        (
+            "nn.Module",
+            "super().__init__(); self.weight = nn.Parameter(torch.randn(fan_out, fan_in) / 4)",
+        ),
+    ],
+)
+def test_heads_are_cut_once_where_a_module_around_holds_what_is_split(tmp_path, base, made):
+    """Layers of one's own hold what is split themselves, which is no reason to look further out."""
+    source = OWN_LAYERS.replace("BASE", base).replace("MADE", made)
+    text = changed_lines(rewritten(tmp_path, source, BOTH_SIDES))
+    assert text.count("part_size(self.heads)") == 1
+    assert "+        self.heads = part_size(self.heads)\n" in text
+
+
+WRAPPED = """\
+class Linear(nn.Module):
+    def __init__(self, fan_in, fan_out):
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) * 0.5
+
+
+"""
+
+
+def test_heads_are_cut_once_where_layers_are_wrapped(tmp_path):
+    """In the text where nothing around is split, and as an attribute in the other."""
+    start, end = OWN_LAYERS.index("class Linear"), OWN_LAYERS.index("class Attention")
+    source = OWN_LAYERS[:start] + WRAPPED + OWN_LAYERS[end:]
+    schedule = BOTH_SIDES.replace(".query'", ".query.linear'").replace(".out'", ".out.linear'")
+    text = changed_lines(rewritten(tmp_path, source, schedule))
+    assert text.count("part_size(self.heads)") == 2
+    assert "+        self.heads = part_size(self.heads)\n" in text
