@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -14,11 +15,17 @@ from slapo_rewrite.changes.buffer_updates import updates_buffers
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement, Requested
-from slapo_rewrite.changes.running_methods import running
+from slapo_rewrite.changes.running_methods import running, running_inside
 from slapo_rewrite.changes.save_policy import SavePolicy, context
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, varying
+from slapo_rewrite.code.subgraphs import (
+    Obstacle,
+    change_of_given,
+    draws_beside_torch,
+    varies,
+    varying,
+)
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.hugging_face import CACHES, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
@@ -31,11 +38,13 @@ class Recomputed(Requested):
     Attributes:
         kept: What is kept all the same.
         updates_buffers: Whether it updates buffers as it runs.
+        draws: Whether it draws random numbers of Python or NumPy.
         caches: Those that the module and modules inside of it take.
     """
 
     kept: SavePolicy = None
     updates_buffers: bool = False
+    draws: bool = False
     caches: tuple[str, ...] = ()
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
@@ -49,18 +58,24 @@ class Recomputed(Requested):
         """
         check_repeats(to.files, twice, cause)
         check_transformed(to.files, node, cause)
-        updates = updates_buffers(to.files, node, self.kept, cause)
-        return replace(self, updates_buffers=updates, caches=caches_taken(to.tree, node.cls))
+        return replace(
+            self,
+            updates_buffers=updates_buffers(to.files, node, self.kept, cause),
+            draws=any(draws_beside_torch(*each) for each in running_inside(to.files, node)),
+            caches=caches_taken(to.tree, node.cls),
+        )
 
     def options(self, imports: Imports, causes: Causes) -> list[tuple[str, str]]:
         """What torch's checkpoint is told by name."""
+        contexts = ""
         if self.kept is not None:
             contexts = context(imports, self.kept, causes)
         elif self.updates_buffers:
             contexts = f"{imports.helper('recomputation', 'update_buffers_once', causes)}(self)"
-        else:
-            return [("use_reentrant", "False")]
-        return [("use_reentrant", "False"), ("context_fn", contexts)]
+        if self.draws:
+            contexts = f"{imports.helper('recomputation', 'draw_again', causes)}({contexts})"
+        options = [("use_reentrant", "False")]
+        return [*options, ("context_fn", contexts)] if contexts else options
 
 
 # Of `torch.func` what cannot be done inside of what is computed again: torch hooks what it keeps.
@@ -99,12 +114,28 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
         for file, method in running(files, node):
             if method.name == "forward":
                 _refuse(file, method, _change(method, set(), node), cause)
-            _refuse(file, method, varying(file, [method]), cause)
+            _refuse(file, method, varying(file, [method]) or _source_in(method, node), cause)
             for call, name in transforms(file, method):
                 if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
                     words = f"calls `{name}`, which torch does not allow where values are kept so"
                     hint = "checkpoint modules that do not differentiate themselves"
                     _refuse(file, method, Obstacle(call, words, hint), cause)
+
+
+def _source_in(method: ast.FunctionDef, node: Node) -> Obstacle | None:
+    """A source of random numbers of Python's or NumPy's that goes on from call to call."""
+    own, held = vars(node.live), vars(sys.modules[node.cls.__module__])
+    for each in ast.walk(method):
+        match each:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                value = own.get(name)
+            case ast.Name(id=name):
+                value = held.get(name)
+            case _:
+                continue
+        if type(value).__module__.startswith(("random", "numpy.random")):
+            return varies(each)
+    return None
 
 
 def _change(forward: ast.FunctionDef, given: set[str], node: Node) -> Obstacle | None:

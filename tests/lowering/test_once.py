@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -208,11 +211,15 @@ def test_what_would_be_changed_twice_is_refused(tmp_path, statement, changed):
 
 
 VARYING = {
-    "y = y * random.random()": "`random.random()`",
-    "y = y * np.random.rand()": "`np.random.rand()`",
+    "np.random.seed(); y = y * np.random.rand()": "`np.random.seed()`",
+    "y = y * random.Random(None).random()": "`random.Random(None)`",
+    "y = y * np.random.default_rng().random()": "`np.random.default_rng()`",
+    "y = y * np.random.default_rng(3).random()": None,
     "y = y + torch.rand(16, generator=self.generator)": "generator=self.generator",
     "y = y * next(self.turns)": "`next(self.turns)`",
-    "y = y * drawn()": "`random.random()`",
+    "y = y * self.dice.random()": "`self.dice`",
+    "y = y * float(RNG.random())": "`RNG`",
+    "y = y * drawn()": "`random.SystemRandom()`",
     "y = swish(y)": "calls `swish`, which TorchScript compiles",
     "self.calls += 1": "changes `self.calls` in place",
     "y = y * next(iter([1, 2]))": None,
@@ -233,13 +240,14 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
     )
     source = source.replace(
         "class Track",
-        "def drawn():\n    return random.random()\n\n\n"
+        "RNG = np.random.default_rng(0)\n\n\n"
+        "def drawn():\n    return random.SystemRandom().random()\n\n\n"
         "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\nclass Track",
     )
     source = source.replace(
         '        self.register_buffer("mean"',
         "        self.calls, self.generator = 0, torch.Generator()\n"
-        "        self.turns = itertools.cycle([1, 2])\n"
+        "        self.turns, self.dice = itertools.cycle([1, 2]), random.Random(0)\n"
         '        self.register_buffer("mean"',
     )
     schedule = SCHEDULE.format(arguments=arguments)
@@ -247,6 +255,40 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         rewritten(tmp_path, source, schedule)
     else:
         assert words in refused(tmp_path, source, schedule, "SR305")
+
+
+@pytest.mark.parametrize("arguments", ["", '["norm", "track"]', 'save="mm"'])
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
+def test_numbers_of_python_and_numpy_are_drawn_again(tmp_path, arguments, norm):
+    """In a module inside, in a function, from a seed; what comes after is the original's."""
+    if "save" in arguments and norm == "BatchNorm1d":
+        return
+    drawn = "y = y * random.random() * float(np.random.rand()) * drawn()"
+    source = NET.format(norm=norm, update=drawn)
+    source = source.replace(
+        "import torch\n", "import random\n\nimport numpy as np\nimport torch\n", 1
+    )
+    source += (
+        "\n\ndef drawn():\n    np.random.seed(3)\n    return 1 + np.random.permutation(5)[0]\n"
+    )
+    output = rewritten(tmp_path, source, SCHEDULE.format(arguments=arguments))
+    updates = "update_buffers_once(self)" if norm == "BatchNorm1d" else ""
+    kept = "keep_mm" if "save" in arguments else updates
+    assert f"context_fn=draw_again({kept})" in changed_lines(output)
+
+    def run(path):
+        random.seed(1)
+        np.random.seed(1)
+        model = trained(imported(path))
+        named = {n: p.grad for n, p in model.named_parameters()} | model.state_dict()
+        return named, random.random(), np.random.rand()
+
+    (ours, *later), (wanted, *originals) = (
+        run(written(tmp_path, output)),
+        run(tmp_path / "source_0.py"),
+    )
+    assert later == originals
+    assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize(
