@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.around_checkpoint import check_transformed, transforms
+from slapo_rewrite.changes.around_checkpoint import check_transformed, forward_of, transforms
 from slapo_rewrite.changes.buffer_updates import updates_buffers
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.running_methods import running, running_inside
 from slapo_rewrite.changes.save_policy import SavePolicy, context
-from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.arguments import Signature, parameters
+from slapo_rewrite.code.effects import stored
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.subgraphs import (
     Obstacle,
@@ -27,8 +28,8 @@ from slapo_rewrite.code.subgraphs import (
     varying,
 )
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.hugging_face import CACHES, names_of_caches
-from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.hugging_face import CACHES, KEEPS_TOKENS, names_of_caches
+from slapo_rewrite.model.tree import Node
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Recomputed(Requested):
         updates_buffers: Whether it updates buffers as it runs.
         draws: Whether it draws random numbers of Python or NumPy.
         caches: Those that the module and modules inside of it take.
+        left: Arguments that the module must not be given where it is computed again.
     """
 
     kept: SavePolicy = None
     updates_buffers: bool = False
     draws: bool = False
     caches: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
         """The same, once it is known that it may be done, and what it takes.
@@ -57,12 +60,11 @@ class Recomputed(Requested):
             cause: Who asks.
         """
         check_repeats(to.files, twice, cause)
-        check_transformed(to.files, node, cause)
         return replace(
             self,
             updates_buffers=updates_buffers(to.files, node, self.kept, cause),
             draws=any(draws_beside_torch(*each) for each in running_inside(to.files, node)),
-            caches=caches_taken(to.tree, node.cls),
+            caches=caches_taken(to, node.cls),
         )
 
     def options(self, imports: Imports, causes: Causes) -> list[tuple[str, str]]:
@@ -82,8 +84,37 @@ class Recomputed(Requested):
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 
 
-def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
-    """Refuses a module whose `forward` changes what it is given.
+def left_out(to: Placement, node: Node, cause: Directive) -> tuple[str, ...]:
+    """The fewest arguments without which a module may be computed again; often none.
+
+    Those that need not be given: the module says so as it runs, where one is all the same.
+
+    Raises:
+        Unsupported: It may not.
+    """
+    forward = forward_of(to.files, node)
+    defaults = Signature.of(forward).defaults if forward is not None else {}
+    constants = {n: each.value for n, each in defaults.items() if isinstance(each, ast.Constant)}
+    optional = [name for name in reversed(constants) if constants[name] is None]
+    if to.around_forward(node) is not to.files.of(node.cls):
+        optional = []  # its text is not written
+    refused: errors.RewriteError | None = None
+    for names in dict.fromkeys(((), *((name,) for name in optional), tuple(optional))):
+        try:
+            check_recomputed(to.files, node, cause, names)
+            check_transformed(to.files, node, cause, names)
+        except errors.Unsupported as error:
+            refused = refused or error
+        else:
+            return names
+    assert refused is not None
+    raise refused
+
+
+def check_recomputed(
+    files: OutputFiles, node: Node, cause: Directive, left: Collection[str] = ()
+) -> None:
+    """Refuses a module whose `forward` changes what it is given, but for arguments left out.
 
     Raises:
         Unsupported: It does.
@@ -95,10 +126,11 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
             hint="take `inplace` out, or checkpoint a module around it",
         )
     home = files.of(node.cls)
-    forward = home.classes.method(node.cls.__name__, "forward") if home else None
+    forward = forward_of(files, node)
     if home is None or forward is None:
         return
-    given = {*parameters(forward)} - {"self", *names_of_caches(node.cls.forward.__module__)}
+    caches = names_of_caches(node.cls.forward.__module__)
+    given = {*parameters(forward)} - {"self", *caches, *left}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
     _refuse(home.file, forward, _change(forward, given, node), cause)
@@ -157,16 +189,20 @@ def _refuse(
         )
 
 
-def caches_taken(tree: Tree, cls: type) -> tuple[str, ...]:
+def caches_taken(to: Placement, cls: type) -> tuple[str, ...]:
     """The caches that modules of a class and those inside of them take, by their arguments' names.
 
-    What some of these hold the others need not: one text is right for all of them.
+    What some of these hold the others need not: one text is right for all of them. What has a
+    module hold a cache itself is one of them.
     """
-    around = [node.live for node in tree.nodes.values() if node.cls is cls]
+    around = [node for node in to.tree.nodes.values() if node.cls is cls]
     taken: set[str] = set()
-    for each in {type(inner) for live in around for inner in live.modules()}:
-        names = names_of_caches(each.forward.__module__)
-        taken |= inspect.signature(each.forward).parameters.keys() & {*names}
+    for each in {inner.cls: inner for node in around for inner in node.walk()}.values():
+        names = names_of_caches(each.cls.forward.__module__)
+        parameters = inspect.signature(each.cls.forward).parameters.keys()
+        taken |= parameters & {*names}
+        if any(stored(method) for _, method in running(to.files, each)):
+            taken |= parameters & {KEEPS_TOKENS}
     return tuple(sorted(taken))
 
 
@@ -181,10 +217,12 @@ def without_caches(
         caches: Those that its module takes, and that what it calls takes, which may be among its
             `**kwargs`.
     """
-    lines = [f"{name} = None" for name in dict.fromkeys((*CACHES, *caches)) if name in used]
+    names = [name for name in dict.fromkeys((*CACHES, *caches)) if name in used]
+    lines = [f"{name} = {'False' if name == KEEPS_TOKENS else 'None'}" for name in names]
     rest = function.args.kwarg.arg if function.args.kwarg else None
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     given = [{k.arg or ast.unparse(k) for k in call.keywords} for call in calls]
     hidden = {n for names in given if f"**{rest}" in names for n in caches if n not in names}
+    hidden.discard(KEEPS_TOKENS)
     more = sorted(hidden - {*parameters(function)}) if rest in used else ()
     return [*lines, *(f'{rest}.pop("{name}", None)' for name in more)]

@@ -60,7 +60,8 @@ class Checkpoint(Primitive):
 
     Non-reentrant, so keyword arguments stay keywords and inputs need no gradient; random numbers of
     torch, Python and NumPy are drawn again for the second computation. A cache of keys and values
-    that a layer would fill twice is not passed on in training.
+    that a layer would fill twice is not passed on in training; what may be left out, and changes
+    before the backward pass, is refused as the layer runs.
 
     `subgraph` takes part of a `forward`, by the calls that it makes: a list of names, or a regular
     expression for them (`attention`, `layer.0` for `self.layer[0](...)`). The smallest run of

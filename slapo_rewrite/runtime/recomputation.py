@@ -90,6 +90,20 @@ class EarlierBuffers:
             setattr(module, name, buffer)
 
 
+def check_left_out(**given: Any) -> None:
+    """Refuses arguments that change before the backward pass computes with them again.
+
+    Raises:
+        ValueError: One is given, and a backward pass may follow.
+    """
+    for name, value in given.items():
+        if value is not None and torch.is_grad_enabled():
+            raise ValueError(
+                f"`{name}` changes before the backward pass, where this module is computed "
+                f"again: train without `{name}`, or do not checkpoint the module"
+            )
+
+
 def draw_again(contexts: Callable[[], Any] | None = None) -> Callable[[], Any]:
     """Contexts for `checkpoint` in which Python and NumPy draw the same numbers again.
 

@@ -502,3 +502,143 @@ def test_an_activation_in_place_is_not_checkpointed(tmp_path):
     schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")
     words = refused(tmp_path, source, schedule, "SR305")
     assert "`blocks.0.norm` changes its input in place" in words
+
+
+GIVEN = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+
+    def forward(self, x, more=None, held=None):
+        y = self.up(x).tanh()
+        return x + (y if held is None else y * held[0])
+
+
+class Stack(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim) for _ in range(3)])
+
+    def forward(self, x, parts=None):
+        for number, block in enumerate(self.blocks):
+            x = block(x, held=parts[number] if parts is not None else None)
+            if parts is not None:
+                parts[number][0].mul_(2)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack(8)
+
+    def encoded(self, x, given):
+        return self.stack(x, given)
+
+    def forward(self, x, given=None):
+        x = self.encoded(x, given)
+        if given is not None:
+            given.clear()
+        return x
+"""
+
+
+def test_what_is_changed_later_is_not_given_in_training(tmp_path):
+    """It gets to the module by an argument that may be left out, on all ways there."""
+    schedule = SCHEDULE.format(arguments="").replace("blocks.*", "stack.blocks.*")
+    output = rewritten(tmp_path, GIVEN, schedule)
+    assert "check_left_out(held=held)" in changed_lines(output)
+    ours = trained(imported(written(tmp_path, output)))
+    wanted = trained(imported(tmp_path / "source_0.py"))
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
+    x, parts = torch.ones(6, 8).double(), [[torch.ones(()).double()] for _ in range(3)]
+    with pytest.raises(ValueError, match="`held` changes before the backward pass"):
+        ours(x, parts)
+    with torch.no_grad():
+        ours(x, parts)
+    both = GIVEN.replace("block(x, held", "block(x, parts, held")
+    changed = changed_lines(rewritten(tmp_path, both, schedule))
+    assert "check_left_out(more=more, held=held)" in changed
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("more=None, held=None", "held, more=None"),  # it may not be left out
+        ("block(x, held", "block(x if parts is None else parts[0][0], held"),  # nor what is of it
+        ("self.stack(x, given)", "self.stack(x, *given)"),  # nor what nobody can tell
+    ],
+)
+def test_what_has_to_be_given_may_not_change_later(tmp_path, old, new):
+    source = GIVEN.replace(old, new)
+    schedule = SCHEDULE.format(arguments="").replace("blocks.*", "stack.blocks.*")
+    words = refused(tmp_path, source, schedule, "SR305")
+    assert "after `stack.blocks.0` was given it, which is computed again" in words
+
+
+STATEFUL = """\
+import torch
+from torch import nn
+
+
+class Cell(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+        self.state = None
+
+    def forward(self, x, use_cache=True):
+        if not use_cache:
+            self.state = None
+        y = self.up(x if self.state is None else x + self.state).tanh()
+        self.state = y.detach() if use_cache else None
+        return y
+
+
+if True:
+    class Block(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.cell = Cell(dim)
+
+        def forward(
+            self, x, use_cache=True
+        ):
+            return x + self.cell(x, use_cache=use_cache)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(8) for _ in range(3)])
+
+    def forget(self):
+        blocks = getattr(self, "blocks")
+        for block in blocks:
+            block.cell.state = None
+
+    def forward(self, x, use_cache=True):
+        self.forget()
+        for block in self.blocks:
+            x = block(x, use_cache=use_cache)
+        return x
+"""
+
+
+def test_a_module_that_holds_its_cache_itself_fills_none_in_training(tmp_path):
+    """As with layers of transformers, where that checkpoints them; the class is in a branch."""
+    output = rewritten(tmp_path, STATEFUL, SCHEDULE.format(arguments=""))
+    assert "use_cache = False" in changed_lines(output)
+    ours = trained(imported(written(tmp_path, output)))
+    wanted = trained(imported(tmp_path / "source_0.py"))
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
+    kept = STATEFUL.replace("        self.forget()\n", "")
+    words = refused(tmp_path, kept, SCHEDULE.format(arguments=""), "SR106")
+    assert "is not the model any more" in words
