@@ -7,6 +7,7 @@ torch, the standard library and what lies beside it only.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random
 import sys
@@ -226,17 +227,30 @@ def build_deep(
             return small
         if hasattr(getattr(small, "config", None), "to_dict"):
             with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
-                deep: nn.Module = type(small)(deepened(small.config, full.config, kept or {}))
+                config = deepened(small.config, full.config, kept or {})
+                deep = _not_too_large(lambda: type(small)(copy.deepcopy(config)))
                 if kept or _paths(deep) == _paths(full):
                     return deep
-    config: Any = getattr(full, "config", None)
-    if hasattr(config, "to_dict"):
+    if hasattr(getattr(full, "config", None), "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
-            return shrunk(full, None, kept)
+            return _not_too_large(lambda: shrunk(full, None, kept))
     if hasattr(schedule, SMALL_BUILD):
         return _module(getattr(schedule, SMALL_BUILD)(module, deep=True), "model")
     return build_small(schedule, module)
+
+
+def _not_too_large(build: Callable[[], nn.Module]) -> nn.Module:
+    """What a function builds: with all layers of a model, what is small with two may be huge.
+
+    Raises:
+        ValueError: It is too large to be run.
+    """
+    with on_meta():
+        count = sum(p.numel() for p in build().parameters())
+    if count > LARGEST_TWIN:
+        raise ValueError(f"{count:,} parameters are too many to run it here")
+    return build()
 
 
 def _paths(model: nn.Module) -> set[str]:

@@ -188,6 +188,16 @@ def test_a_deep_twin_is_the_schedules_own_with_all_layers():
         assert (model.config.hidden_size == 24) is is_own
 
 
+def test_a_deep_twin_that_is_too_large_gives_way_to_one_of_few_layers(monkeypatch):
+    """Inkling's layers double in width; all of them take more memory than there is."""
+    schedule = scheduled("BertForMaskedLM", num_hidden_layers=40)
+    with torch.device("meta"):
+        full = schedule.model(None)
+    assert len(small_model.build_deep(schedule, None, full).bert.encoder.layer) == 40
+    monkeypatch.setattr(small_model, "LARGEST_TWIN", 1_000_000)
+    assert len(small_model.build_deep(schedule, None, full).bert.encoder.layer) == 2
+
+
 def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_model():
     def made(depth, text):
         kinds = {"layer_types": ["full_attention", "sliding_attention"] * (depth // 2)}
