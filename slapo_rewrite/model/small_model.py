@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .meta_build import on_meta
-from .small_config import deepened, small_config
+from .small_config import FIRST_DRAWN, deepened, small_config
 
 LARGEST_TWIN = 200_000_000  # parameters; each process holds about ten times their bytes
 LARGE = 20_000_000  # with more, a run takes minutes, and a smaller model is looked for
@@ -310,7 +310,7 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
             "a vocabulary: define inputs(model) in the schedule"
         )
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
+    ids = torch.randint(FIRST_DRAWN, vocabulary, (BATCH, TOKENS), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, FIRST_PADDED:] = 0
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}

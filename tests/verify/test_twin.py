@@ -222,3 +222,13 @@ def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_mo
 def test_twins_with_state_spaces_scan_in_short_chunks():
     config = small_config(transformers.FalconH1Config())
     assert config.mamba_chunk_size < small_model.TOKENS
+
+
+def test_tokens_that_stand_for_images_stay_words_of_the_text():
+    """Of a text in another part of the configuration; no text that is made up has them."""
+    small = small_config(transformers.Gemma3Config())
+    words = small.text_config.vocab_size
+    moved = [small.image_token_index, small.boi_token_index, small.eoi_token_index]
+    assert words == VOCABULARY and max(moved) < 3 and len({*moved}) == 2
+    beyond = small_config(transformers.LlavaConfig())  # of 32,000 words, as many as the text has
+    assert beyond.image_token_index == 32_000
