@@ -58,7 +58,7 @@ ENDED = (
     "torch.cat((torch.randint(3, $vocab_size, (2, 15)), torch.full((2, 1), $eos_token_id:2)), 1)"
 )
 ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "input_ids": (TOKENS,),
+    "input_ids": (TOKENS, "torch.randint(3, $vocab_size:100, (2 * $num_codebooks, 16))"),
     "decoder_input_ids": (TOKENS,),
     "pixel_values": (
         "torch.randn(2, $num_channels:3, $image_size:64, $image_size:64)",
@@ -94,6 +94,20 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "torch.randn(2, $prediction_length:8, $num_input_channels:1)",
     ),
     "future_time_features": ("torch.randn(2, $prediction_length:8, $num_time_features:1)",),
+    "flattened_patches": (
+        "torch.cat((torch.randint(4, (2, 9, 2)), torch.randn(2, 9, $patch_embed_hidden_size)), 2)",
+    ),
+    "visual_feats": ("torch.randn(2, 8, $visual_feat_dim)",),
+    "visual_pos": ("torch.rand(2, 8, 4)",),
+    "states": ("torch.randn(2, 16, $state_dim)",),
+    "actions": ("torch.randn(2, 16, $act_dim)",),
+    "rewards": ("torch.randn(2, 16, 1)",),
+    "returns_to_go": ("torch.randn(2, 16, 1)",),
+    "timesteps": ("torch.randint(16, (2, 16))",),
+    "spectrogram_labels": ("torch.randn(2, 16, $num_mel_bins:80)",),
+    "duration_labels": ("torch.ones(2, 16, dtype=torch.long)",),
+    "pitch_labels": ("torch.randn(2, 16, 1)",),
+    "energy_labels": ("torch.randn(2, 16, 1)",),
     "bbox": ("torch.zeros(2, 16, 4, dtype=torch.long)",),
     "bool_masked_pos": (
         "torch.zeros(2, ($image_size:224 // $patch_size:16) ** 2, dtype=torch.bool)",
@@ -192,8 +206,11 @@ def _steps(
         has_words = isinstance(getattr(config, "vocab_size", None), int)
         if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes and has_words:
             yield own
-        for inputs in _made_up(takes, mains, cls.__name__):
-            yield replace(own, inputs=_filled(inputs, model.config))
+        known: list[dict[str, str]] = []  # what a number stands for may be what others are as well
+        for made_up in _made_up(takes, mains, cls.__name__):
+            if (inputs := _filled(made_up, model.config)) not in known:
+                known.append(inputs)
+                yield replace(own, inputs=inputs)
 
 
 def _small(cls: Any, config: Any, wanted: set[type]) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
+from slapo_rewrite.code.arguments import argument_of, parameters
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place, stored, words_of
 from slapo_rewrite.code.file import SourceFile
@@ -35,15 +36,22 @@ CALLS = ("forward", "__call__", "__init__")
 
 
 def check_transformed(
-    files: OutputFiles, node: Node, caches: Collection[str], cause: Directive
+    files: OutputFiles,
+    node: Node,
+    caches: Collection[str],
+    cause: Directive,
+    left: Collection[str] = (),
 ) -> None:
     """Refuses a module that it or those around it call with other weights, or differentiate.
+
+    So it is with one that they hand something to, and change that afterwards.
 
     Args:
         files: The files.
         node: The module.
         caches: What it is given and does not get in training, by name.
         cause: Who asks.
+        left: Arguments that it must not be given in training.
 
     Raises:
         Unsupported: They may.
@@ -64,7 +72,9 @@ def check_transformed(
                 _refuse_set(files, file, function, node, outer, cause)
                 _refuse_global(files, file, function, node, cause)
         if outer is not node:
-            _refuse_changed(files, node, outer, caches, cause)
+            around = _Around(files, node, outer, caches, left)
+            for file, function in around.methods:
+                check_unchanged(file, function, around.follow(function), node.shown, (cause,))
         inner = outer
 
 
@@ -185,15 +195,60 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
     return tuple(with_wildcards(path) for path in paths)
 
 
-def _refuse_changed(
-    files: OutputFiles, node: Node, outer: Node, caches: Collection[str], cause: Directive
-) -> None:
-    """Refuses what a module around hands to it, or to what it lies in, and changes afterwards."""
-    relative = with_wildcards(outer.below(node.path))
-    methods = [*running(files, outer)]
-    through: set[str] = set()  # methods that call it
+class _Around:
+    """What a module around one that is computed again hands to it, or to what that lies in.
 
-    def handed(expr: ast.AST, function: ast.FunctionDef) -> list[ast.expr]:
+    Args:
+        files: The files.
+        node: The module that is computed again.
+        outer: The one around it.
+        caches: What `node` is given and does not get in training, by name.
+        left: Arguments that `node` must not be given in training.
+    """
+
+    def __init__(
+        self,
+        files: OutputFiles,
+        node: Node,
+        outer: Node,
+        caches: Collection[str],
+        left: Collection[str],
+    ) -> None:
+        self.files, self.node, self.outer = files, node, outer
+        self.caches, self.left = caches, left
+        self.relative = outer.below(node.path)
+        self.methods = [*running(files, outer)]
+        self.known: dict[tuple[ast.FunctionDef, str], bool] = {}
+        self.through: dict[str, ast.FunctionDef] = {}  # methods that call it
+        for _ in self.methods:
+            calls = {
+                function.name: function
+                for _, function in self.methods
+                if function.name != "forward"
+                and any(self._given(each, function) for each in ast.walk(function))
+            }
+            if calls.keys() <= self.through.keys():
+                break
+            self.through |= calls
+
+    def follow(self, function: ast.FunctionDef) -> Handed:
+        """Follows what a method of the module around hands to it, and changes."""
+        return Handed(
+            functools.partial(self._handed, function=function),
+            functools.partial(changed_by, files=self.files, outer=self.outer, function=function),
+            functools.partial(self._is_absent, function=function),
+        )
+
+    def _handed(self, expr: ast.expr, function: ast.FunctionDef) -> list[ast.expr]:
+        return [
+            each
+            for each in self._given(expr, function)
+            if not any(is_name(each, name) for name in self.caches)
+            and not (self.left and self._is_left(expr, each, function))
+        ]
+
+    def _given(self, expr: ast.AST, function: ast.FunctionDef) -> list[ast.expr]:
+        """The arguments of a call of it, of what it lies in, or of what may call it."""
         if not isinstance(expr, ast.Call):
             return []
         of_function = [path for path in _paths(expr.func, function) if path]
@@ -207,25 +262,50 @@ def _refuse_changed(
             and not of_function
             and expr.func.id in _names_of(function)
         )
-        if not (unknown or any(p in through or _leads_to(p, relative) for p in called + taken)):
-            return []
-        return [each for each in given if not any(is_name(each, name) for name in caches)]
+        pattern = with_wildcards(self.relative)
+        leads = any(p in self.through or _leads_to(p, pattern) for p in called + taken)
+        return given if unknown or leads else []
 
-    for _ in methods:
-        calls = {
-            function.name
-            for _, function in methods
-            if any(handed(each, function) for each in ast.walk(function))
-        }
-        if calls - {"forward"} <= through:
-            break
-        through |= calls - {"forward"}
-    for file, function in methods:
-        follow = Handed(
-            functools.partial(handed, function=function),
-            functools.partial(changed_by, files=files, outer=outer, function=function),
-        )
-        check_unchanged(file, function, follow, node.shown, (cause,))
+    def _is_left(self, call: ast.expr, given: ast.expr, function: ast.FunctionDef) -> bool:
+        """Whether an argument gets to the module as one that it is not given in training, if so."""
+        if not isinstance(call, ast.Call) or not (paths := _paths(call.func, function)):
+            return False
+        for path in paths:
+            inner: Node | None = self.outer
+            callee = self.through.get(path)
+            if callee is None and _leads_to(path, with_wildcards(self.relative)):
+                way = self.relative.split(".")[: path.count(".") + 1]
+                inner = self.outer.at(".".join(way))
+                callee = forward_of(self.files, inner) if inner is not None else None
+            if inner is None or callee is None:
+                return False
+            names = [n for n in parameters(callee) if argument_of(callee, call, n) is given]
+            if not names or not self._ends_as_left(inner, callee, names[0]):
+                return False
+        return True
+
+    def _is_absent(self, call: ast.Call, given: ast.expr, function: ast.FunctionDef) -> bool:
+        """Whether a call gives it to the module itself, as what that is not given in training."""
+        depths = {path.count(".") for path in _paths(call.func, function)} if self.left else set()
+        return depths == {self.relative.count(".")} and self._is_left(call, given, function)
+
+    def _ends_as_left(self, inner: Node, callee: ast.FunctionDef, name: str) -> bool:
+        if inner is self.node:
+            return name in self.left
+        if (callee, name) not in self.known:
+            self.known[callee, name] = False  # where it calls itself
+            inside = inner is not self.outer
+            around = (
+                _Around(self.files, self.node, inner, self.caches, self.left) if inside else self
+            )
+            self.known[callee, name] = not around.follow(callee).hands_on(callee, name)
+        return self.known[callee, name]
+
+
+def forward_of(files: OutputFiles, node: Node) -> ast.FunctionDef | None:
+    """The `forward` of a module, if it is read."""
+    home = files.of(node.cls)
+    return home.classes.method(node.cls.__name__, "forward") if home is not None else None
 
 
 def check_unchanged(

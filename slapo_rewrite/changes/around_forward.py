@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.places import AroundForward, Place
-from slapo_rewrite.changes.recomputation import Recomputed, check_recomputed
+from slapo_rewrite.changes.recomputation import Recomputed, left_out
 from slapo_rewrite.code.build import parsed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node
@@ -53,8 +53,8 @@ class Recompute(Recomputed, WrapForward):
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Around `forward`, if that can run twice."""
-        check_recomputed(to.files, node, cause)
-        change = self.checked(to, node, [node], cause)
+        left = left_out(to, node, cause)
+        change = replace(self.checked(to, node, [node], cause), left=left)
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write_at(self, text: ClassText, place: Place) -> None:

@@ -359,15 +359,17 @@ class ClassWriter:
             doc = f"{of_it} that recomputes most of its activations in the backward pass."
         text, passed = [_ANY_FORWARD], ["*args", "**kwargs"]
         lines = without_caches(forward, parameters(forward), what.caches) if forward else []
-        if forward is not None and lines:
+        if forward is not None and (lines or what.left):
             # A decorator may look for arguments by their names, and add those that it misses.
             passed = list(passed_on(forward, by_name=bool(forward.decorator_list)))
-            text = [
-                header_text(self.file, forward),
-                "        if self.training:",
-                f"            # {_NO_CACHE}",
-                *(f"            {line}" for line in lines),
-            ]
+            text = [header_text(self.file, forward)]
+            if what.left:
+                check = self.imports.helper("recomputation", "check_left_out", causes)
+                given = ", ".join(f"{name}={name}" for name in what.left)
+                text.append("        " + fitted(f"{check}({given})", 8, self.line_length))
+            if lines:
+                text += ["        if self.training:", f"            # {_NO_CACHE}"]
+                text += [f"            {line}" for line in lines]
         stars = [p for p in passed if p.startswith("**")]
         plain = [p for p in passed if not p.startswith("**")]
         arguments = ", ".join(["super().forward", *plain, *options, *stars])

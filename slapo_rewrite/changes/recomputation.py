@@ -5,24 +5,33 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.around_checkpoint import check_transformed, transforms
+from slapo_rewrite.changes.around_checkpoint import check_transformed, forward_of, transforms
 from slapo_rewrite.changes.buffer_updates import may_be_changed_by, updates_buffers
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement, Requested
-from slapo_rewrite.changes.running_methods import running
+from slapo_rewrite.changes.running_methods import running, running_inside
 from slapo_rewrite.changes.save_policy import SavePolicy, context
-from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.arguments import Signature, parameters
+from slapo_rewrite.code.effects import stored
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
-from slapo_rewrite.code.subgraphs import Obstacle, change_of_given, counted_in_file, varying
+from slapo_rewrite.code.subgraphs import (
+    Obstacle,
+    change_of_given,
+    counted_in_file,
+    draws_beside_torch,
+    varies,
+    varying,
+)
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.hugging_face import CACHE, names_of_caches
+from slapo_rewrite.hugging_face import CACHE, KEEPS_TOKENS, names_of_caches
 from slapo_rewrite.model.tree import Node, Tree
 
 
@@ -33,12 +42,16 @@ class Recomputed(Requested):
     Attributes:
         kept: What is kept all the same.
         updates_buffers: Whether it updates buffers as it runs.
+        draws: Whether it draws random numbers of Python or NumPy.
         caches: Those that the module and modules inside of it take.
+        left: Arguments that the module must not be given where it is computed again.
     """
 
     kept: SavePolicy = None
     updates_buffers: bool = False
+    draws: bool = False
     caches: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
         """The same, once it is known that it may be done, and what it takes.
@@ -50,28 +63,62 @@ class Recomputed(Requested):
             cause: Who asks.
         """
         check_repeats(to.files, twice, cause)
-        caches = caches_taken(to.files, to.tree, node.cls)
-        check_transformed(to.files, node, caches, cause)
-        updates = updates_buffers(to.files, node, self.kept, cause)
-        return replace(self, updates_buffers=updates, caches=caches)
+        return replace(
+            self,
+            updates_buffers=updates_buffers(to.files, node, self.kept, cause),
+            draws=any(draws_beside_torch(*each) for each in running_inside(to.files, node)),
+            caches=caches_taken(to.files, to.tree, node.cls),
+        )
 
     def options(self, imports: Imports, causes: Causes) -> list[tuple[str, str]]:
         """What torch's checkpoint is told by name."""
+        contexts = ""
         if self.kept is not None:
             contexts = context(imports, self.kept, causes)
         elif self.updates_buffers:
             contexts = f"{imports.helper('recomputation', 'update_buffers_once', causes)}(self)"
-        else:
-            return [("use_reentrant", "False")]
-        return [("use_reentrant", "False"), ("context_fn", contexts)]
+        if self.draws:
+            contexts = f"{imports.helper('recomputation', 'draw_again', causes)}({contexts})"
+        options = [("use_reentrant", "False")]
+        return [*options, ("context_fn", contexts)] if contexts else options
 
 
 # Of `torch.func` what cannot be done inside of what is computed again: torch hooks what it keeps.
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 
 
-def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
-    """Refuses a module whose `forward` changes what it is given.
+def left_out(to: Placement, node: Node, cause: Directive) -> tuple[str, ...]:
+    """The fewest arguments without which a module may be computed again; often none.
+
+    Those that need not be given: the module says so as it runs, where one is all the same.
+
+    Raises:
+        Unsupported: It may not.
+    """
+    forward = forward_of(to.files, node)
+    defaults = Signature.of(forward).defaults if forward is not None else {}
+    constants = {n: each.value for n, each in defaults.items() if isinstance(each, ast.Constant)}
+    optional = [name for name in reversed(constants) if constants[name] is None]
+    if to.around_forward(node) is not to.files.of(node.cls):
+        optional = []  # its text is not written
+    caches = caches_taken(to.files, to.tree, node.cls)
+    refused: errors.RewriteError | None = None
+    for names in dict.fromkeys(((), *((name,) for name in optional), tuple(optional))):
+        try:
+            check_recomputed(to.files, node, cause, names)
+            check_transformed(to.files, node, caches, cause, names)
+        except errors.Unsupported as error:
+            refused = refused or error
+        else:
+            return names
+    assert refused is not None
+    raise refused
+
+
+def check_recomputed(
+    files: OutputFiles, node: Node, cause: Directive, left: Collection[str] = ()
+) -> None:
+    """Refuses a module whose `forward` changes what it is given, but for arguments left out.
 
     Raises:
         Unsupported: It does.
@@ -83,10 +130,10 @@ def check_recomputed(files: OutputFiles, node: Node, cause: Directive) -> None:
             hint="take `inplace` out, or checkpoint a module around it",
         )
     home = files.of(node.cls)
-    forward = home.classes.method(node.cls.__name__, "forward") if home else None
+    forward = forward_of(files, node)
     if home is None or forward is None:
         return
-    given = {*parameters(forward)} - {"self", *_may_be_left_out(node)}
+    given = {*parameters(forward)} - {"self", *_may_be_left_out(node), *left}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
     _refuse(home.file, forward, _change(forward, given, node), cause)
@@ -109,13 +156,29 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
         for file, method in running(files, node):
             if method.name == "forward":
                 _refuse(file, method, _change(method, set(), node), cause)
-            _refuse(file, method, varying(file, [method]), cause)
+            _refuse(file, method, varying(file, [method]) or _source_in(method, node), cause)
             _refuse(file, method, counted_in_file(file, method, method.body), cause)
             for call, name in transforms(file, method):
                 if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
                     words = f"calls `{name}`, which torch does not allow where values are kept so"
                     hint = "checkpoint modules that do not differentiate themselves"
                     _refuse(file, method, Obstacle(call, words, hint), cause)
+
+
+def _source_in(method: ast.FunctionDef, node: Node) -> Obstacle | None:
+    """A source of random numbers of Python's or NumPy's that goes on from call to call."""
+    own, held = vars(node.live), vars(sys.modules[node.cls.__module__])
+    for each in ast.walk(method):
+        match each:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                value = own.get(name)
+            case ast.Name(id=name):
+                value = held.get(name)
+            case _:
+                continue
+        if type(value).__module__.startswith(("random", "numpy.random")):
+            return varies(each)
+    return None
 
 
 def _change(forward: ast.FunctionDef, given: set[str], node: Node) -> Obstacle | None:
@@ -141,21 +204,24 @@ def caches_taken(files: OutputFiles, tree: Tree, cls: type) -> tuple[str, ...]:
     """The caches that modules of a class or those inside fill, by their arguments' names.
 
     What some of these hold the others need not: one text is right for all of them. What is not
-    filled is no more than an argument: what a model remembers of an earlier segment, say.
+    filled is no more than an argument: what a model remembers of an earlier segment, say. What has
+    a module hold a cache itself is one of them.
     """
     around = [node for node in tree.nodes.values() if node.cls is cls]
     taken: set[str] = set()
     for inner in {each.cls: each for node in around for each in node.walk()}.values():
         names = names_of_caches(inner.cls.forward.__module__)
-        given = inspect.signature(inner.cls.forward).parameters.keys() & {*names}
+        takes = inspect.signature(inner.cls.forward).parameters.keys()
+        given = takes & {*names}
         taken |= {name for name in given if CACHE in names or _may_fill(files, inner, name)}
+        if any(stored(method) for _, method in running(files, inner)):
+            taken |= takes & {KEEPS_TOKENS}
     return tuple(sorted(taken))
 
 
 def _may_fill(files: OutputFiles, node: Node, name: str) -> bool:
     """Whether a module may change an argument of its `forward`."""
-    home = files.of(node.cls)
-    forward = home.classes.method(node.cls.__name__, "forward") if home else None
+    forward = forward_of(files, node)
     if forward is None:
         return True
     changed = functools.partial(may_be_changed_by, files, node, forward)
@@ -173,10 +239,12 @@ def without_caches(
         caches: Those that its module takes, and that what it calls takes, which may be among its
             `**kwargs`.
     """
-    lines = [f"{name} = None" for name in caches if name in used]
+    off = {KEEPS_TOKENS: False}
+    lines = [f"{name} = {off.get(name)}" for name in caches if name in used]
     rest = function.args.kwarg.arg if function.args.kwarg else None
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     given = [{k.arg or ast.unparse(k) for k in call.keywords} for call in calls]
     hidden = {n for names in given if f"**{rest}" in names for n in caches if n not in names}
+    hidden.discard(KEEPS_TOKENS)
     more = sorted(hidden - {*parameters(function)}) if rest in used else ()
     return [*lines, *(f'{rest}.pop("{name}", None)' for name in more)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.around_checkpoint import check_unchanged
+from slapo_rewrite.changes.around_checkpoint import check_transformed, check_unchanged
 from slapo_rewrite.changes.change import PlacedChange
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.imports import CHECKPOINT
@@ -78,6 +78,7 @@ class RecomputeRegion(Recomputed, Region):
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Likewise, once it is known what updates buffers."""
         change = self.checked(to, node, node.children.values(), cause)
+        check_transformed(to.files, node, change.caches, cause)
         to.add_to_region(node, self.part, change, cause)
 
 

@@ -76,10 +76,12 @@ class Handed:
     Attributes:
         handed: The expressions that are handed on by an expression.
         changed: The arguments that a call changes in place.
+        absent: Whether an argument of a call is None, whatever it says.
     """
 
     handed: Callable[[ast.expr], Iterable[ast.expr]] = lambda _: ()
     changed: Callable[[ast.Call], Iterable[ast.expr]] = lambda _: ()
+    absent: Callable[[ast.Call, ast.expr], bool] = lambda *_: False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _held: dict[object, _Values] = field(default_factory=dict)  # by lists and dictionaries
     _found: list[Obstacle] = field(default_factory=list)
@@ -93,6 +95,11 @@ class Handed:
             self._held[function.args.kwarg.arg] = frozenset({next(self._numbers)})
         self._through(function.body, _State({}, frozenset(given)))
         return self._found[0] if self._found else None
+
+    def hands_on(self, function: ast.FunctionDef, name: str) -> bool:
+        """Whether a function hands on what it is given by a name."""
+        self._found.clear()
+        return any(_base(v) == name for v in self._through(function.body, _State({})).handed)
 
     def _through(self, body: Sequence[ast.stmt], state: _State) -> _State:
         for statement in body:
@@ -219,7 +226,8 @@ class Handed:
             case ast.Call(func=func) if not (
                 isinstance(func, ast.Attribute) or is_name(func, "getattr")
             ) or _is_made(func):
-                return self._holding(values_given(expr), state)  # an object of a class, say
+                given = [each for each in values_given(expr) if not self.absent(expr, each)]
+                return self._holding(given, state)  # an object of a class, say
             case (
                 ast.ListComp(elt=element, generators=over)
                 | ast.GeneratorExp(elt=element, generators=over)

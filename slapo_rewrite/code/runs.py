@@ -108,13 +108,16 @@ def definition_text(file: SourceFile, definition: ast.FunctionDef, edits: Sequen
 
 
 def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
-    """A definition as it stands in the file, up to the colon before its body."""
+    """A method as it stands in the file, up to the colon before its body, of a class at the margin.
+
+    A class may stand in a branch.
+    """
     end = file.offset(definition.body[0].lineno, 0)
     header = file.text[file.span(definition)[0] : end].rstrip()
     # Comments between the header and the body do not belong to it.
     while header.rsplit("\n", 1)[-1].lstrip().startswith("#"):
         header = header.rsplit("\n", 1)[0].rstrip()
-    return " " * definition.col_offset + header
+    return " " * 4 + reindented(f"{header} ...", definition.col_offset, 4).removesuffix(" ...")
 
 
 def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Edit:

@@ -104,10 +104,10 @@ def _holds(statement: ast.stmt, call: ast.Call) -> bool:
     )
 
 
-# What draws random numbers that a second computation does not set back, and what makes a source of
-# them, which draws none itself.
+# What draws random numbers beside torch, and what begins with those of the system where no seed is
+# given, as a class that makes a source of them does.
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
-_SOURCES = {"Random", "RandomState", "Generator", "default_rng", "SeedSequence"}
+_SEEDED = ("seed", "default_rng")
 OF_TORCH = ("torch", "F", "nn")
 # Changes of a value in place, beside methods whose names end with an underscore.
 MUTATING = {
@@ -217,9 +217,9 @@ def counted_in_file(
 def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
     """The first thing in some statements that gives another value each time.
 
-    Random numbers of torch are set back for a second computation; those of Python and NumPy are
-    not, nor those of a generator, nor an iterator that lives longer. What TorchScript compiles
-    keeps other values at its first call than later, of which torch makes wrong gradients.
+    Random numbers of torch, Python and NumPy are set back for a second computation; those of a
+    generator are not, nor those of the system, nor an iterator that lives longer. What TorchScript
+    compiles keeps other values at its first call than later, of which torch makes wrong gradients.
     """
     nodes = list(nodes)
     own = bound_in(*nodes)
@@ -233,11 +233,34 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
         taken = [k.value for k in node.keywords if k.arg == "generator"]
         if name == "next":
             taken += node.args[:1]
-        drawn = name.startswith(_OTHER_RANDOM) and name.rpartition(".")[2] not in _SOURCES
-        if drawn or any((root := root_of(value)) and root not in own for value in taken):
-            words = f"takes `{ast.unparse(node)}`, which gives something else the second time"
-            return Obstacle(node, words, "draw by torch, without a generator, or outside of it")
+        if _is_unseeded(node, name) or any(
+            (root := root_of(value)) and root not in own for value in taken
+        ):
+            return varies(node)
     return None
+
+
+def varies(expr: ast.expr) -> Obstacle:
+    """What is said of an expression that gives another value each time."""
+    words = f"takes `{ast.unparse(expr)}`, which gives something else the second time"
+    return Obstacle(expr, words, "draw by torch, without a generator, or outside of it")
+
+
+def _is_unseeded(call: ast.Call, name: str) -> bool:
+    """Whether a call begins a source of random numbers with those of the system."""
+    last = name.rpartition(".")[2]
+    given = [ast.unparse(each) for each in values_given(call)]
+    is_begun = last in _SEEDED or last[0].isupper()
+    return name.startswith(_OTHER_RANDOM) and is_begun and given in ([], ["None"])
+
+
+def draws_beside_torch(file: SourceFile, function: ast.FunctionDef) -> bool:
+    """Whether a function names what draws random numbers of Python or NumPy."""
+    return any(
+        (file.qualified(node) or ast.unparse(node)).startswith(_OTHER_RANDOM)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute | ast.Name)
+    )
 
 
 def _is_scripted(file: SourceFile, name: str) -> bool:

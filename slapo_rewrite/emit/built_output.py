@@ -24,7 +24,7 @@ from slapo_rewrite.model.join import Sources, find_parameter_site
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.short_build import LeftOut
 from slapo_rewrite.model.tree import Node, Tree, build_model
-from slapo_rewrite.model.uncalled import HOOKS
+from slapo_rewrite.model.uncalled import HOOKS, hooks_on
 from slapo_rewrite.project import Project
 
 
@@ -226,7 +226,7 @@ def _uncalled(own: Any, other: Any) -> str | None:
     """What happens no more where another module is called, in words."""
     if "forward" in vars(own) and "forward" not in vars(other):
         return "it has not the `forward` there that was put on it"
-    if any(len(getattr(own, table)) > len(getattr(other, table)) for table in HOOKS):
+    if any(hooks_on(own, table) > hooks_on(other, table) for table in HOOKS):
         return "it has not the hooks there that were put on it"
     return None
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 VOCABULARY = 203  # odd: no world size above 1 that people use divides it
+FIRST_DRAWN = 3  # tokens below are none of a text that is made up
 HEAD_SIZE = 16  # rotary parts of a half, a quarter and 0.4 of it are even
 
 _WIDTHS = (
@@ -109,6 +110,8 @@ def _renumbered(numbers: Any, kept: Sequence[int]) -> Any:
 
 
 def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
+    full = copy.copy(config)
+    vars(full).update({n: copy.copy(part) for n, part in vars(config).items() if _is_config(part)})
     # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
     standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     numbers = {
@@ -120,7 +123,7 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
     sizes = _head_sizes(numbers | {name: values[0] for name, values in per_layer.items()})
     for own, value in list(vars(config).items()):
         name = standard.get(own, own)
-        if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
+        if _is_config(value):
             _shrink(value, depth, layers)
         elif name in per_layer and name in sizes:
             setattr(config, own, type(value)([sizes[name]] * len(value)))
@@ -140,6 +143,11 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
         _shrink_layers(config, depth, layers)
     _shrink_rotary(config)
     _shrink_vocabulary(config)
+    _move_placeholders(config, full)
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "attribute_map")
 
 
 def _is_drawn(name: str) -> bool:
@@ -322,3 +330,24 @@ def _shrink_vocabulary(config: Any) -> None:
             setattr(config, name, small)
         elif name.endswith(("_token_id", "_token_ids", "_token_index")):
             setattr(config, name, clamp(value))
+
+
+def _move_placeholders(config: Any, full: Any) -> None:
+    """Tokens that stand for images, say, are words of the vocabulary of a part if they were.
+
+    They are among the first ones, which no text that is made up has.
+    """
+    texts = [name for name, part in vars(full).items() if isinstance(_words(part), int)]
+    if hasattr(full, "vocab_size") or len(texts) != 1:
+        return
+    before, after = (_words(vars(each)[texts[0]]) for each in (full, config))
+    moved = 0
+    for name, value in vars(config).items():
+        is_token = name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+        if is_token and after <= value < before:
+            setattr(config, name, FIRST_DRAWN - 1 - moved % 2)
+            moved += 1
+
+
+def _words(part: Any) -> Any:
+    return getattr(part, "vocab_size", None) if _is_config(part) else None

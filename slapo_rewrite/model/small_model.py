@@ -7,6 +7,7 @@ torch, the standard library and what lies beside it only.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random
 import sys
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from .meta_build import on_meta
-from .small_config import deepened, small_config
+from .small_config import FIRST_DRAWN, deepened, small_config
 
 LARGEST_TWIN = 200_000_000  # parameters; each process holds about ten times their bytes
 LARGE = 20_000_000  # with more, a run takes minutes, and a smaller model is looked for
@@ -226,17 +227,30 @@ def build_deep(
             return small
         if hasattr(getattr(small, "config", None), "to_dict"):
             with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
-                deep: nn.Module = type(small)(deepened(small.config, full.config, kept or {}))
+                config = deepened(small.config, full.config, kept or {})
+                deep = _not_too_large(lambda: type(small)(copy.deepcopy(config)))
                 if kept or _paths(deep) == _paths(full):
                     return deep
-    config: Any = getattr(full, "config", None)
-    if hasattr(config, "to_dict"):
+    if hasattr(getattr(full, "config", None), "to_dict"):
         # What the schedule says may fit it better.
         with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
-            return shrunk(full, None, kept)
+            return _not_too_large(lambda: shrunk(full, None, kept))
     if hasattr(schedule, SMALL_BUILD):
         return _module(getattr(schedule, SMALL_BUILD)(module, deep=True), "model")
     return build_small(schedule, module)
+
+
+def _not_too_large(build: Callable[[], nn.Module]) -> nn.Module:
+    """What a function builds: with all layers of a model, what is small with two may be huge.
+
+    Raises:
+        ValueError: It is too large to be run.
+    """
+    with on_meta():
+        count = sum(p.numel() for p in build().parameters())
+    if count > LARGEST_TWIN:
+        raise ValueError(f"{count:,} parameters are too many to run it here")
+    return build()
 
 
 def _paths(model: nn.Module) -> set[str]:
@@ -296,7 +310,7 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
             "a vocabulary: define inputs(model) in the schedule"
         )
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
+    ids = torch.randint(FIRST_DRAWN, vocabulary, (BATCH, TOKENS), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, FIRST_PADDED:] = 0
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}

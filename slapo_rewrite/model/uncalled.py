@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.hugging_face import COLLECTING
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -23,6 +24,12 @@ def beyond_forward(live: nn.Module) -> str | None:
     if any(getattr(live, name) for name in HOOKS):
         return "it has hooks, of which `spectral_norm` or pruning may be one"
     return None
+
+
+def hooks_on(live: nn.Module, table: str) -> int:
+    """How many hooks of a kind were put on a module, but for those that come as the model runs."""
+    homes = (str(getattr(hook, "__module__", "")) for hook in getattr(live, table).values())
+    return sum(not home.startswith(COLLECTING) for home in homes)
 
 
 def check_uncalled(path: str, live: nn.Module) -> None:

@@ -58,9 +58,10 @@ OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas"
 class Checkpoint(Primitive):
     """Keep only a module's inputs, and compute its activations again in the backward pass.
 
-    Non-reentrant, so keyword arguments stay keywords and inputs need no gradient; the random state
-    is restored for the second computation. A cache of keys and values that a layer would fill twice
-    is not passed on in training.
+    Non-reentrant, so keyword arguments stay keywords and inputs need no gradient; random numbers of
+    torch, Python and NumPy are drawn again for the second computation. A cache of keys and values
+    that a layer would fill twice is not passed on in training; what may be left out, and changes
+    before the backward pass, is refused as the layer runs.
 
     `subgraph` takes part of a `forward`, by the calls that it makes: a list of names, or a regular
     expression for them (`attention`, `layer.0` for `self.layer[0](...)`). The smallest run of
@@ -93,8 +94,8 @@ class Checkpoint(Primitive):
     Raises:
         SR305 a module list (select its elements), a module checkpointed already, a part that
         returns, leaves a loop or changes its inputs in place, inputs that the caller changes in
-        place afterwards, what gives something else the second time (random numbers of Python, of
-        NumPy or of a generator, an iterator); SR202 calls that no method makes, an operation that
+        place afterwards, what gives something else the second time (random numbers of a generator
+        or of the system, an iterator); SR202 calls that no method makes, an operation that
         there is not; SR206 what these arguments cannot be; SR306 parts that overlap, a
         budget beside stages, before `autocast`, or after it for a step in half precision; SR605 a
         budget that nothing fits.

@@ -1,5 +1,7 @@
 """What a checkpoint keeps, where it computes everything else again."""
 
+import random
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -86,3 +88,67 @@ class EarlierBuffers:
         """Puts back those that there were before."""
         for (module, name, _), buffer in zip(self.places, self.later, strict=True):
             setattr(module, name, buffer)
+
+
+def check_left_out(**given: Any) -> None:
+    """Refuses arguments that change before the backward pass computes with them again.
+
+    Raises:
+        ValueError: One is given, and a backward pass may follow.
+    """
+    for name, value in given.items():
+        if value is not None and torch.is_grad_enabled():
+            raise ValueError(
+                f"`{name}` changes before the backward pass, where this module is computed "
+                f"again: train without `{name}`, or do not checkpoint the module"
+            )
+
+
+def draw_again(contexts: Callable[[], Any] | None = None) -> Callable[[], Any]:
+    """Contexts for `checkpoint` in which Python and NumPy draw the same numbers again.
+
+    Args:
+        contexts: Gives those in which it runs besides.
+    """
+
+    def both() -> tuple[Any, Any]:
+        first, second = contexts() if contexts else (nullcontext(), nullcontext())
+        return first, EarlierDraws(second)
+
+    return both
+
+
+class EarlierDraws:
+    """Inside, Python and NumPy draw what they would have drawn when this was made.
+
+    Args:
+        inner: A context that is entered with it.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.earlier = self.later = drawing_states()
+
+    def __enter__(self) -> None:
+        """Sets the numbers back."""
+        self.later = drawing_states()
+        set_drawing(self.earlier)
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Goes on with those that came next."""
+        self.inner.__exit__(*error)
+        set_drawing(self.later)
+
+
+def drawing_states() -> tuple[Any, Any]:
+    """Where Python's random numbers stand, and NumPy's, if anybody imported it."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def set_drawing(states: tuple[Any, Any]) -> None:
+    """Has random numbers go on from where they stood."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])

@@ -13,7 +13,8 @@ from slapo_rewrite.auto.step import first_that_runs
 # state space as its width asks for, a width that six numbers of a box share, sections of a head,
 # no cache, the rotated share of a head, what a backbone gives out, a width that follows another
 # part's, as many blocks as layers, a past that lags reach into, windows as small as the image,
-# pairs of images, speech under a name that text has elsewhere.
+# pairs of images, speech under a name that text has elsewhere, patches that say where they are,
+# what was found in an image, what was done so far, all labels, several tokens at a time.
 NEEDING = {
     "ministral.MinistralForCausalLM": "MinistralConfig(head_dim=128)",
     "nemotron.NemotronForCausalLM": "NemotronConfig(num_key_value_heads=48)",
@@ -43,6 +44,11 @@ NEEDING = {
     "lightglue.LightGlueForKeypointMatching": "LightGlueConfig()",
     "idefics.IdeficsModel": "IdeficsConfig()",
     "speech_encoder_decoder.SpeechEncoderDecoderModel": "SpeechEncoderDecoderConfig()",
+    "pix2struct.Pix2StructForConditionalGeneration": "Pix2StructConfig()",
+    "lxmert.LxmertForPreTraining": "LxmertConfig()",
+    "decision_transformer.DecisionTransformerModel": "DecisionTransformerConfig()",
+    "fastspeech2_conformer.FastSpeech2ConformerModel": "FastSpeech2ConformerConfig()",
+    "musicgen.MusicgenForCausalLM": "MusicgenDecoderConfig()",
 }
 
 

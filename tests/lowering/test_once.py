@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -208,11 +211,15 @@ def test_what_would_be_changed_twice_is_refused(tmp_path, statement, changed):
 
 
 VARYING = {
-    "y = y * random.random()": "`random.random()`",
-    "y = y * np.random.rand()": "`np.random.rand()`",
+    "np.random.seed(); y = y * np.random.rand()": "`np.random.seed()`",
+    "y = y * random.Random(None).random()": "`random.Random(None)`",
+    "y = y * np.random.default_rng().random()": "`np.random.default_rng()`",
+    "y = y * np.random.default_rng(3).random()": None,
     "y = y + torch.rand(16, generator=self.generator)": "generator=self.generator",
     "y = y * next(self.turns)": "`next(self.turns)`",
-    "y = y * drawn()": "`random.random()`",
+    "y = y * self.dice.random()": "`self.dice`",
+    "y = y * float(RNG.random())": "`RNG`",
+    "y = y * drawn()": "`random.SystemRandom()`",
     "y = swish(y)": "calls `swish`, which TorchScript compiles",
     "self.calls += 1": "changes `self.calls` in place",
     "type(self).calls += 1": "changes `type(self).calls` in place",
@@ -240,14 +247,15 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
     )
     source = source.replace(
         "class Track",
-        "def drawn():\n    return random.random()\n\n\n"
+        "RNG = np.random.default_rng(0)\n\n\n"
+        "def drawn():\n    return random.SystemRandom().random()\n\n\n"
         "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\n"
         "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\nclass Track",
     ).replace("class Track(nn.Module):\n", "class Track(nn.Module):\n    calls = 0\n\n")
     source = source.replace(
         '        self.register_buffer("mean"',
         "        self.calls, self.generator = 0, torch.Generator()\n"
-        "        self.turns = itertools.cycle([1, 2])\n"
+        "        self.turns, self.dice = itertools.cycle([1, 2]), random.Random(0)\n"
         '        self.register_buffer("mean"',
     )
     schedule = SCHEDULE.format(arguments=arguments)
@@ -255,6 +263,40 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         rewritten(tmp_path, source, schedule)
     else:
         assert words in refused(tmp_path, source, schedule, "SR305")
+
+
+@pytest.mark.parametrize("arguments", ["", '["norm", "track"]', 'save="mm"'])
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
+def test_numbers_of_python_and_numpy_are_drawn_again(tmp_path, arguments, norm):
+    """In a module inside, in a function, from a seed; what comes after is the original's."""
+    if "save" in arguments and norm == "BatchNorm1d":
+        return
+    drawn = "y = y * random.random() * float(np.random.rand()) * drawn()"
+    source = NET.format(norm=norm, update=drawn)
+    source = source.replace(
+        "import torch\n", "import random\n\nimport numpy as np\nimport torch\n", 1
+    )
+    source += (
+        "\n\ndef drawn():\n    np.random.seed(3)\n    return 1 + np.random.permutation(5)[0]\n"
+    )
+    output = rewritten(tmp_path, source, SCHEDULE.format(arguments=arguments))
+    updates = "update_buffers_once(self)" if norm == "BatchNorm1d" else ""
+    kept = "keep_mm" if "save" in arguments else updates
+    assert f"context_fn=draw_again({kept})" in changed_lines(output)
+
+    def run(path):
+        random.seed(1)
+        np.random.seed(1)
+        model = trained(imported(path))
+        named = {n: p.grad for n, p in model.named_parameters()} | model.state_dict()
+        return named, random.random(), np.random.rand()
+
+    (ours, *later), (wanted, *originals) = (
+        run(written(tmp_path, output)),
+        run(tmp_path / "source_0.py"),
+    )
+    assert later == originals
+    assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize(
@@ -468,3 +510,143 @@ def test_an_activation_in_place_is_not_checkpointed(tmp_path):
     schedule = SCHEDULE.format(arguments="").replace("blocks.*", "blocks.*.norm")
     words = refused(tmp_path, source, schedule, "SR305")
     assert "`blocks.0.norm` changes its input in place" in words
+
+
+GIVEN = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+
+    def forward(self, x, more=None, held=None):
+        y = self.up(x).tanh()
+        return x + (y if held is None else y * held[0])
+
+
+class Stack(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim) for _ in range(3)])
+
+    def forward(self, x, parts=None):
+        for number, block in enumerate(self.blocks):
+            x = block(x, held=parts[number] if parts is not None else None)
+            if parts is not None:
+                parts[number][0].mul_(2)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack(8)
+
+    def encoded(self, x, given):
+        return self.stack(x, given)
+
+    def forward(self, x, given=None):
+        x = self.encoded(x, given)
+        if given is not None:
+            given.clear()
+        return x
+"""
+
+
+def test_what_is_changed_later_is_not_given_in_training(tmp_path):
+    """It gets to the module by an argument that may be left out, on all ways there."""
+    schedule = SCHEDULE.format(arguments="").replace("blocks.*", "stack.blocks.*")
+    output = rewritten(tmp_path, GIVEN, schedule)
+    assert "check_left_out(held=held)" in changed_lines(output)
+    ours = trained(imported(written(tmp_path, output)))
+    wanted = trained(imported(tmp_path / "source_0.py"))
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
+    x, parts = torch.ones(6, 8).double(), [[torch.ones(()).double()] for _ in range(3)]
+    with pytest.raises(ValueError, match="`held` changes before the backward pass"):
+        ours(x, parts)
+    with torch.no_grad():
+        ours(x, parts)
+    both = GIVEN.replace("block(x, held", "block(x, parts, held")
+    changed = changed_lines(rewritten(tmp_path, both, schedule))
+    assert "check_left_out(more=more, held=held)" in changed
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("more=None, held=None", "held, more=None"),  # it may not be left out
+        ("block(x, held", "block(x if parts is None else parts[0][0], held"),  # nor what is of it
+        ("self.stack(x, given)", "self.stack(x, *given)"),  # nor what nobody can tell
+    ],
+)
+def test_what_has_to_be_given_may_not_change_later(tmp_path, old, new):
+    source = GIVEN.replace(old, new)
+    schedule = SCHEDULE.format(arguments="").replace("blocks.*", "stack.blocks.*")
+    words = refused(tmp_path, source, schedule, "SR305")
+    assert "after `stack.blocks.0` was given it, which is computed again" in words
+
+
+STATEFUL = """\
+import torch
+from torch import nn
+
+
+class Cell(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+        self.state = None
+
+    def forward(self, x, use_cache=True):
+        if not use_cache:
+            self.state = None
+        y = self.up(x if self.state is None else x + self.state).tanh()
+        self.state = y.detach() if use_cache else None
+        return y
+
+
+if True:
+    class Block(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.cell = Cell(dim)
+
+        def forward(
+            self, x, use_cache=True
+        ):
+            return x + self.cell(x, use_cache=use_cache)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(8) for _ in range(3)])
+
+    def forget(self):
+        blocks = getattr(self, "blocks")
+        for block in blocks:
+            block.cell.state = None
+
+    def forward(self, x, use_cache=True):
+        self.forget()
+        for block in self.blocks:
+            x = block(x, use_cache=use_cache)
+        return x
+"""
+
+
+def test_a_module_that_holds_its_cache_itself_fills_none_in_training(tmp_path):
+    """As with layers of transformers, where that checkpoints them; the class is in a branch."""
+    output = rewritten(tmp_path, STATEFUL, SCHEDULE.format(arguments=""))
+    assert "use_cache = False" in changed_lines(output)
+    ours = trained(imported(written(tmp_path, output)))
+    wanted = trained(imported(tmp_path / "source_0.py"))
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
+    kept = STATEFUL.replace("        self.forget()\n", "")
+    words = refused(tmp_path, kept, SCHEDULE.format(arguments=""), "SR106")
+    assert "is not the model any more" in words

@@ -17,6 +17,7 @@ from slapo_rewrite.runtime.stages import (
     UnshardedStage,
     check_settings,
     check_ties,
+    gathered,
     has_place,
     keep,
     tensors_of,
@@ -56,6 +57,31 @@ def test_a_stage_holds_its_part_and_nothing_else():
         assert torch.equal(tensor, whole.state_dict()[name]) and not tensor.is_meta
     assert part.embedding is None and part.layers[0] is None and part.head is None
     assert [has_place(part, f"layers.{i}.weight") for i in range(4)] == [False, False, True, True]
+
+
+def test_weights_are_sent_in_few_pieces(monkeypatch, tmp_path):
+    """A message a tensor takes long where there are many, on a busy machine most of all."""
+    sent, broadcast = [], dist.broadcast
+    monkeypatch.setattr("slapo_rewrite.runtime.stages.BUNDLE", 100)
+    monkeypatch.setattr(
+        dist, "broadcast", lambda t, *a, **k: (sent.append(len(t)), broadcast(t, *a, **k))
+    )
+    named = {f"{n}.weight": torch.randn(3, 7) for n in range(20)}
+    named |= {
+        "long": torch.randn(300),
+        "steps": torch.tensor(3),
+        "mask": torch.ones(2, dtype=torch.bool),
+    }
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found = gathered(named, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert sorted(sent) == [1, 2, 84, 84, 84, 84, 84, 300]
+    assert found.keys() == named.keys()
+    for name, tensor in named.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        assert found[name].untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
 
 
 def test_modules_stay_for_their_sizes_without_what_they_hold():

@@ -188,6 +188,16 @@ def test_a_deep_twin_is_the_schedules_own_with_all_layers():
         assert (model.config.hidden_size == 24) is is_own
 
 
+def test_a_deep_twin_that_is_too_large_gives_way_to_one_of_few_layers(monkeypatch):
+    """Inkling's layers double in width; all of them take more memory than there is."""
+    schedule = scheduled("BertForMaskedLM", num_hidden_layers=40)
+    with torch.device("meta"):
+        full = schedule.model(None)
+    assert len(small_model.build_deep(schedule, None, full).bert.encoder.layer) == 40
+    monkeypatch.setattr(small_model, "LARGEST_TWIN", 1_000_000)
+    assert len(small_model.build_deep(schedule, None, full).bert.encoder.layer) == 2
+
+
 def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_model():
     def made(depth, text):
         kinds = {"layer_types": ["full_attention", "sliding_attention"] * (depth // 2)}
@@ -212,3 +222,13 @@ def test_a_deep_twin_has_the_kinds_of_the_layers_and_nothing_else_of_the_full_mo
 def test_twins_with_state_spaces_scan_in_short_chunks():
     config = small_config(transformers.FalconH1Config())
     assert config.mamba_chunk_size < small_model.TOKENS
+
+
+def test_tokens_that_stand_for_images_stay_words_of_the_text():
+    """Of a text in another part of the configuration; no text that is made up has them."""
+    small = small_config(transformers.Gemma3Config())
+    words = small.text_config.vocab_size
+    moved = [small.image_token_index, small.boi_token_index, small.eoi_token_index]
+    assert words == VOCABULARY and max(moved) < 3 and len({*moved}) == 2
+    beyond = small_config(transformers.LlavaConfig())  # of 32,000 words, as many as the text has
+    assert beyond.image_token_index == 32_000

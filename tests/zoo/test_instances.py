@@ -6,7 +6,9 @@ import ast
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
+from slapo_rewrite.model.uncalled import hooks_on
 from tests.rewriting import SPLITTING as SCHEDULE
 from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
@@ -450,6 +452,15 @@ def outers(afterwards: str) -> str:
 def test_what_is_made_again_would_lose_what_was_done_to_it(afterwards, lost, tmp_path):
     schedule = SCHEDULE + '    s["outers.0.inner"].checkpoint()\n'
     assert lost in refused(tmp_path, outers(afterwards), schedule, "SR305")
+
+
+def test_hooks_that_transformers_puts_on_as_a_model_runs_are_not_lost():
+    """The original ran, and the output did not yet; ColPali asks for what they collect."""
+    model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=12)).eval()
+    layer = model.encoder.layer[0]
+    layer.register_forward_hook(lambda *of: None)
+    model(torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)
+    assert len(layer._forward_hooks) == 2 > hooks_on(layer, "_forward_hooks") == 1
 
 
 NORMS = SCHEDULE.replace("\n\n\ndef", "\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\ndef", 1)
