@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .shards import Shard, gather_parts, parts_in, world_of, world_size
+from .shards import Shard, gather_parts, parts_in, rank, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -79,7 +79,8 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
     with world_of(1):
         whole = make().state_dict()
-    with drawing_apart():
+    # A constructor may run layers, whose parts are alike on all ranks as yet.
+    with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     divided = shards(model)
     for name, tensor in model.state_dict(keep_vars=True).items():

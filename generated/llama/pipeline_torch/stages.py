@@ -2,7 +2,7 @@
 """Stages of a model: what each holds, and its weights under the original names."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -20,6 +20,8 @@ from .deferred_init import (
 )
 from .loading import full_state_dict
 from .shards import world_size
+
+BUNDLE = 1 << 24  # so many numbers are sent at once
 
 
 class Stage(nn.Module):
@@ -250,15 +252,38 @@ def gathered(
     dist.all_gather_object(listed, mine, group=group)
     device = next(iter(named.values())).device
     full: dict[str, Tensor] = {}
-    keeps = not first_rank_only or dist.get_rank() == 0
+    known: set[str] = set()
     for number, theirs in enumerate(listed):
-        for name in [name for name in theirs if name not in full]:
-            shape, dtype = theirs[name]
-            tensor = torch.empty(shape, dtype=dtype, device=device)
+        new = {name: of for name, of in theirs.items() if name not in known}
+        known |= new.keys()
+        for names in bundles(new):
+            sizes = [new[name][0].numel() for name in names]
+            flat = torch.empty(sum(sizes), dtype=new[names[0]][1], device=device)
             if number == dist.get_rank(group):
-                tensor.copy_(named[name].detach())
-            dist.broadcast(tensor, dist.get_global_rank(group, number), group=group)
-            if first_rank_only:
-                tensor = tensor.cpu() if keeps else tensor.new_empty(0)
-            full[name] = tensor
-    return full if keeps else {}
+                torch.cat([named[n].detach().reshape(-1) for n in names], out=flat)
+            dist.broadcast(flat, dist.get_global_rank(group, number), group=group)
+            if first_rank_only and dist.get_rank() != 0:
+                continue
+            flat = flat.cpu() if first_rank_only else flat
+            for name, part in zip(names, torch.split(flat, sizes), strict=True):
+                full[name] = part.view(new[name][0]).clone()
+    return full
+
+
+def bundles(tensors: Mapping[str, tuple[torch.Size, Any]]) -> Iterator[list[str]]:
+    """Names of tensors that are sent as one, since many small messages take long.
+
+    Args:
+        tensors: Their shapes and types, by name.
+    """
+    names: list[str] = []
+    held = 0
+    for name in sorted(tensors, key=lambda name: str(tensors[name][1])):
+        shape, dtype = tensors[name]
+        if names and (held + shape.numel() > BUNDLE or dtype != tensors[names[0]][1]):
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += shape.numel()
+    if names:
+        yield names
