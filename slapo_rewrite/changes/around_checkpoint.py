@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from collections.abc import Collection, Iterator
 
 from slapo_rewrite import errors
@@ -263,8 +264,17 @@ class _Around:
             and expr.func.id in _names_of(function)
         )
         pattern = with_wildcards(self.relative)
+        if not self._may_take(expr):  # it is a call of another element of the list
+            called = [path for path in called if path != pattern]
         leads = any(p in self.through or _leads_to(p, pattern) for p in called + taken)
         return given if unknown or leads else []
+
+    def _may_take(self, call: ast.Call) -> bool:
+        """Whether the module's `forward` has parameters for what a call gives by name."""
+        taken = inspect.signature(self.node.cls.forward).parameters
+        names = {keyword.arg for keyword in call.keywords} - {None}
+        has_rest = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        return has_rest or names <= taken.keys()
 
     def _is_left(self, call: ast.expr, given: ast.expr, function: ast.FunctionDef) -> bool:
         """Whether an argument gets to the module as one that it is not given in training, if so."""
