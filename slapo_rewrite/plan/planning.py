@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import sys
@@ -267,7 +268,8 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
     context = multiprocessing.get_context("fork")
     project = Project(jobs[0][0].source, jobs[0][0].schedule)
     # Dealt out to and fro, as the first take longest: what one has worked out serves its next.
-    dealt = [min(n % (2 * workers), -1 - n % (2 * workers) + 2 * workers) for n in range(len(jobs))]
+    to_and_fro = itertools.cycle([*range(workers), *reversed(range(workers))])
+    dealt = list(itertools.islice(to_and_fro, len(jobs)))
     running: list[tuple[Any, Any]] = []
     for worker in range(workers):
         receiver, sender = context.Pipe(duplex=False)
