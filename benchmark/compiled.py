@@ -60,8 +60,13 @@ class Launch:
         """The parameters that the code is compiled for."""
         return {p.name for p in self.kernel.params if p.is_constexpr}
 
-    def compiled(self, capability: int = 90) -> Any:
-        """What Triton compiles for these arguments, specialised as a launch specialises them."""
+    def compiled(self, capability: int = 90, number: str = "fp32") -> Any:
+        """What Triton compiles for these arguments, specialised as a launch specialises them.
+
+        Args:
+            capability: The GPU's, times ten.
+            number: The type of Python's floats; `torch.compile` gives "fp64".
+        """
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -79,7 +84,7 @@ class Launch:
             if isinstance(value, Tensor):
                 signature[name] = TYPES[value.dtype]
             elif isinstance(value, float):
-                signature[name] = "fp32"
+                signature[name] = number
             else:
                 signature[name] = "i64" if value >= 2**31 else "i32"
             if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):

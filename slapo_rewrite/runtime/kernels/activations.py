@@ -7,7 +7,7 @@ Each function of `kind`: "relu", "silu", "gelu" (with the error function), "gelu
 import torch
 from torch import Tensor, nn
 
-from .launch import constexpr, jit, tl
+from .launch import jit, tl
 
 
 def activation_reference(x: Tensor, kind: str) -> Tensor:
@@ -72,7 +72,7 @@ def normal_distribution(x):
 
 
 @jit
-def steepness(x, kind: constexpr):
+def steepness(x, kind: tl.constexpr):
     """Activations that are x sigmoid(z): z by x, and its derivative."""
     if kind == "silu":
         return x, 1.0
@@ -85,7 +85,7 @@ def steepness(x, kind: constexpr):
 
 
 @jit
-def activate(x, kind: constexpr):
+def activate(x, kind: tl.constexpr):
     """The activation of a tile."""
     if kind == "relu":
         return tl.where(x < 0.0, 0.0, x)
@@ -98,7 +98,7 @@ def activate(x, kind: constexpr):
 
 
 @jit
-def activate_and_slope(x, kind: constexpr):
+def activate_and_slope(x, kind: tl.constexpr):
     """The activation of a tile, and its derivative."""
     if kind == "relu":
         return tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)

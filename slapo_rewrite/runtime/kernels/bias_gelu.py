@@ -13,14 +13,15 @@ from torch.autograd.function import once_differentiable
 from .activations import activate, activate_and_slope, activated
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
-    constexpr,
     device_of,
     flat_tile,
+    float32,
     jit,
     one_each,
     reducing_programs,
-    rows_of,
+    row_count,
     runs_triton,
+    spaced_rows,
     tl,
 )
 from .plain import drop_rate, dropped, product_and_bias, runs_forward_alone
@@ -38,13 +39,14 @@ def bias_activation_forward_kernel(
     x_stride,
     p,
     keep_scale,
-    kind: constexpr,
-    has_bias: constexpr,
-    has_dropout: constexpr,
-    block_m: constexpr,
-    block_f: constexpr,
+    kind: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_dropout: tl.constexpr,
+    block_m: tl.constexpr,
+    block_f: tl.constexpr,
 ):
     """Writes y (M, F)."""
+    keep_scale = float32(keep_scale)
     block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = across * block_f + tl.arange(0, block_f)
@@ -75,14 +77,15 @@ def bias_activation_backward_kernel(
     x_stride,
     p,
     keep_scale,
-    kind: constexpr,
-    has_bias: constexpr,
-    has_dropout: constexpr,
-    bias_gradient: constexpr,
-    block_m: constexpr,
-    block_f: constexpr,
+    kind: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_dropout: tl.constexpr,
+    bias_gradient: tl.constexpr,
+    block_m: tl.constexpr,
+    block_f: tl.constexpr,
 ):
     """Writes dx (M, F), and each program's part of dbias, (programs, F)."""
+    keep_scale = float32(keep_scale)
     columns = tl.program_id(0) * block_f + tl.arange(0, block_f)
     if has_bias:
         added = tl.load(bias + columns, mask=columns < f, other=0.0).to(tl.float32)
@@ -115,10 +118,10 @@ def bias_activation_forward(
     x: Tensor, bias: Tensor | None, seed: Tensor | None, kind: str, p: float
 ) -> Tensor:
     """The activated rows, (..., F)."""
-    rows = rows_of(x)
+    rows, stride = spaced_rows(x)
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    m, f = rows.shape
+    m, f = row_count(x), x.shape[-1]
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
     with device_of(x):
         bias_activation_forward_kernel[(row_blocks * column_blocks,)](
@@ -129,7 +132,7 @@ def bias_activation_forward(
             m,
             f,
             column_blocks,
-            rows.stride(0),
+            stride,
             p,
             keep_scale(p),
             kind=kind,
@@ -151,8 +154,8 @@ def bias_activation_backward(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x, (..., F), and of the bias, (F,)."""
-    rows, dy_rows = rows_of(x), rows_of(dy)
-    m, f = rows.shape
+    (rows, stride), (dy_rows, dy_stride) = spaced_rows(x), spaced_rows(dy)
+    m, f = row_count(x), x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
     programs = reducing_programs(x, row_blocks, column_blocks=column_blocks)
@@ -167,8 +170,8 @@ def bias_activation_backward(
             dbias,
             m,
             f,
-            dy_rows.stride(0),
-            rows.stride(0),
+            dy_stride,
+            stride,
             p,
             keep_scale(p),
             kind=kind,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .launch import constexpr, jit, tl
+from .launch import float32, jit, tl
 
 
 def draw_seed(x: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def keep_scale(p: float) -> float:
 
 
 @jit
-def kept(seed, rows, first, p, block_d: constexpr):
+def kept(seed, rows, first, p, block_d: tl.constexpr):
     """Which elements dropout keeps, each with probability 1 - p.
 
     Of these rows, `block_d` columns from `first` on, a multiple of four. A pure function
@@ -34,4 +34,4 @@ def kept(seed, rows, first, p, block_d: constexpr):
     a, b, c, d = tl.philox(tl.load(seed), row, column, zero, zero, 7)
     bits = tl.interleave(tl.interleave(a, b), tl.interleave(c, d))
     # At most the largest float below 2 ** 32: what is kept at p = 1 is scaled by 0.
-    return bits >= tl.minimum(p * 4294967296.0, 4294967040.0).to(tl.uint32)
+    return bits >= tl.minimum(float32(p) * 4294967296.0, 4294967040.0).to(tl.uint32)

@@ -12,14 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
-    constexpr,
     device_of,
     flat_tile,
+    float32,
     jit,
     one_each,
     reducing_programs,
-    rows_of,
+    row_count,
     runs_triton,
+    spaced_rows,
     tl,
 )
 from .plain import drop_rate, dropped, product_and_bias
@@ -39,12 +40,13 @@ def dropout_residual_forward_kernel(
     residual_stride,
     p,
     keep_scale,
-    has_input_bias: constexpr,
-    has_dropout: constexpr,
-    block_m: constexpr,
-    block_d: constexpr,
+    has_input_bias: tl.constexpr,
+    has_dropout: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
 ):
     """Writes the sum (M, D)."""
+    keep_scale = float32(keep_scale)
     block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = across * block_d + tl.arange(0, block_d)
@@ -74,12 +76,13 @@ def dropout_residual_backward_kernel(
     dtotal_stride,
     p,
     keep_scale,
-    has_dropout: constexpr,
-    input_bias_gradient: constexpr,
-    block_m: constexpr,
-    block_d: constexpr,
+    has_dropout: tl.constexpr,
+    input_bias_gradient: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
 ):
     """Writes dx (M, D), and each program's part of dinput_bias, (programs, D)."""
+    keep_scale = float32(keep_scale)
     columns = tl.program_id(0) * block_d + tl.arange(0, block_d)
     db = tl.zeros((block_m, block_d), tl.float32)
     step = tl.num_programs(1) * block_m
@@ -108,13 +111,14 @@ def dropout_residual_forward(
     p: float,
 ) -> Tensor:
     """The sum, (..., D)."""
-    rows, residual_rows = rows_of(x), rows_of(residual)
+    rows, stride = spaced_rows(x)
+    residual_rows, residual_stride = spaced_rows(residual)
     dtype = x.dtype
     if input_bias is not None:
         dtype = torch.promote_types(dtype, input_bias.dtype)
     dtype = torch.promote_types(dtype, residual.dtype)
     total = torch.empty(x.shape, dtype=dtype, device=x.device)
-    m, d = rows.shape
+    m, d = row_count(x), x.shape[-1]
     row_blocks, column_blocks, block_m, block_d = flat_tile(m, d)
     with device_of(x):
         dropout_residual_forward_kernel[(row_blocks * column_blocks,)](
@@ -126,8 +130,8 @@ def dropout_residual_forward(
             m,
             d,
             column_blocks,
-            rows.stride(0),
-            residual_rows.stride(0),
+            stride,
+            residual_stride,
             p,
             keep_scale(p),
             has_input_bias=input_bias is not None,
@@ -148,8 +152,8 @@ def dropout_residual_backward(
     """The gradients of x, (..., D), and of the bias, (D,)."""
     if seed is None and not input_bias_gradient:
         return dtotal.to(x_dtype), None
-    rows = rows_of(dtotal)
-    m, d = rows.shape
+    rows, stride = spaced_rows(dtotal)
+    m, d = row_count(dtotal), dtotal.shape[-1]
     dx = torch.empty(dtotal.shape, dtype=x_dtype, device=dtotal.device)
     row_blocks, column_blocks, block_m, block_d = flat_tile(m, d)
     programs = reducing_programs(dtotal, row_blocks, column_blocks=column_blocks)
@@ -162,7 +166,7 @@ def dropout_residual_backward(
             parts,
             m,
             d,
-            rows.stride(0),
+            stride,
             p,
             keep_scale(p),
             has_dropout=seed is not None,

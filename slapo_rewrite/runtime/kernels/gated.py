@@ -12,7 +12,16 @@ from torch.autograd.function import once_differentiable
 
 from .activations import activate, activate_and_slope, activated
 from .dropout import draw_seed, keep_scale, kept
-from .launch import constexpr, device_of, flat_tile, jit, rows_of, runs_triton, tl
+from .launch import (
+    device_of,
+    flat_tile,
+    float32,
+    jit,
+    row_count,
+    runs_triton,
+    spaced_rows,
+    tl,
+)
 from .plain import drop_rate, dropped, runs_forward_alone
 
 
@@ -29,12 +38,13 @@ def gated_forward_kernel(
     up_stride,
     p,
     keep_scale,
-    kind: constexpr,
-    has_dropout: constexpr,
-    block_m: constexpr,
-    block_f: constexpr,
+    kind: tl.constexpr,
+    has_dropout: tl.constexpr,
+    block_m: tl.constexpr,
+    block_f: tl.constexpr,
 ):
     """Writes y (M, F)."""
+    keep_scale = float32(keep_scale)
     block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = across * block_f + tl.arange(0, block_f)
@@ -67,12 +77,13 @@ def gated_backward_kernel(
     up_stride,
     p,
     keep_scale,
-    kind: constexpr,
-    has_dropout: constexpr,
-    block_m: constexpr,
-    block_f: constexpr,
+    kind: tl.constexpr,
+    has_dropout: tl.constexpr,
+    block_m: tl.constexpr,
+    block_f: tl.constexpr,
 ):
     """Writes dgate and dup (M, F)."""
+    keep_scale = float32(keep_scale)
     block, across = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = (block * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = across * block_f + tl.arange(0, block_f)
@@ -98,8 +109,8 @@ def gated_forward(
     """The gated rows, (..., F)."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-    gate_rows, up_rows = rows_of(gate), rows_of(up)
-    m, f = gate_rows.shape
+    (gate_rows, gate_stride), (up_rows, up_stride) = spaced_rows(gate), spaced_rows(up)
+    m, f = row_count(gate), gate.shape[-1]
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
     with device_of(gate):
         gated_forward_kernel[(row_blocks * column_blocks,)](
@@ -110,8 +121,8 @@ def gated_forward(
             m,
             f,
             column_blocks,
-            gate_rows.stride(0),
-            up_rows.stride(0),
+            gate_stride,
+            up_stride,
             p,
             keep_scale(p),
             kind=kind,
@@ -128,8 +139,9 @@ def gated_backward(
     """The gradients of gate and up, (..., F) each."""
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    dy_rows, gate_rows, up_rows = rows_of(dy), rows_of(gate), rows_of(up)
-    m, f = gate_rows.shape
+    dy_rows, dy_stride = spaced_rows(dy)
+    (gate_rows, gate_stride), (up_rows, up_stride) = spaced_rows(gate), spaced_rows(up)
+    m, f = row_count(gate), gate.shape[-1]
     row_blocks, column_blocks, block_m, block_f = flat_tile(m, f)
     with device_of(gate):
         gated_backward_kernel[(row_blocks * column_blocks,)](
@@ -142,9 +154,9 @@ def gated_backward(
             m,
             f,
             column_blocks,
-            dy_rows.stride(0),
-            gate_rows.stride(0),
-            up_rows.stride(0),
+            dy_stride,
+            gate_stride,
+            up_stride,
             p,
             keep_scale(p),
             kind=kind,

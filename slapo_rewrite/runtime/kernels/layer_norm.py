@@ -14,14 +14,15 @@ from torch.autograd.function import once_differentiable
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     ceil_div,
-    constexpr,
     device_of,
+    float32,
     jit,
     one_each,
     reducing_programs,
+    row_count,
     row_tile,
-    rows_of,
     runs_triton,
+    spaced_rows,
     stages_of,
     tl,
 )
@@ -47,15 +48,16 @@ def layer_norm_forward_kernel(
     p,
     keep_scale,
     eps,
-    has_residual: constexpr,
-    has_input_bias: constexpr,
-    has_dropout: constexpr,
-    has_weight: constexpr,
-    has_bias: constexpr,
-    block_m: constexpr,
-    block_d: constexpr,
+    has_residual: tl.constexpr,
+    has_input_bias: tl.constexpr,
+    has_dropout: tl.constexpr,
+    has_weight: tl.constexpr,
+    has_bias: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
 ):
     """Writes y (M, D), mean and rstd (M,), and the sum (M, D) where there is one."""
+    keep_scale, eps = float32(keep_scale), float32(eps)
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = tl.arange(0, block_d)
     real = columns < d
@@ -112,22 +114,23 @@ def layer_norm_backward_kernel(
     total_stride,
     p,
     keep_scale,
-    has_handed: constexpr,
-    has_dtotal: constexpr,
-    has_residual: constexpr,
-    has_dropout: constexpr,
-    has_weight: constexpr,
-    weight_gradient: constexpr,
-    bias_gradient: constexpr,
-    input_bias_gradient: constexpr,
-    block_m: constexpr,
-    block_d: constexpr,
-    stages: constexpr,
+    has_handed: tl.constexpr,
+    has_dtotal: tl.constexpr,
+    has_residual: tl.constexpr,
+    has_dropout: tl.constexpr,
+    has_weight: tl.constexpr,
+    weight_gradient: tl.constexpr,
+    bias_gradient: tl.constexpr,
+    input_bias_gradient: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """Writes dx and dresidual (M, D), and each program's part of the sums over rows.
 
     Those are dweight, dbias and dinput_bias, (programs, D) each.
     """
+    keep_scale = float32(keep_scale)
     columns = tl.arange(0, block_d)
     real = columns < d
     if has_weight:
@@ -192,9 +195,9 @@ def layer_norm_forward(
 
     Without a residual the sum is x.
     """
-    rows = rows_of(x)
-    residual_rows = rows if residual is None else rows_of(residual)
-    (m, d), device = rows.shape, x.device
+    rows, stride = spaced_rows(x)
+    residual_rows, residual_stride = spaced_rows(x if residual is None else residual)
+    m, d, device = row_count(x), x.shape[-1], x.device
     total, dtype = x, torch.promote_types(x.dtype, residual_rows.dtype)
     if residual is not None:
         total = torch.empty(x.shape, dtype=dtype, device=device)
@@ -218,8 +221,8 @@ def layer_norm_forward(
             rstd,
             m,
             d,
-            rows.stride(0),
-            residual_rows.stride(0),
+            stride,
+            residual_stride,
             p,
             keep_scale(p),
             eps,
@@ -248,15 +251,17 @@ def layer_norm_backward(
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
     sums: tuple[bool, bool, bool],
+    sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """The gradients of x, residual and, as far as `sums` asks, the three vectors.
 
-    Those are weight, bias and input_bias. `handed` is added to dy.
+    Those are weight, bias and input_bias, added up in float32 and rounded to `sum_dtype`.
+    `handed` is added to dy.
     """
-    rows, dy_rows = rows_of(total), rows_of(dy)
-    handed_rows = dy_rows if handed is None else rows_of(handed)
-    dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
-    (m, d), device = rows.shape, total.device
+    (rows, stride), (dy_rows, dy_stride) = spaced_rows(total), spaced_rows(dy)
+    handed_rows, handed_stride = spaced_rows(dy if handed is None else handed)
+    dtotal_rows, dtotal_stride = spaced_rows(dy if dtotal is None else dtotal)
+    m, d, device = row_count(total), total.shape[-1], total.device
     block_m, block_d, num_warps = row_tile(d, 1024)
     programs = reducing_programs(total, ceil_div(m, block_m), num_warps)
     dx = torch.empty(total.shape, dtype=x_dtype, device=device)
@@ -264,7 +269,9 @@ def layer_norm_backward(
     apart = seed is not None or residual_dtype != x_dtype
     if residual_dtype is not None and apart:
         dresidual = torch.empty(total.shape, dtype=residual_dtype, device=device)
-    parts = torch.empty((3, programs, d), dtype=torch.float32, device=device)
+    wanted = [number for number, want in enumerate(sums) if want]
+    parts = torch.empty((len(wanted), programs, d), dtype=torch.float32, device=device)
+    each = dict(zip(wanted, parts.unbind(), strict=True))
     with device_of(total):
         layer_norm_backward_kernel[(programs,)](
             dy_rows,
@@ -277,13 +284,13 @@ def layer_norm_backward(
             rstd,
             dx,
             dresidual,
-            *parts.unbind(),
+            *(each.get(number, rstd) for number in range(3)),
             m,
             d,
-            dy_rows.stride(0),
-            handed_rows.stride(0),
-            dtotal_rows.stride(0),
-            rows.stride(0),
+            dy_stride,
+            handed_stride,
+            dtotal_stride,
+            stride,
             p,
             keep_scale(p),
             has_handed=handed is not None,
@@ -299,7 +306,9 @@ def layer_norm_backward(
             stages=stages_of(block_m * block_d, dy, handed, dtotal, total),
             num_warps=num_warps,
         )
-    return dx, dresidual, [parts[i].sum(0) if sums[i] else None for i in range(3)]
+    if wanted:
+        each = dict(zip(wanted, parts.sum(1).to(sum_dtype).unbind(), strict=True))
+    return dx, dresidual, [each.get(number) for number in range(3)]
 
 
 def norm_before(ctx: Any) -> Any:
@@ -367,7 +376,10 @@ class LayerNormFunction(torch.autograd.Function):
             dy, handed = handed, None
         if dy is None and dtotal is None:
             return (None,) * 7
-        x_dtype, residual_dtype, *_ = ctx.dtypes
+        x_dtype, residual_dtype, input_bias_dtype, *norm_dtypes = ctx.dtypes
+        sums = tuple(ctx.needs_input_grad[i] for i in (3, 4, 2))
+        kinds = zip(sums, (*norm_dtypes, input_bias_dtype), strict=True)
+        alike = {dtype for want, dtype in kinds if want}
         dx, dresidual, (dweight, dbias, dinput_bias) = layer_norm_backward(
             torch.zeros_like(total) if dy is None else dy,
             handed,
@@ -380,7 +392,8 @@ class LayerNormFunction(torch.autograd.Function):
             ctx.p,
             x_dtype,
             residual_dtype,
-            tuple(ctx.needs_input_grad[i] for i in (3, 4, 2)),
+            sums,
+            alike.pop() if len(alike) == 1 else torch.float32,
         )
         before = norm_before(ctx) if ctx.needs_input_grad[1] else None
         if before is not None:

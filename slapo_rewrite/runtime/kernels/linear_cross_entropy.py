@@ -28,7 +28,7 @@ def chunk_rows(m: int, v: int) -> int:
     """How many rows of logits are in memory at a time: 2 GiB of them in bfloat16.
 
     Every further part is another pass over the weight's gradient in float32; with these
-    it moves less than the logits do. Chosen for an H100/H200; not measured yet.
+    it moves less than the logits do. Chosen for an H100 or H200.
     """
     rows = 2**30 // v
     return max(min(m, rows // 256 * 256 or rows), 1)

@@ -48,8 +48,7 @@ def linear_product(x: Tensor, layer: Any) -> Tensor:
     """
     if is_plain(layer):
         return nn.functional.linear(x, layer.weight)
-    named = type(layer).forward.__qualname__ == "Conv1D.forward"
-    if named and runs_forward_alone(layer):
+    if forward_of(layer) == "Conv1D.forward" and runs_forward_alone(layer):
         return torch.matmul(x, layer.weight)
     y: Tensor = layer(x)
     return y if layer.bias is None else y - layer.bias.to(y.dtype)
@@ -82,10 +81,20 @@ def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
 
 def adds_a_bias(layer: nn.Module) -> bool:
     """Whether a call of a layer is a product, to which a bias is added last."""
-    forward = type(layer).forward
-    known = forward is nn.Linear.forward or LINEAR.fullmatch(forward.__qualname__)
+    known = type(layer).forward is nn.Linear.forward or LINEAR.fullmatch(
+        forward_of(layer)
+    )
     gathers = layer.__dict__.get("output_shard") is not None
     return bool(known) and not gathers and runs_forward_alone(layer)
+
+
+def forward_of(layer: nn.Module) -> str:
+    """Which class's `forward` a layer runs, as `Conv1D.forward`; "" where it is no function.
+
+    By its code, which `torch.compile` can read.
+    """
+    code = getattr(type(layer).forward, "__code__", None)
+    return "" if code is None else code.co_qualname
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:

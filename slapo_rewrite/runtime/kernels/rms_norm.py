@@ -13,14 +13,15 @@ from torch.autograd.function import once_differentiable
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     ceil_div,
-    constexpr,
     device_of,
+    float32,
     jit,
     one_each,
     reducing_programs,
+    row_count,
     row_tile,
-    rows_of,
     runs_triton,
+    spaced_rows,
     stages_of,
     tl,
     triton_dtype,
@@ -60,14 +61,15 @@ def rms_norm_forward_kernel(
     keep_scale,
     eps,
     offset,
-    hat_dtype: constexpr,
-    has_residual: constexpr,
-    has_dropout: constexpr,
-    has_weight: constexpr,
-    block_m: constexpr,
-    block_d: constexpr,
+    hat_dtype: tl.constexpr,
+    has_residual: tl.constexpr,
+    has_dropout: tl.constexpr,
+    has_weight: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
 ):
     """Writes y (M, D) and rstd (M,), and the sum (M, D) where there is one."""
+    keep_scale, eps, offset = float32(keep_scale), float32(eps), float32(offset)
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = tl.arange(0, block_d)
     inside = (rows < m)[:, None] & (columns < d)[None, :]
@@ -111,17 +113,18 @@ def rms_norm_backward_kernel(
     p,
     keep_scale,
     offset,
-    hat_dtype: constexpr,
-    has_dtotal: constexpr,
-    has_residual: constexpr,
-    has_dropout: constexpr,
-    has_weight: constexpr,
-    weight_gradient: constexpr,
-    block_m: constexpr,
-    block_d: constexpr,
-    stages: constexpr,
+    hat_dtype: tl.constexpr,
+    has_dtotal: tl.constexpr,
+    has_residual: tl.constexpr,
+    has_dropout: tl.constexpr,
+    has_weight: tl.constexpr,
+    weight_gradient: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """Writes dx and dresidual (M, D), and each program's part of dweight, (programs, D)."""
+    keep_scale, offset = float32(keep_scale), float32(offset)
     columns = tl.arange(0, block_d)
     if has_weight:
         scale = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)
@@ -170,9 +173,10 @@ def rms_norm_forward(
 
     Also the dtype that the rows are rounded to before the weight.
     """
-    rows = rows_of(x)
-    residual_rows = rows if residual is None else rows_of(residual)
-    (m, d), dtype = rows.shape, torch.promote_types(x.dtype, residual_rows.dtype)
+    rows, stride = spaced_rows(x)
+    residual_rows, residual_stride = spaced_rows(x if residual is None else residual)
+    m, d = row_count(x), x.shape[-1]
+    dtype = torch.promote_types(x.dtype, residual_rows.dtype)
     hat_dtype = y_dtype = dtype
     if weight is not None:
         by_cast = {"input": dtype, "weight": weight.dtype, "output": torch.float32}
@@ -196,8 +200,8 @@ def rms_norm_forward(
             rstd,
             m,
             d,
-            rows.stride(0),
-            residual_rows.stride(0),
+            stride,
+            residual_stride,
             p,
             keep_scale(p),
             eps,
@@ -228,9 +232,9 @@ def rms_norm_backward(
     weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of x and residual, (..., D), and of the weight, (D,)."""
-    rows, dy_rows = rows_of(total), rows_of(dy)
-    dtotal_rows = dy_rows if dtotal is None else rows_of(dtotal)
-    (m, d), device = rows.shape, total.device
+    (rows, stride), (dy_rows, dy_stride) = spaced_rows(total), spaced_rows(dy)
+    dtotal_rows, dtotal_stride = spaced_rows(dy if dtotal is None else dtotal)
+    m, d, device = row_count(total), total.shape[-1], total.device
     block_m, block_d, num_warps = row_tile(d, 1024)
     programs = reducing_programs(total, ceil_div(m, block_m), num_warps)
     dx = torch.empty(total.shape, dtype=x_dtype, device=device)
@@ -252,9 +256,9 @@ def rms_norm_backward(
             dweight,
             m,
             d,
-            dy_rows.stride(0),
-            dtotal_rows.stride(0),
-            rows.stride(0),
+            dy_stride,
+            dtotal_stride,
+            stride,
             p,
             keep_scale(p),
             offset,

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from .activations import exponential
 from .launch import (
     ceil_div,
-    constexpr,
     device_of,
+    float32,
     jit,
     row_tile,
     rows_of,
@@ -59,11 +59,12 @@ def masked_softmax_forward_kernel(
     mask_token,
     mask_key,
     scale,
-    mask_kind: constexpr,
-    block_m: constexpr,
-    block_s: constexpr,
+    mask_kind: tl.constexpr,
+    block_m: tl.constexpr,
+    block_s: tl.constexpr,
 ):
     """Writes y (M, S), a row for each token of each head."""
+    scale = float32(scale)
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
     rows = row.to(tl.int64)
     columns = tl.arange(0, block_s)[None, :]
@@ -109,12 +110,13 @@ def masked_softmax_backward_kernel(
     mask_token,
     mask_key,
     scale,
-    mask_kind: constexpr,
-    mask_gradient: constexpr,
-    block_m: constexpr,
-    block_s: constexpr,
+    mask_kind: tl.constexpr,
+    mask_gradient: tl.constexpr,
+    block_m: tl.constexpr,
+    block_s: tl.constexpr,
 ):
     """Writes dx (M, S), and the mask's gradient before it is summed, if it is asked."""
+    scale = float32(scale)
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
     rows = row.to(tl.int64)
     columns = tl.arange(0, block_s)[None, :]

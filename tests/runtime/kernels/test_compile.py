@@ -1,6 +1,7 @@
 """Every kernel compiles for a GPU, and none waits for the device or stops `torch.compile`."""
 
 import ast
+import textwrap
 import warnings
 
 import pytest
@@ -14,7 +15,18 @@ from slapo_rewrite.runtime.kernels.layer_norm import residual_layer_norm
 from tests.runtime.kernels.compile import calls, compile_all, public
 
 pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
 
+# Calls by which all kernels are launched that are given floats.
+FLOATS = (
+    "residual_rms_norm",
+    "residual_layer_norm",
+    "dropout_residual",
+    "gated",
+    "bias_activation",
+    "cross_entropy",
+    "masked_softmax",
+)
 FILES = sorted((RUNTIME / "kernels").glob("*.py"))
 
 
@@ -62,6 +74,39 @@ def test_rows_that_are_loaded_ahead_fit_in_every_gpus_shared_memory(dtype):
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
     assert found[4096] > 16384
     assert max(found.values()) <= 99 * 1024
+
+
+def test_numbers_in_float64_stay_out_of_the_arithmetic():
+    """As torch.compile gives them; it would be slow, and some would not compile."""
+    wide = {}
+
+    def compile_one(launch):
+        code = launch.compiled(number="fp64").asm["ttir"]
+        operations = [line for line in code.splitlines() if "f64" in line and " = arith." in line]
+        wide[launch.name] = [line for line in operations if "arith.truncf" not in line]
+
+    with caught(kernel_modules(), compile_one), FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in FLOATS:
+            outputs = calls(torch.bfloat16)[name](public(name))
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    assert len(wide) == 2 * len(FLOATS)
+    assert not any(wide.values()), wide
+
+
+def test_a_kernel_names_only_what_is_emitted_with_it():
+    """`torch.compile` writes a kernel's text anew, with Triton's names and other kernels."""
+    for module in kernel_modules():
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                tree = ast.parse(textwrap.dedent(kernel.src))
+                names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+                own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+                own |= {"tl", *kernel.arg_names}
+                used = {n.id for n in names} & vars(module).keys() - own
+                odd = [n for n in used if not isinstance(getattr(module, n), JITFunction)]
+                assert not odd, f"{kernel.__name__} uses {odd}"
 
 
 class Traced(Exception):
