@@ -49,7 +49,7 @@ PEAK_FLOPS = 989e12  # of an H100 or H200, dense bfloat16
 WARM_UP, STEPS_A_ROUND, BATCHES = 6, 8, 4
 ERROR_LIMIT = 1.1  # times eager's
 ERROR_TOKENS = 512  # of one sequence
-LARGEST_S = 10  # for finding a variant's largest batch, at least
+LARGEST_S = 4  # for finding a variant's largest batch, at least
 COMPILE_S = 30  # no compilation begins with less time left
 EAGER, BASE, CONTROL, OURS = "eager attention", "SDPA", "SDPA again", "ours"
 
@@ -130,13 +130,6 @@ def load(folder: Path, model: dict[str, str]) -> ModuleType:
     return importlib.import_module(f"{package}.{Path(model['model']).stem}")
 
 
-def put(x: Tensor, device: str) -> Tensor:
-    """A tensor on a device; on the CPU in memory that a GPU copies from at full speed."""
-    if device != "cpu" or not x.is_cuda:
-        return x.to(device, non_blocking=True)
-    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-
-
 def with_liger(model: Any, module: ModuleType) -> dict[str, Any]:
     """Puts Liger's kernels into a model; what it changes in the module besides, put back."""
     liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
@@ -149,8 +142,6 @@ def with_liger(model: Any, module: ModuleType) -> dict[str, Any]:
 
 class Runner:
     """A variant's model, its optimiser and its batches.
-
-    Its tensors are in the device's memory only inside `awake`.
 
     Args:
         step: The training step.
@@ -183,19 +174,16 @@ class Runner:
         self.batches = [step.inputs(seed, device) for seed in range(BATCHES)]
         self.done = 0
 
-    def _move(self, device: str) -> None:
-        for parameter in self.model.parameters():
-            parameter.data = put(parameter.data, device)
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                self.optimizer.state[parameter][name] = put(value, device)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else put(buffer, device)
+    def held_bytes(self) -> int:
+        """What it holds between steps."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        for state in self.optimizer.state.values():
+            tensors += [x for x in state.values() if isinstance(x, Tensor)]
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Inside, the model and its optimiser are on the device."""
-        self._move(self.device)
+    def patched(self) -> Iterator[None]:
+        """Inside, the module's functions are those that the variant puts there."""
         plain = {name: self.globals[name] for name in self.patches}
         self.globals.update(self.patches)
         try:
@@ -203,7 +191,6 @@ class Runner:
         finally:
             self.globals.update(plain)
             self.optimizer.zero_grad()
-            self._move("cpu")
 
     def train(self, steps: int) -> None:
         """Full steps: forwards, backwards and the optimiser."""
@@ -214,18 +201,18 @@ class Runner:
             self.optimizer.zero_grad()
             self.done += 1
 
-    def seconds(self) -> float:
-        """Of one step, over a round."""
+    def seconds(self, steps: int = STEPS_A_ROUND) -> float:
+        """Of one step, over so many."""
         if self.device != "cuda":
             started = time.perf_counter()
-            self.train(STEPS_A_ROUND)
-            return (time.perf_counter() - started) / STEPS_A_ROUND
+            self.train(steps)
+            return (time.perf_counter() - started) / steps
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        self.train(STEPS_A_ROUND)
+        self.train(steps)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / STEPS_A_ROUND
+        return begin.elapsed_time(end) / 1e3 / steps
 
     def gradients(self) -> dict[str, Tensor]:
         """The loss and every gradient of a batch of one sequence, without dropout."""
@@ -279,13 +266,13 @@ class Bench:
 
     def __init__(self, step: Step, output: ModuleType, options: Any, deadline: float) -> None:
         self.step, self.options, self.deadline = step, options, deadline
+        self.begun = time.monotonic()
         self.device = "cpu" if options.tiny else "cuda"
         self.original = importlib.import_module(step.source)
         self.output = output
         torch.manual_seed(0)
         with torch.device(self.device):
-            state = step.build(self.original, "sdpa").state_dict()
-        self.state = {name: put(x, "cpu") for name, x in state.items()}
+            self.state = step.build(self.original, "sdpa").state_dict()
         self.failed: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
@@ -319,7 +306,7 @@ class Bench:
             v
             for v in VARIANTS
             if not (v.liger and not (liger and self.step.liger))
-            and not (v.compiled and self.options.tiny)
+            and not (v.compiled and (self.options.tiny or self.options.eager))
         ]
 
     def free(self) -> None:
@@ -335,6 +322,7 @@ class Bench:
 
     def attempt(self, name: str, action: Callable[[], Any]) -> Any:
         """What an action gives; None, and a note, where it fails: the others go on."""
+        self.say(name)
         try:
             return action()
         except Exception as error_:
@@ -342,13 +330,17 @@ class Bench:
         self.free()
         return None
 
+    def say(self, what: str) -> None:
+        """Tells what is being done, and when it began."""
+        print(f"{time.monotonic() - self.begun:6.1f} s: {what}", file=sys.stderr, flush=True)
+
     def errors(self) -> dict[str, dict[str, float]]:
         """Of eager attention and of ours, against float32, before anything is timed."""
         exact = exact_gradients(self.step, self.original, self.state, self.device)
 
         def wrong(variant: Variant) -> dict[str, float]:
             runner = self.made(variant)
-            with runner.awake():
+            with runner.patched():
                 return error(runner.gradients(), exact)
 
         found: dict[str, dict[str, float]] = {}
@@ -367,7 +359,7 @@ class Bench:
 
         def start() -> Runner:
             runner = self.made(variant)
-            with runner.awake():
+            with runner.patched():
                 runner.train(WARM_UP)
             return runner
 
@@ -380,22 +372,24 @@ class Bench:
         for number in range(self.options.rounds):
             if time.monotonic() > self.deadline and number >= 2:
                 break
+            self.say(f"round {number + 1}")
             order = list(runners) if number % 2 == 0 else list(runners)[::-1]
             for name in order:
-                with runners[name].awake():
-                    runners[name].train(2)  # what moving it evicted is warm again
+                with runners[name].patched():
+                    runners[name].train(1)  # what the others evicted is warm again
                     seconds[name].append(runners[name].seconds())
         return seconds
 
     def peak(self, runner: Runner) -> int:
-        """The most memory that a step holds, of one variant alone."""
+        """The most memory that a step holds, without what the other variants do."""
         if self.device != "cuda":
             return 0
         self.free()
-        with runner.awake():
+        with runner.patched():
             torch.cuda.reset_peak_memory_stats()
+            others = torch.cuda.memory_allocated() - runner.held_bytes()
             runner.train(1)
-            return torch.cuda.max_memory_allocated()
+            return torch.cuda.max_memory_allocated() - others
 
     def largest(self) -> dict[str, dict[str, float]]:
         """The largest batch, of powers of two times the usual, and tokens a second at it."""
@@ -406,6 +400,7 @@ class Bench:
             batch, until = self.step.batch, max(self.deadline, time.monotonic() + LARGEST_S)
             while time.monotonic() < until:
                 step = replace(self.step, batch=batch)
+                self.say(f"{variant.name}, batch {batch}")
                 try:
                     found[variant.name] = self.at(step, variant)
                 except torch.OutOfMemoryError:
@@ -420,9 +415,9 @@ class Bench:
     def at(self, step: Step, variant: Variant) -> dict[str, float]:
         """A variant at a batch of its own."""
         runner = self.made(variant, step)
-        with runner.awake():
+        with runner.patched():
             runner.train(2)
-            return {"batch": step.batch, "tokens_per_s": step.step_tokens / runner.seconds()}
+            return {"batch": step.batch, "tokens_per_s": step.step_tokens / runner.seconds(3)}
 
 
 # Reports.
@@ -540,6 +535,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="models whose names begin so")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=300, help="no round begins after this")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--output", type=Path, help="the result file, instead of the usual one")
     options = parser.parse_args(arguments)

@@ -71,8 +71,11 @@ class Maker:
 
     @property
     def inner(self) -> int:
-        """The features that a linear layer is given: a quarter, as in a transformer's MLP."""
-        return max(self.width // 4, 2)
+        """The features that a linear layer is given: a quarter, as in a transformer's MLP.
+
+        At most 2,048, as where a vocabulary's logits are made.
+        """
+        return min(max(self.width // 4, 2), 2048)
 
 
 def _norms(m: Maker) -> list[Sample]:
@@ -153,7 +156,7 @@ def _model_losses(m: Maker) -> list[Sample]:
 
 
 def _linear_losses(m: Maker) -> list[Sample]:
-    inputs = min(m.inner, 4096)
+    inputs = m.inner
     hidden, weight = m.tensor(1, m.rows, inputs), m.tensor(m.width, inputs)
     layer = m.linear(inputs)
     return [

@@ -133,7 +133,7 @@ def test_liger_changes_no_other_variant(monkeypatch):
     runner = train_step.Runner(step, variant, modeling_llama, state, "cpu")
     assert runner.model.patched
     assert modeling_llama.apply_rotary_pos_emb is plain
-    with runner.awake():
+    with runner.patched():
         assert modeling_llama.apply_rotary_pos_emb is patch
     assert modeling_llama.apply_rotary_pos_emb is plain
 

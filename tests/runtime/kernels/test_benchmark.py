@@ -1,6 +1,5 @@
 """The benchmark of the kernels, tried out where there is no GPU."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ import torch
 from benchmark import kernel_choice, kernels, report
 from benchmark.kernel_cases import KERNELS
 from slapo_rewrite.fusion.measured_kernels import Table
-from slapo_rewrite.model.kernel_samples import sampled
+from slapo_rewrite.model.kernel_samples import Maker, sampled
 from tests.golden import ROOT
 from tests.runtime.kernels.picked import PUBLIC
 
@@ -121,8 +120,9 @@ def test_a_table_to_choose_by_is_made_and_read(tmp_path, capsys):
 def test_every_function_is_measured_at_some_width():
     for function in sampled():
         assert all(width > 0 for width in kernel_choice.widths(function, tiny=False))
-        assert kernel_choice.backends(function, compiled=False).keys() == {"triton", "eager"}
-    assert kernel_choice.widths("causal_lm_linear_cross_entropy", tiny=False)[0] == 30522
+        given = kernel_choice.backends(function, compiled=False)
+        assert [*given] == ["eager", "triton", "eager again"]
+    assert kernel_choice.widths("causal_lm_linear_cross_entropy", tiny=False)[0] == 32000
     assert kernel_choice.widths("rotary", tiny=False) == (64, 128)
 
 
@@ -145,18 +145,23 @@ def test_what_fails_or_is_not_exact_enough_gets_no_figure(monkeypatch, capsys):
     assert "swiglu 8 by triton: its error is 1.0e-02" in shown.err
 
 
-def test_an_unsteady_machine_makes_no_table(tmp_path, monkeypatch):
-    found = iter([1.0, 1.04])
-    monkeypatch.setattr(
-        kernels, "roofline", lambda *a: {"copy_bytes_per_s": next(found), "product_flops": 1.0}
-    )
-    monkeypatch.setattr(kernels, "machine", lambda device: {"gpu": {"name": "X"}, "versions": {}})
-    monkeypatch.setattr(kernel_choice, "measurements", lambda *a: [])
-    options = argparse.Namespace(tiny=False, only="", deadline=0, device_name=None)
-    options.output = tmp_path / "x.json"
-    with pytest.raises(SystemExit, match="nothing is written"):
-        kernels.choose(options, kernels.Clock("cpu", 1))
-    assert not options.output.exists()
+@pytest.mark.parametrize(("again", "figures"), [(1.02, {"eager", "triton"}), (1.04, set())])
+def test_a_machine_that_changes_gives_no_figures(again, figures, monkeypatch):
+    found = iter([1.0, 0.5, again])
+
+    class Timer:
+        device = "cuda"
+
+        def median_s(self, calls):
+            return next(found)
+
+    kernel, reference = kernel_choice.forms("swiglu")
+    given = {"eager": reference, "triton": kernel, kernel_choice.AGAIN: reference}
+    monkeypatch.setattr(kernel_choice, "backends", lambda *_: given)
+    maker = Maker(8, 8, torch.float32)
+    measured, failed = kernel_choice.measured("swiglu", maker, Timer(), 1)
+    assert measured.keys() == figures
+    assert (kernel_choice.AGAIN in failed) == (not figures)
 
 
 @pytest.mark.parametrize(
