@@ -164,14 +164,8 @@ def check_seeds() -> None:
 
 @torch.no_grad()
 def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
-    if shard is None:
-        tensor.copy_(full)
-        return
-    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges()]
-    sizes = [piece.shape[shard.axis] for piece in pieces]
-    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
-        part.copy_(piece)
+    """Fills a weight with this rank's part of the full one."""
+    tensor.copy_(full if shard is None else shard.cut(full))
 
 
 def load_pretrained(
@@ -408,7 +402,7 @@ def read_part(stored: Any, shard: Shard | None) -> Tensor:
             f"{stored.name} is {size} long in the checkpoint, not {shard.size}"
         )
     pieces = []
-    for start, stop in shard.ranges():
+    for start, stop in shard.ranges(rank()):
         slices[shard.axis] = slice(start, stop)
         pieces.append(stored[tuple(slices)])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.axis)

@@ -692,7 +692,7 @@ def test_a_model_that_is_older_than_the_group():
 @pytest.fixture
 def world_of(monkeypatch):
     def pretend(world, rank=0):
-        monkeypatch.setattr(shards, "_supposed", (world, rank))
+        monkeypatch.setattr(shards, "_world", shards.World(supposed=(world, rank)))
 
     return pretend
 
@@ -736,7 +736,7 @@ def test_world_of_one_is_the_whole_layer(sharded, whole):
         ),
         (
             lambda: tp.ColumnParallelLinear(6, 7),
-            "7 cannot be shared by 8 ranks; "
+            "7 does not divide over 8 ranks; "
             "the largest tensor-parallel size below 8 that fits is 7",
         ),
         (
@@ -793,7 +793,7 @@ def test_blocks_are_cut_one_by_one(world_of, world):
         world_of(world, rank)
         parts.append(shard.cut(full))
         assert parts[-1].shape[1] == shard.local_size() == shard.sizes()[rank]
-    ends = shard.by_block()[0]
+    ends = [stop - start for start, stop in (shard.ranges(r)[0] for r in range(world))]
     first = torch.cat([part[:, :end] for part, end in zip(parts, ends, strict=True)], 1)
     second = torch.cat([part[:, end:] for part, end in zip(parts, ends, strict=True)], 1)
     assert torch.equal(torch.cat([first, second], 1), full)

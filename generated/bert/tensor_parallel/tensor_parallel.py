@@ -18,8 +18,8 @@ from .guards import OwnSize, check_parts, guard
 from .shards import (
     Parts,
     Shard,
-    in_group,
-    named_group,
+    in_world,
+    named_world,
     part_sizes,
     rank,
     sum_and_cut,
@@ -43,12 +43,12 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Map, run_gradient: Map) -> Tensor:
         ctx.run, ctx.run_gradient = run, run_gradient
-        ctx.group = named_group()
+        ctx.world = named_world()
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        with in_group(*ctx.group):
+        with in_world(ctx.world):
             return collective(gradient, ctx.run_gradient, ctx.run), None, None
 
 
@@ -155,10 +155,12 @@ def _mark_parameters(module: Any, *_: object) -> None:
     module.parts_differ = False  # as far as is known
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
+        if parameter is None:  # another pipeline stage holds it
+            continue
         # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
-        # marked, else on the first rank only.
-        if parameter is not None:  # another pipeline stage holds it
-            parameter.model_parallel = shard.is_first()
+        # marked, else on the first rank only. Of equal parts the first one counts.
+        before = [shard.ranges(r) for r in range(rank())]
+        parameter.model_parallel = shard.ranges(rank()) not in before
 
 
 def clip_grad_norm_(

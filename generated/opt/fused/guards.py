@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .shards import gather_parts, is_supposed, named_group, parts_in, rank, world_size
+from .shards import gather_parts, named_world, parts_in, rank, world_size
 
 
 def guard(module: Any) -> None:
@@ -51,7 +51,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     replicas = vars(parent).get("process_group")
     if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
         ranks = dist.get_process_group_ranks
-        if len({*ranks(replicas)} & {*ranks(named_group()[0])}) > 1:
+        if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
             raise RuntimeError(
                 f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
                 "replicas and copy one rank's parts over the others': give it the data-"
@@ -85,10 +85,15 @@ def check_parts(layer: Any) -> None:
             f"part, {shard.local_size()} long: replace and tie embeddings in the original, "
             "in one process, and load what it saves"
         )
-    if layer.parts_differ or world_size() == 1 or is_supposed() or weight.is_meta:
+    if (
+        layer.parts_differ
+        or world_size() == 1
+        or named_world().supposed
+        or weight.is_meta
+    ):
         return
     known = hasattr(weight, "full_tensor") or shard.local_size() == shard.size
-    is_fake = dist.get_backend(named_group()[0]) == "fake"
+    is_fake = dist.get_backend(named_world().group) == "fake"
     if known or is_fake or torch.compiler.is_compiling():
         return
     layer.parts_differ = True
@@ -127,7 +132,7 @@ def note_whose_parts(
                 part = part.to_local()
         if type(part) is Tensor and part is not getattr(module, name):
             is_made = torch.get_default_device().type == "meta"
-            if part.is_meta and not is_made and not is_supposed():
+            if part.is_meta and not is_made and not named_world().supposed:
                 raise RuntimeError(
                     "`from_pretrained` reads whole tensors, and this rank holds parts: "
                     "build the model and use `loading.load_pretrained(model, path)`, of a "
