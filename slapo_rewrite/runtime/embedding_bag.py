@@ -7,7 +7,7 @@ part that this rank holds.
 import torch
 from torch import Tensor, nn
 
-from .guards import OwnSize, check_parts
+from .guards import check_parts, own_size
 from .shards import Shard, part_sizes, rank, world_size
 from .tensor_parallel import Reduction, record_shard, sum_now
 
@@ -18,7 +18,7 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
     It is made with V; its `num_embeddings` is V'. `reduce` adds up what the ranks find.
     """
 
-    num_embeddings = OwnSize()
+    num_embeddings = own_size("num_embeddings")
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .shards import gather_parts, named_world, parts_in, rank, world_size
+from .shards import are_alike, named_world, parts_in, rank, world_size
 
 
 def guard(module: Any) -> None:
@@ -77,33 +77,29 @@ def check_parts(layer: Any) -> None:
     Raises:
         RuntimeError: It is so.
     """
-    shard, weight = layer.sharded_parameters["weight"], layer.weight.detach()
-    shard.check_group()
-    if world_size() > 1 and weight.shape[shard.axis] != shard.local_size():
+    shard, weight, world = (
+        layer.sharded_parameters["weight"],
+        layer.weight,
+        named_world(),
+    )
+    size = shard.local_size()
+    if world_size() > 1 and weight.shape[shard.axis] != size:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
-            f"part, {shard.local_size()} long: replace and tie embeddings in the original, "
-            "in one process, and load what it saves"
+            f"part, {size} long: replace and tie embeddings in the original, in one "
+            "process, and load what it saves"
         )
-    if (
-        layer.parts_differ
-        or world_size() == 1
-        or named_world().supposed
-        or weight.is_meta
-    ):
+    if layer.parts_differ or size == shard.size or world.supposed or weight.is_meta:
         return
-    known = hasattr(weight, "full_tensor") or shard.local_size() == shard.size
-    is_fake = dist.get_backend(named_world().group) == "fake"
-    if known or is_fake or torch.compiler.is_compiling():
+    is_fake = dist.get_backend(world.group) == "fake"
+    if is_fake or hasattr(weight, "full_tensor") or torch.compiler.is_compiling():
         return
     layer.parts_differ = True
+    weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    sums = torch.stack(
-        [weight.sum(dtype=torch.float64), weight.float().norm().double()]
-    )
-    first, *others = gather_parts(sums, 0, [2] * world_size())
-    if all(torch.equal(first, other) for other in others):
+    sums = weight.sum(dtype=torch.float64), weight.float().norm().double()
+    if are_alike(torch.stack(sums)):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
             "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
@@ -171,20 +167,16 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model).save_pretrained(model, *args, **kwargs)
 
 
-class OwnSize:
+def own_size(name: str) -> Any:
     """A size of this rank's part, which only the layer's constructor sets."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        return self if layer is None else vars(layer)[self.name]
-
-    def __set__(self, layer: Any, size: int) -> None:
-        if vars(layer).get(self.name, size) != size and world_size() > 1:
+    def set_size(layer: Any, size: int) -> None:
+        if vars(layer).get(name, size) != size and world_size() > 1:
             raise RuntimeError(
-                f"`{self.name}` is this rank's part and would no longer fit those of the "
+                f"`{name}` is this rank's part and would no longer fit those of the "
                 "others: call `resize_token_embeddings` on the original, in one process, "
                 "and load what it saves"
             )
-        vars(layer)[self.name] = size
+        vars(layer)[name] = size
+
+    return property(lambda layer: vars(layer)[name], set_size)

@@ -158,7 +158,7 @@ class Shard:
 
     def is_full(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the full tensor's size along the axis."""
-        return tensor.shape[self.axis : self.axis + 1] == (self.size,)
+        return tensor.dim() > self.axis and tensor.shape[self.axis] == self.size
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor."""
@@ -201,6 +201,12 @@ def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
     parts = [torch.empty_like(part) for _ in sizes]
     dist.all_gather(parts, part, group=_world.group)
     return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
+
+
+def are_alike(x: Tensor) -> bool:
+    """Whether every rank has these numbers, (N,)."""
+    everyones = gather_parts(x, 0, [x.shape[0]] * world_size())
+    return all(torch.equal(each, x) for each in everyones)
 
 
 def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

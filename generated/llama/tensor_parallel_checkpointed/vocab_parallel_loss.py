@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .shards import Shard, rank, sum_parts
-from .tensor_parallel import all_gather, all_reduce
+from .tensor_parallel import all_reduce, gather
 
 
 class _LogSumAndTarget(torch.autograd.Function):
@@ -51,8 +51,8 @@ def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
         head: The layer that they are from.
         axis: The axis of the classes.
     """
-    size = vocabulary_of(head)
-    return logits if logits.shape[axis] == size else all_gather(logits, axis, size)
+    shard = Shard(axis, vocabulary_of(head))
+    return logits if shard.is_full(logits) else gather(logits, shard)
 
 
 def vocabulary_of(head: Any) -> int:

@@ -158,7 +158,7 @@ class Shard:
 
     def is_full(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the full tensor's size along the axis."""
-        return tensor.shape[self.axis : self.axis + 1] == (self.size,)
+        return tensor.dim() > self.axis and tensor.shape[self.axis] == self.size
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor."""
@@ -203,23 +203,17 @@ def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
     return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
 
 
+def are_alike(x: Tensor) -> bool:
+    """Whether every rank has these numbers, (N,)."""
+    everyones = gather_parts(x, 0, [x.shape[0]] * world_size())
+    return all(torch.equal(each, x) for each in everyones)
+
+
 def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum of the ranks' tensors, or what `op` makes of them, in a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op, group=_world.group)
     return x
-
-
-def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
-    """This rank's part of the sum of the ranks' tensors."""
-    if shard.size % world_size():
-        return shard.cut(sum_parts(x))
-    x = x.movedim(shard.axis, 0).contiguous()
-    part = x.new_empty(shard.local_size(), *x.shape[1:])
-    # The name in torch 2.13, which warns of the old one.
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(part, x, group=_world.group)
-    return part.movedim(0, shard.axis).contiguous()
 
 
 def parts_in(model: nn.Module) -> dict[int, Shard]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .shards import Shard, gather_parts, parts_in, rank, world_of, world_size
+from .shards import Shard, are_alike, parts_in, rank, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -104,10 +104,7 @@ def check_seeds() -> None:
     if world_size() == 1:
         return
     random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-    state = random.get_rng_state().cpu()
-    words = torch.arange(1, state.numel() + 1) * state  # a checksum of their order
-    sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
-    if any(total != sums[0] for total in sums):
+    if not are_alike(random.get_rng_state().to(device)):
         raise ValueError(
             "the ranks of a tensor-parallel group must be seeded alike before the model is "
             "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
