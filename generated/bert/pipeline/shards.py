@@ -81,9 +81,6 @@ def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
     """Every rank's share of `size`: as even as possible, the larger shares first.
 
     Shares in units of `multiple_of` must be even.
-
-    Raises:
-        ValueError: `size` cannot be shared by this many ranks.
     """
 
     def fits(ranks: int) -> bool:
@@ -123,11 +120,7 @@ class Shard:
     )
 
     def check_group(self) -> None:
-        """Refuses another group than the one that the tensor is divided over.
-
-        Raises:
-            RuntimeError: It is another.
-        """
+        """Refuses another group than the one that the tensor is divided over."""
         if _world.supposed is None and self.world != (world_size(), _world.ranks):
             raise RuntimeError(
                 f"this model was built in a tensor-parallel group of {self.world[0]}, and "

@@ -123,11 +123,7 @@ def cross_entropy_of_parts(
 def vocab_parallel_criterion(
     criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, *, head: nn.Module
 ) -> Tensor:
-    """`criterion(input, target)` of logits of which `head` gives each rank a part.
-
-    Raises:
-        RuntimeError: `input` has neither this rank's classes nor all.
-    """
+    """`criterion(input, target)` of logits of which `head` gives each rank a part."""
     return cross_entropy_of_parts(
         input,
         target,

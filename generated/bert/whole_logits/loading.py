@@ -29,15 +29,11 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
     They may be parameters, gradients or optimiser moments. Parts are left as they are.
     """
-    divided = shards(model)
-    return {
-        name: (
-            divided[name].cut(tensor)
-            if name in divided and divided[name].is_full(tensor)
-            else tensor
-        )
-        for name, tensor in named.items()
-    }
+    local = dict(named)
+    for name, shard in shards(model).items():
+        if name in named and shard.is_full(named[name]):
+            local[name] = shard.cut(named[name])
+    return local
 
 
 def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,11 +53,7 @@ class _Collective(torch.autograd.Function):
 
 
 def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
-    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one.
-
-    Raises:
-        RuntimeError: `torch.export` runs it, which would lose the gradient.
-    """
+    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one."""
     if world_size() == 1:
         return x
     if torch.compiler.is_exporting() and torch.is_grad_enabled():
@@ -158,12 +154,7 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
 def _cut_full_tensors(
     module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
 ) -> None:
-    """Before loading: replaces full tensors by this rank's parts of them.
-
-    Raises:
-        ValueError: There are parts of another rank, or something that is neither full
-            nor known to be this rank's part.
-    """
+    """Before loading: replaces full tensors by this rank's parts of them."""
     of, here = metadata.get("part"), (rank(), world_size())
     if of == here or (of is None and world_size() == 1):
         return
@@ -212,9 +203,6 @@ def clip_grad_norm_(
     That would scale by the norm of a rank's own parts, and what all ranks have a copy of
     would drift apart. Every rank calls this one, with the model, or with its parameters
     where they are the tensors that it was built with.
-
-    Raises:
-        ValueError: None of the parameters is known to be a part.
     """
     if isinstance(model, nn.Module):
         for module in model.modules():
