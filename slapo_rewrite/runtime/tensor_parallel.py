@@ -84,7 +84,7 @@ def all_gather(
     x: Tensor,
     axis: int = -1,
     full_size: int | None = None,
-    tensor_parallel_output_grad: bool = False,
+    tensor_parallel_output_grad: bool = False,  # for tensor_parallel_output_grad
 ) -> Tensor:
     """Concatenates the ranks' parts; the gradient is this rank's slice.
 
@@ -96,7 +96,7 @@ def all_gather(
             their gradients are summed before they are sliced.
     """
     shard = Shard(axis, full_size or x.shape[axis] * world_size())
-    if tensor_parallel_output_grad:
+    if tensor_parallel_output_grad:  # for tensor_parallel_output_grad
         return collective(x, shard.gather, partial(sum_and_cut, shard=shard))
     return gather(x, shard)
 
@@ -252,12 +252,17 @@ def shard_parameter(
     name: str,
     axis: int,
     *,
-    parts: Parts = Shard,
+    parts: Parts = Shard,  # for parts
     multiple_of: int = 0,
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    With `parts` by blocks packed along it; parts are equal multiples of `multiple_of`.
+    Args:
+        module: Holds it.
+        name: Its name there.
+        axis: Is divided.
+        parts: How that is divided: whole, or by blocks packed along it.
+        multiple_of: What equal shares are multiples of; 0: they may differ.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
@@ -326,25 +331,28 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *args: Any,
-        parts: Parts = Shard,
+        parts: Parts = Shard,  # for parts
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
-        gather_output: bool = False,
+        gather_output: bool = False,  # for gather_output
         **kwargs: Any,
     ) -> None:
         shard = parts(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, *args, **kwargs)
         self.full_out_features = out_features
         self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
-        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        whole = replace(shard, axis=-1)  # for gather_output
+        self.output_shard = whole if gather_output else None  # for gather_output
         record_shard(self, "weight", shard)
         if bias:
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        """Maps (..., D) to what the layer gives."""
         check_parts(self)
-        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
+        y = super().forward(self.enter(input))
+        y = gather_if_sharded(y, self.output_shard)  # for gather_output
+        return y
 
 
 # Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
@@ -406,22 +414,27 @@ class RowParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *args: Any,
-        parts: Parts = Shard,
+        parts: Parts = Shard,  # for parts
         multiple_of: int = 0,
-        reduce: Reduction = sum_now,
+        reduce: Reduction = sum_now,  # for reduce
         **kwargs: Any,
     ) -> None:
         shard = parts(1, in_features, multiple_of)
         super().__init__(shard.local_size(), out_features, bias, *args, **kwargs)
-        self.reduce = reduce
+        self.reduce = reduce  # for reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        """Maps (..., D') to (..., F), added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        y, bias = self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        y = nn.functional.linear(input, self.weight)
+        bias: Tensor | None = self.bias
+        if self.reduce is not sum_now:  # for reduce
+            y, bias = self.reduce(y, bias)
+        else:
+            y = all_reduce(y)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -429,8 +442,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it. `reduce` adds up
-    what the ranks find.
+    that id's row in this rank's part, None where another rank holds it.
     """
 
     num_embeddings = own_size("num_embeddings")
@@ -443,7 +455,7 @@ class VocabParallelEmbedding(nn.Embedding):
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        reduce: Reduction = sum_now,
+        reduce: Reduction = sum_now,  # for reduce
     ) -> None:
         shard = Shard(0, num_embeddings)
         ids = range(num_embeddings)
@@ -455,11 +467,11 @@ class VocabParallelEmbedding(nn.Embedding):
             len(own), embedding_dim, padding_idx, device=device, dtype=dtype
         )
         self.first_id, self.full_num_embeddings = own.start, num_embeddings
-        self.reduce = reduce
+        self.reduce = reduce  # for reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        """Looks up ids; what the ranks find is added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -469,7 +481,9 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.reduce(x, None)[0]
+        if self.reduce is not sum_now:  # for reduce
+            return self.reduce(x, None)[0]
+        return all_reduce(x)
 
 
 def tied_head(x: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
@@ -498,15 +512,18 @@ class ColumnParallelEmbedding(nn.Embedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
         multiple_of: int = 0,
-        gather_output: bool = False,
+        gather_output: bool = False,  # for gather_output
     ) -> None:
         shard = Shard(1, embedding_dim, multiple_of)
         size = shard.local_size()
         super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)
-        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        whole = replace(shard, axis=-1)  # for gather_output
+        self.output_shard = whole if gather_output else None  # for gather_output
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids (B, T); (B, T, D) with `gather_output`."""
         check_parts(self)
-        return gather_if_sharded(super().forward(input), self.output_shard)
+        y = super().forward(input)
+        y = gather_if_sharded(y, self.output_shard)  # for gather_output
+        return y

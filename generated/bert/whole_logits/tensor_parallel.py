@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .guards import check_parts, guard, own_size
-from .shards import Parts, Shard, in_world, named_world, rank, sum_parts, world_size
+from .shards import Shard, in_world, named_world, rank, sum_parts, world_size
 from .shards import set_group as set_group
 
 
@@ -168,16 +168,19 @@ def shard_parameter(
     name: str,
     axis: int,
     *,
-    parts: Parts = Shard,
     multiple_of: int = 0,
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    With `parts` by blocks packed along it; parts are equal multiples of `multiple_of`.
+    Args:
+        module: Holds it.
+        name: Its name there.
+        axis: Is divided.
+        multiple_of: What equal shares are multiples of; 0: they may differ.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
-    shard = parts(axis, tensor.shape[axis], multiple_of)
+    shard = Shard(axis, tensor.shape[axis], multiple_of)
     # In place, so that whatever else is tied to the parameter stays tied.
     tensor.data = shard.cut(tensor.data)
     record_shard(module, name, shard)
@@ -195,7 +198,6 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        parts: How the output is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
@@ -210,34 +212,27 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *args: Any,
-        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
         gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = parts(0, out_features, multiple_of)
+        shard = Shard(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, *args, **kwargs)
         self.full_out_features = out_features
         self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
-        self.output_shard = replace(shard, axis=-1) if gather_output else None
+        whole = replace(shard, axis=-1)
+        self.output_shard = whole if gather_output else None
         record_shard(self, "weight", shard)
         if bias:
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        """Maps (..., D) to what the layer gives."""
         check_parts(self)
-        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
-
-
-# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
-Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sum of the ranks' partial outputs on every rank, and the bias."""
-    return all_reduce(y), bias
+        y = super().forward(self.enter(input))
+        y = gather_if_sharded(y, self.output_shard)
+        return y
 
 
 class RowParallelLinear(nn.Linear):
@@ -246,9 +241,7 @@ class RowParallelLinear(nn.Linear):
     It is made with D; its `in_features` is D'. Other arguments are as in `nn.Linear`.
 
     Args:
-        parts: How the input is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs.
     """
 
     def __init__(
@@ -257,22 +250,21 @@ class RowParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *args: Any,
-        parts: Parts = Shard,
         multiple_of: int = 0,
-        reduce: Reduction = sum_now,
         **kwargs: Any,
     ) -> None:
-        shard = parts(1, in_features, multiple_of)
+        shard = Shard(1, in_features, multiple_of)
         super().__init__(shard.local_size(), out_features, bias, *args, **kwargs)
-        self.reduce = reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        """Maps (..., D') to (..., F), added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        y, bias = self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        y = nn.functional.linear(input, self.weight)
+        bias: Tensor | None = self.bias
+        y = all_reduce(y)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -280,8 +272,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it. `reduce` adds up
-    what the ranks find.
+    that id's row in this rank's part, None where another rank holds it.
     """
 
     num_embeddings = own_size("num_embeddings")
@@ -294,7 +285,6 @@ class VocabParallelEmbedding(nn.Embedding):
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        reduce: Reduction = sum_now,
     ) -> None:
         shard = Shard(0, num_embeddings)
         ids = range(num_embeddings)
@@ -306,11 +296,10 @@ class VocabParallelEmbedding(nn.Embedding):
             len(own), embedding_dim, padding_idx, device=device, dtype=dtype
         )
         self.first_id, self.full_num_embeddings = own.start, num_embeddings
-        self.reduce = reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        """Looks up ids; what the ranks find is added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -320,4 +309,4 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.reduce(x, None)[0]
+        return all_reduce(x)

@@ -6,7 +6,6 @@ marks the part that this rank holds.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -180,7 +179,6 @@ class ColumnParallelLinear(nn.Linear):
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
-        gather_output: Return (..., F) on every rank.
     """
 
     out_features = own_size("out_features")
@@ -194,22 +192,21 @@ class ColumnParallelLinear(nn.Linear):
         parts: Parts = Shard,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
-        gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
         shard = parts(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, *args, **kwargs)
         self.full_out_features = out_features
         self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
-        self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        """Maps (..., D) to what the layer gives."""
         check_parts(self)
-        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
+        y = super().forward(self.enter(input))
+        return y
 
 
 # Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
@@ -225,8 +222,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it. `reduce` adds up
-    what the ranks find.
+    that id's row in this rank's part, None where another rank holds it.
     """
 
     num_embeddings = own_size("num_embeddings")
@@ -255,7 +251,7 @@ class VocabParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        """Looks up ids; what the ranks find is added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -265,4 +261,6 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.reduce(x, None)[0]
+        if self.reduce is not sum_now:
+            return self.reduce(x, None)[0]
+        return all_reduce(x)

@@ -6,7 +6,7 @@ marks the part that this rank holds.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from .guards import check_parts, guard, own_size
 from .shards import (
-    Parts,
     Shard,
     in_world,
     named_world,
@@ -229,11 +228,6 @@ def clip_grad_norm_(
     return norm  # type: ignore[no-any-return]
 
 
-def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
-    """The ranks' outputs put together, where a layer is to give that."""
-    return y if shard is None else gather(y, shard)
-
-
 class ColumnParallelLinear(nn.Linear):
     """A linear layer split over its output features: (..., D) -> (..., F').
 
@@ -241,11 +235,9 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        parts: How the output is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
-        gather_output: Return (..., F) on every rank.
     """
 
     out_features = own_size("out_features")
@@ -256,25 +248,23 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *args: Any,
-        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
-        gather_output: bool = False,
         **kwargs: Any,
     ) -> None:
-        shard = parts(0, out_features, multiple_of)
+        shard = Shard(0, out_features, multiple_of)
         super().__init__(in_features, shard.local_size(), bias, *args, **kwargs)
         self.full_out_features = out_features
         self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
-        self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        """Maps (..., D) to what the layer gives."""
         check_parts(self)
-        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
+        y = super().forward(self.enter(input))
+        return y
 
 
 # Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
@@ -309,7 +299,6 @@ class RowParallelLinear(nn.Linear):
     It is made with D; its `in_features` is D'. Other arguments are as in `nn.Linear`.
 
     Args:
-        parts: How the input is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce: Adds up the ranks' partial outputs.
     """
@@ -320,22 +309,26 @@ class RowParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *args: Any,
-        parts: Parts = Shard,
         multiple_of: int = 0,
         reduce: Reduction = sum_now,
         **kwargs: Any,
     ) -> None:
-        shard = parts(1, in_features, multiple_of)
+        shard = Shard(1, in_features, multiple_of)
         super().__init__(shard.local_size(), out_features, bias, *args, **kwargs)
         self.reduce = reduce
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        """Maps (..., D') to (..., F), added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        y, bias = self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        y = nn.functional.linear(input, self.weight)
+        bias: Tensor | None = self.bias
+        if self.reduce is not sum_now:
+            y, bias = self.reduce(y, bias)
+        else:
+            y = all_reduce(y)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -343,8 +336,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it. `reduce` adds up
-    what the ranks find.
+    that id's row in this rank's part, None where another rank holds it.
     """
 
     num_embeddings = own_size("num_embeddings")
@@ -373,7 +365,7 @@ class VocabParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        """Looks up ids; what the ranks find is added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -383,4 +375,6 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
         x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.reduce(x, None)[0]
+        if self.reduce is not sum_now:
+            return self.reduce(x, None)[0]
+        return all_reduce(x)

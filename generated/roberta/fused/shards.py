@@ -1,7 +1,7 @@
 # Written by slapo-rewrite 0.2.0 for modeling_roberta.py; rewrite.json says from what.
 """The tensor-parallel group, and how tensors are divided over its ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -172,10 +172,6 @@ class Shard:
             sizes = [stop - start for start, stop in ranges]
             pieces |= zip(ranges, torch.split(part, sizes, self.axis), strict=True)
         return torch.cat([pieces[place] for place in sorted(pieces)], self.axis)
-
-
-# Makes a shard of an axis, its size, and what equal parts are multiples of.
-Parts = Callable[[int, int, int], Shard]
 
 
 def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
