@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, N predictions, V vocabulary, V' the part that this ra
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .shards import Shard, rank, sum_parts
+from .shards import Shard, sum_parts
 from .tensor_parallel import all_reduce, gather
 
 
@@ -87,31 +88,30 @@ def cross_entropy_of_parts(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-    first, end = shard.ranges(rank())[0]
-    if input.shape[shard.axis] != end - first:
+    held = shard.local_size()
+    if input.shape[shard.axis] != held:
         raise RuntimeError(
             f"the logits have {input.shape[shard.axis]} classes, but this rank's part of "
-            f"{vocab_size} is {end - first}"
+            f"{vocab_size} is {held}"
         )
-    logits = input.movedim(shard.axis, -1).reshape(-1, end - first)
+    logits = input.movedim(shard.axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     logits = logits - sum_parts(logits.detach().amax(-1, True), dist.ReduceOp.MAX)
 
     ignored = (target == ignore_index).reshape(-1)
     classes = target.reshape(-1).masked_fill(ignored, 0)
-    # Targets that no rank holds are not masked: they fail as in `cross_entropy`.
-    elsewhere = (classes >= 0) & (classes < first)
-    elsewhere |= (classes >= end) & (classes < vocab_size)
-    column = (classes - first).masked_fill(elsewhere, 0).unsqueeze(-1)
+    column, elsewhere = shard.looked_up(classes)
     apply: Callable[..., tuple[Tensor, Tensor]] = _LogSumAndTarget.apply
-    log_sum, at_target = apply(logits, column, elsewhere)
+    log_sum, at_target = apply(logits, column.unsqueeze(-1), elsewhere)
 
     weight = logits.new_ones(vocab_size) if weight is None else weight.to(logits.dtype)
     counts = weight[classes].masked_fill(ignored, 0)
     losses = (log_sum - at_target).masked_fill(ignored, 0) * counts
     if label_smoothing:
-        even = weight.sum() * log_sum - all_reduce(logits @ weight[first:end])
+        even = weight.sum() * log_sum - all_reduce(
+            logits @ replace(shard, axis=0).cut(weight)
+        )
         even = even.masked_fill(ignored, 0) / vocab_size
         losses = (1 - label_smoothing) * losses + label_smoothing * even
     if reduction == "none":

@@ -186,11 +186,6 @@ def shard_parameter(
     record_shard(module, name, shard)
 
 
-def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
-    """The ranks' outputs put together, where a layer is to give that."""
-    return y if shard is None else gather(y, shard)
-
-
 class ColumnParallelLinear(nn.Linear):
     """A linear layer split over its output features: (..., D) -> (..., F').
 
@@ -228,11 +223,12 @@ class ColumnParallelLinear(nn.Linear):
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to what the layer gives."""
+        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
         check_parts(self)
-        y = super().forward(self.enter(input))
-        y = gather_if_sharded(y, self.output_shard)
-        return y
+        input = self.enter(input)
+        if self.output_shard is not None:
+            return gather(super().forward(input), self.output_shard)
+        return super().forward(input)
 
 
 class RowParallelLinear(nn.Linear):
@@ -287,15 +283,14 @@ class VocabParallelEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         shard = Shard(0, num_embeddings)
-        ids = range(num_embeddings)
-        own = ids[slice(*shard.ranges(rank())[0])]
+        first, end = shard.ranges(rank())[0]
         if padding_idx is not None:
-            row = ids[padding_idx] - own.start
-            padding_idx = row if 0 <= row < len(own) else None
+            row = range(num_embeddings)[padding_idx] - first
+            padding_idx = row if 0 <= row < end - first else None
         super().__init__(
-            len(own), embedding_dim, padding_idx, device=device, dtype=dtype
+            end - first, embedding_dim, padding_idx, device=device, dtype=dtype
         )
-        self.first_id, self.full_num_embeddings = own.start, num_embeddings
+        self.shard, self.full_num_embeddings = shard, num_embeddings
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -303,10 +298,6 @@ class VocabParallelEmbedding(nn.Embedding):
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        end_id = self.first_id + self.weight.shape[0]
-        # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
-        elsewhere = (input >= 0) & (input < self.first_id)
-        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
-        x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
-        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows, elsewhere = self.shard.looked_up(input)
+        x = super().forward(rows).masked_fill(elsewhere.unsqueeze(-1), 0)
         return all_reduce(x)

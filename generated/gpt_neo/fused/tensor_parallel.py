@@ -196,10 +196,10 @@ class ColumnParallelLinear(nn.Linear):
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to what the layer gives."""
+        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
         check_parts(self)
-        y = super().forward(self.enter(input))
-        return y
+        input = self.enter(input)
+        return super().forward(input)
 
 
 # Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
@@ -270,15 +270,14 @@ class VocabParallelEmbedding(nn.Embedding):
         reduce: Reduction = sum_now,
     ) -> None:
         shard = Shard(0, num_embeddings)
-        ids = range(num_embeddings)
-        own = ids[slice(*shard.ranges(rank())[0])]
+        first, end = shard.ranges(rank())[0]
         if padding_idx is not None:
-            row = ids[padding_idx] - own.start
-            padding_idx = row if 0 <= row < len(own) else None
+            row = range(num_embeddings)[padding_idx] - first
+            padding_idx = row if 0 <= row < end - first else None
         super().__init__(
-            len(own), embedding_dim, padding_idx, device=device, dtype=dtype
+            end - first, embedding_dim, padding_idx, device=device, dtype=dtype
         )
-        self.first_id, self.full_num_embeddings = own.start, num_embeddings
+        self.shard, self.full_num_embeddings = shard, num_embeddings
         self.reduce = reduce
         record_shard(self, "weight", shard)
 
@@ -287,12 +286,8 @@ class VocabParallelEmbedding(nn.Embedding):
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        end_id = self.first_id + self.weight.shape[0]
-        # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
-        elsewhere = (input >= 0) & (input < self.first_id)
-        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
-        x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
-        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows, elsewhere = self.shard.looked_up(input)
+        x = super().forward(rows).masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.reduce is not sum_now:
             return self.reduce(x, None)[0]
         return all_reduce(x)

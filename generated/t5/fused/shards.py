@@ -149,6 +149,16 @@ class Shard:
         """The axis's size in this rank's part."""
         return self.sizes()[rank()]
 
+    def looked_up(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Where rows with these numbers lie in this rank's part, and which are elsewhere.
+
+        Those that no rank holds count as being here: they fail as in one process.
+        """
+        first, end = self.ranges(rank())[0]
+        elsewhere = (numbers >= 0) & (numbers < first)
+        elsewhere |= (numbers >= end) & (numbers < self.size)
+        return (numbers - first).masked_fill(elsewhere, 0), elsewhere
+
     def is_full(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the full tensor's size along the axis."""
         return tensor.dim() > self.axis and tensor.shape[self.axis] == self.size
