@@ -257,12 +257,7 @@ def shard_parameter(
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    Args:
-        module: Holds it.
-        name: Its name there.
-        axis: Is divided.
-        parts: How that is divided: whole, or by blocks packed along it.
-        multiple_of: What equal shares are multiples of; 0: they may differ.
+    Parts are equal multiples of `multiple_of`; where that is 0 they may differ.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()

@@ -92,8 +92,8 @@ def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
         units = size / max(1, multiple_of)
         heads = f" = {units:g} heads of {multiple_of}" if multiple_of > 1 else ""
         raise ValueError(
-            f"{size}{heads} does not divide over {world} "
-            f"ranks; the largest tensor-parallel size below {world} that fits is {largest}"
+            f"{size}{heads} does not divide over {world} ranks; the largest "
+            f"tensor-parallel size below {world} that fits is {largest}"
         )
     share, rest = divmod(size, world)
     return [share + (r < rest) for r in range(world)]

@@ -60,9 +60,7 @@ def vocabulary_of(head: Any) -> int:
     """V, of a layer that is divided over the ranks, or of a whole one in its place."""
     # An adapter of PEFT's stands around its layer.
     layer = getattr(head, "base_layer", head)
-    split = hasattr(layer, "full_out_features")
-    size: int = layer.full_out_features if split else layer.out_features
-    return size
+    return int(getattr(layer, "full_out_features", layer.out_features))
 
 
 def cross_entropy_of_parts(
@@ -109,9 +107,8 @@ def cross_entropy_of_parts(
     counts = weight[classes].masked_fill(ignored, 0)
     losses = (log_sum - at_target).masked_fill(ignored, 0) * counts
     if label_smoothing:
-        even = weight.sum() * log_sum - all_reduce(
-            logits @ replace(shard, axis=0).cut(weight)
-        )
+        own_weight = replace(shard, axis=0).cut(weight)
+        even = weight.sum() * log_sum - all_reduce(logits @ own_weight)
         even = even.masked_fill(ignored, 0) / vocab_size
         losses = (1 - label_smoothing) * losses + label_smoothing * even
     if reduction == "none":
