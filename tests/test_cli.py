@@ -99,7 +99,7 @@ def test_a_size_that_does_not_fit_is_told_before_its_ranks_start(capsys, monkeyp
     assert main(["verify", "out", "--world", "2", "64"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "the model cannot be built at world size 64: 32 cannot be shared by 64" in shown.err
+    assert "the model cannot be built at world size 64: 32 does not divide over 64" in shown.err
     assert len(started) == 1
     assert main(["verify", "out", "--world", "16"]) == 0
     assert len(started) == 1 + 1 + 16

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import black
@@ -15,13 +16,14 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.used_definitions import (
+    MARK,
     Definitions,
     Picked,
     add_import,
     bound_names,
     import_groups,
     imported_outside,
-    kept_statements,
+    with_features,
 )
 from slapo_rewrite.schedule.load import ScheduleFile
 
@@ -71,8 +73,10 @@ SURFACE = {
     "tensor_parallel": {"set_group"},
     "loading": {"build", "full_state_dict", "to_full", "to_local"},
 }
-# Behind statements that are there for modules in others' places alone.
-OF_WEIGHTS = "  # for weights"
+# Stands among helper modules for what is used of some of them beside names: keyword arguments and
+# attributes. What is marked `# for NAME` in a module is left out where neither one of these nor a
+# module in use has the name.
+FEATURES = "features"
 # What is added where it is asked for, and the helper module that has it.
 OPTIONAL = {
     "add_adapters": "lora",
@@ -131,7 +135,7 @@ def library_files(uses: Mapping[str, Iterable[str]], header: str) -> dict[str, s
         else:
             libraries = [runtime_library(module)] if module in RUNTIME_ORDER else []
         defined = {n for library in libraries for n in library.defined.keys() | library.handed_on}
-        if found := defined & set(names):
+        if found := set(names) if module == FEATURES else defined & set(names):
             known[module] = found
     return _laid_out(_library(known), header)
 
@@ -214,7 +218,9 @@ def library_uses(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[s
     """
     wanted = {module: _plain(names) for module, names in used.items()}
     if MODULES in wanted:
-        for module, names in _copied(schedule, wanted.pop(MODULES)).helpers.items():
+        copied = _copied(schedule, wanted.pop(MODULES))
+        named = {FEATURES: named_features([copied.body])} if copied.helpers else {}
+        for module, names in {**copied.helpers, **named}.items():
             wanted.setdefault(module, set()).update(names)
     return wanted
 
@@ -226,56 +232,85 @@ def _plain(names: Iterable[str]) -> set[str]:
 
 def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
     """Names of helper modules, and what these need."""
-    wanted = {module: set(names) for module, names in uses.items()}
-    found: dict[str, Picked] = {}
+    features = frozenset(uses.get(FEATURES, ()))
+    while True:
+        found = _picks({m: {*names} for m, names in uses.items() if m != FEATURES}, features)
+        more = features | named_features(picked.body for picked in found.values()) | found.keys()
+        if more == features:
+            return found
+        features = more
+
+
+def _picks(wanted: dict[str, set[str]], features: Collection[str]) -> dict[str, Picked]:
+    """The same where some features are known to be in use."""
     called = [module for module in wanted if kernels.is_of_kernels(module)]
-    _close(wanted)
-    split = _shards_something(wanted)
+    _close(wanted, features)
+    split = _shards_something(wanted, features)
     if split or {"weights", "loading"} & wanted.keys():
         wanted.setdefault("loading", set()).update(SURFACE["loading"])
         if split:
             wanted["tensor_parallel"].add("clip_grad_norm_")
-        _close(wanted)
+        _close(wanted, features)
     if "shards" in wanted:  # users name the group by `tensor_parallel.set_group`
         wanted.setdefault("tensor_parallel", set(SURFACE["tensor_parallel"]))
-        _close(wanted)
-    found |= kernels.picked_files({m: wanted.pop(m) for m in called})
+        _close(wanted, features)
+    found = kernels.picked_files({m: wanted.pop(m) for m in called})
     for module in sorted(wanted):
-        found[module] = runtime_library(module, "weights" in wanted).pick(wanted[module])
+        found[module] = runtime_library(module, features).pick(wanted[module])
     return found
 
 
+def named_features(texts: Iterable[str]) -> set[str]:
+    """The features that a text names, by a keyword argument or an attribute."""
+    return {n for text in texts for found in _features()[0].findall(text) for n in found if n}
+
+
 @functools.cache
-def runtime_library(module: str, repacks: bool = True) -> Definitions:
+def _features() -> tuple[re.Pattern[str], dict[str, frozenset[str]]]:
+    """What finds features in a text, and those of each runtime module."""
+    marks = {m: frozenset(MARK.findall(_runtime_text(m))) for m in RUNTIME_ORDER}
+    names = "|".join(sorted({n for own in marks.values() for n in own}.difference(RUNTIME_ORDER)))
+    return re.compile(rf"\b({names})=|\.({names})\b"), marks
+
+
+@functools.cache
+def _runtime_text(module: str) -> str:
+    return (RUNTIME / f"{module}.py").read_text(encoding="utf-8")
+
+
+def runtime_library(module: str, features: Collection[str] | None = None) -> Definitions:
     """A runtime module, whose definitions can be taken out one by one.
 
     Args:
         module: The module.
-        repacks: Whether modules stand in others' places, with other weights. Without them, what
-            ends with `# for weights` is left out.
+        features: What is in use, as FEATURES says; None: all that there is.
     """
-    text = (RUNTIME / f"{module}.py").read_text(encoding="utf-8")
-    return Definitions(kept_statements(text, OF_WEIGHTS, repacks))
+    marks = _features()[1][module]
+    return _with_features(module, marks if features is None else marks.intersection(features))
 
 
-def _close(wanted: dict[str, set[str]]) -> None:
+@functools.cache
+def _with_features(module: str, features: frozenset[str]) -> Definitions:
+    return Definitions(with_features(_runtime_text(module), features))
+
+
+def _close(wanted: dict[str, set[str]], features: Collection[str]) -> None:
     """Adds what the wanted names need of other runtime modules."""
     waiting = [m for m in wanted if not kernels.is_of_kernels(m)]
     for module in waiting:
         wanted[module] |= SURFACE.get(module, set())
     while waiting:
         module = waiting.pop()
-        library = runtime_library(module, "weights" in wanted)
+        library = runtime_library(module, features)
         for other, names in library.pick(wanted[module]).helpers.items():
             if not names <= wanted.get(other, set()):
-                # Others, too, do more for such weights.
-                waiting += [other] if other in wanted or other != "weights" else [other, *wanted]
+                waiting.append(other)
                 wanted.setdefault(other, set(SURFACE.get(other, ()))).update(names)
 
 
-def _shards_something(wanted: Mapping[str, set[str]]) -> bool:
+def _shards_something(wanted: Mapping[str, set[str]], features: Collection[str]) -> bool:
     """Whether a parameter is cut anywhere, so that there is something to gather."""
-    library = runtime_library("tensor_parallel", "weights" in wanted)
+    library = runtime_library("tensor_parallel", features)
     return "record_shard" in library.closure(wanted.get("tensor_parallel", ()))
 
 

@@ -19,9 +19,11 @@ from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.emit.construct import Construction
 from slapo_rewrite.emit.draft import Causes, Draft, Options, Trial
 from slapo_rewrite.emit.helpers import (
+    FEATURES,
     helper_files,
     inlined_helpers,
     library_uses,
+    named_features,
     optional_helpers,
 )
 from slapo_rewrite.emit.inputs import own_modules
@@ -229,6 +231,12 @@ class _Emission:
             check_single(copies, self.lowered.edits)
         draft.use(by_backend(used_helpers(copies, self.outputs), project.references))
         draft.use(self.options.further)
+        if draft.used:
+            own_edits = self.lowered.edits
+            texts = (
+                apply_edits(f.text, own_edits.get(f.name, []))[0] for f in copies.files.values()
+            )
+            draft.use({FEATURES: named_features(texts)})
         inlined = None
         if self.options.single_file and draft.used:
             inlined = inlined_helpers(draft.used, self.definitions, project.file)
@@ -281,8 +289,9 @@ class _Emission:
             ]
             single = self.options.single_file
             stages = pipeline_text(project, ends, draft.files, draft.model_file, single, sliced)
-            draft.use(stages.helpers())
-            staged = {"pipeline.py": stages.written(self._header), **self._helper_files()}
+            pipeline = stages.written(self._header)
+            draft.use({**stages.helpers(), FEATURES: named_features([pipeline])})
+            staged = {"pipeline.py": pipeline, **self._helper_files()}
         because = merged_causes(*((cut.cause,) for cut in cuts.values()))
         for name in staged.keys() - draft.helpers.keys():
             draft.causes.setdefault(Path(name).stem, because)

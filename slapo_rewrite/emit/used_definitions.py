@@ -105,17 +105,55 @@ class Definitions:
         return "\n\n" if apart else "\n"
 
 
-def kept_statements(text: str, mark: str, keeps: bool) -> str:
-    """A file's text without the statements whose first lines end with a mark, or without marks."""
+# Ends the first line of a statement, or the line of a parameter, that is there for a feature.
+MARK = re.compile(r"  # for (\w+)$", re.MULTILINE)
+
+
+def with_features(text: str, features: Collection[str]) -> str:
+    """A file's text without marks, and without what is marked as being for other features.
+
+    Of an `if` its `else` stays; where a parameter is left out, its default is written.
+    """
     lines = text.split("\n")
-    if keeps or mark not in text:
-        return "\n".join(line.removesuffix(mark) for line in lines)
-    marked = [
-        range(node.lineno - 1, node.end_lineno or node.lineno)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.stmt) and lines[node.lineno - 1].endswith(mark)
-    ]
-    return "\n".join(x for n, x in enumerate(lines) if not any(n in each for each in marked))
+    marks = {n: found[1] for n, line in enumerate(lines, 1) if (found := MARK.search(line))}
+    lines = [MARK.sub("", line) for line in lines]
+    idle = {n for n, feature in marks.items() if feature not in features}
+    left_out = set(idle)
+    nodes = [*ast.walk(ast.parse(text))] if idle else []
+    classes = {each: node for node in nodes if isinstance(node, ast.ClassDef) for each in node.body}
+    for node in nodes:
+        if isinstance(node, ast.stmt) and node.lineno in idle:
+            left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            if isinstance(node, ast.If) and node.orelse:
+                stays = range(node.orelse[0].lineno, (node.end_lineno or 0) + 1)
+                left_out.difference_update(stays)
+                for n in stays:
+                    lines[n - 1] = lines[n - 1].removeprefix("    ")
+        if isinstance(node, ast.FunctionDef):
+            defaults = zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
+            given = (*defaults, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+            for name, default in ((a.arg, d) for a, d in given if a.lineno in idle and d):
+                for owner in (node, classes.get(node, node)):
+                    left_out.update(_told_of(name, owner, lines))
+                for use in ast.walk(node):
+                    if not (isinstance(use, ast.Name) and use.id == name):
+                        continue
+                    line, start, end = lines[use.lineno - 1], use.col_offset, use.end_col_offset
+                    lines[use.lineno - 1] = line[:start] + ast.unparse(default) + line[end:]
+    return "\n".join(line for n, line in enumerate(lines, 1) if n not in left_out)
+
+
+def _told_of(name: str, owner: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterator[int]:
+    """The lines of a docstring that tell of an argument."""
+    depth = None
+    doc = owner.body[0]
+    for n in range(doc.lineno, (doc.end_lineno or 0)):
+        text = lines[n - 1].lstrip()
+        indent = len(lines[n - 1]) - len(text)
+        if depth is None or indent <= depth:
+            depth = indent if text.startswith(f"{name}: ") else None
+        if depth is not None:
+            yield n
 
 
 def _definitions(tree: ast.Module) -> dict[str, list[ast.stmt]]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .loading import shards
-from .shards import Shard
+from .shards import Shard, rank
 
 
 def sharded_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
@@ -111,7 +111,7 @@ class FullTensor(Tensor):
         shape[axis] = shard.size
         full: Any = local.new_empty(()).expand(shape).as_subclass(cls)
         full.part, full.pieces, start = part, {}, 0
-        for first, last in shard.ranges():
+        for first, last in shard.ranges(rank()):
             low = max(start, begin[axis])
             high = min(start + last - first, begin[axis] + local.shape[axis])
             if low < high and local.numel():

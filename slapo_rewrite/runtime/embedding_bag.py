@@ -7,8 +7,8 @@ part that this rank holds.
 import torch
 from torch import Tensor, nn
 
-from .guards import OwnSize, check_parts
-from .shards import Shard, part_sizes, rank, world_size
+from .guards import check_parts, own_size
+from .shards import Shard, world_size
 from .tensor_parallel import Reduction, record_shard, sum_now
 
 
@@ -18,7 +18,7 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
     It is made with V; its `num_embeddings` is V'. `reduce` adds up what the ranks find.
     """
 
-    num_embeddings = OwnSize()
+    num_embeddings = own_size("num_embeddings")
 
     def __init__(
         self,
@@ -35,19 +35,18 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
             raise ValueError(
                 "the largest values of parts are not added up: split sums, or means"
             )
-        sizes = part_sizes(num_embeddings)
+        shard = Shard(0, num_embeddings)
         super().__init__(
-            sizes[rank()],
+            shard.local_size(),
             embedding_dim,
             mode=mode,
             include_last_offset=include_last_offset,
             device=device,
             dtype=dtype,
         )
-        self.first_id = sum(sizes[: rank()])
-        self.full_num_embeddings = num_embeddings
+        self.shard, self.full_num_embeddings = shard, num_embeddings
         self.reduce = reduce
-        record_shard(self, "weight", Shard(0, num_embeddings))
+        record_shard(self, "weight", shard)
 
     def forward(
         self,
@@ -59,16 +58,13 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
         check_parts(self)
         if world_size() == 1:
             return super().forward(input, offsets, per_sample_weights)
-        end_id = self.first_id + self.weight.shape[0]
-        # Ids that no rank holds are not masked: they fail as in `nn.EmbeddingBag`.
-        elsewhere = (input >= 0) & (input < self.first_id)
-        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
+        rows, elsewhere = self.shard.looked_up(input)
         if per_sample_weights is None:
             per_sample_weights = torch.ones_like(input, dtype=self.weight.dtype)
         elif self.mode != "sum":
             raise ValueError("`per_sample_weights` are for the mode `sum`, as in torch")
         x = nn.functional.embedding_bag(
-            (input - self.first_id).masked_fill(elsewhere, 0),
+            rows,
             self.weight,
             offsets,
             mode="sum",

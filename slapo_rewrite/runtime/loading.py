@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .shards import (
     Shard,
-    gather_parts,
+    are_alike,
     parts_in,
     rank,
     wait_for_group,
@@ -61,15 +61,11 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
     """
     for prefix, weight_map in weight_maps(model).items():  # for weights
         named = weight_map.to_new(named, prefix)
-    divided = shards(model)
-    return {
-        name: (
-            divided[name].cut(tensor)
-            if name in divided and divided[name].is_full(tensor)
-            else tensor
-        )
-        for name, tensor in named.items()
-    }
+    local = dict(named)
+    for name, shard in shards(model).items():
+        if name in named and shard.is_full(named[name]):
+            local[name] = shard.cut(named[name])
+    return local
 
 
 def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -152,10 +148,7 @@ def check_seeds() -> None:
     if world_size() == 1:
         return
     random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-    state = random.get_rng_state().cpu()
-    words = torch.arange(1, state.numel() + 1) * state  # a checksum of their order
-    sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
-    if any(total != sums[0] for total in sums):
+    if not are_alike(random.get_rng_state().to(device)):
         raise ValueError(
             "the ranks of a tensor-parallel group must be seeded alike before the model is "
             "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
@@ -164,14 +157,8 @@ def check_seeds() -> None:
 
 @torch.no_grad()
 def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
-    if shard is None:
-        tensor.copy_(full)
-        return
-    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges()]
-    sizes = [piece.shape[shard.axis] for piece in pieces]
-    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
-        part.copy_(piece)
+    """Fills a weight with this rank's part of the full one."""
+    tensor.copy_(full if shard is None else shard.cut(full))
 
 
 def load_pretrained(
@@ -408,7 +395,7 @@ def read_part(stored: Any, shard: Shard | None) -> Tensor:
             f"{stored.name} is {size} long in the checkpoint, not {shard.size}"
         )
     pieces = []
-    for start, stop in shard.ranges():
+    for start, stop in shard.ranges(rank()):
         slices[shard.axis] = slice(start, stop)
         pieces.append(stored[tuple(slices)])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.axis)

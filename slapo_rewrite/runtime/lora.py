@@ -17,7 +17,7 @@ from torch.nn.functional import dropout, linear
 
 from .guards import is_adapter, refuse_wrappers
 from .loading import check_seeds
-from .shards import Shard, gather_parts, world_of, world_size
+from .shards import Shard, are_alike, world_of, world_size
 from .tensor_parallel import (
     Reduction,
     all_reduce_gradient,
@@ -64,8 +64,7 @@ def add_adapters(model: nn.Module, add: Callable[[Any], Any]) -> Any:
             copied = hasattr(module, "sharded_parameters")
             if copied or any(is_adapter(module, each) for each in module.children()):
                 refuse(path, "what was put beside it is no LoRA adapter")
-    everyones = gather_parts(sums, 0, [len(new)] * world_size())
-    if any(not torch.equal(each, sums) for each in everyones):
+    if not are_alike(sums):
         raise ValueError(
             "the ranks have put in other adapters each: seed them alike before, by "
             "torch.manual_seed(0) on each, say"

@@ -157,13 +157,7 @@ def model_class(stage: type) -> Any:
 def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Refuses a model for which the stages would leave out something that it does.
 
-    Args:
-        model: The whole model.
-        settings: What its attributes were when the stages were written; `...` for
-            anything but None.
-
-    Raises:
-        ValueError: An attribute is something else.
+    `settings` are what attributes of the whole model were when the stages were written.
     """
     for path, expected in settings.items():
         owner, _, name = path.rpartition(".")
@@ -188,12 +182,7 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
 def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
     """Refuses a model that shares other parameters than the stages were written for.
 
-    Args:
-        model: The whole model.
-        ties: The names that each shared parameter had then, numbers written as `*`.
-
-    Raises:
-        ValueError: A parameter is shared that was not, or the other way round.
+    `ties` are the names that each shared one had then, numbers written as `*`.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -277,11 +266,7 @@ class SendableGradients(torch.autograd.Function):
 
 
 def check_names(inputs: Iterable[str], names: set[str]) -> None:
-    """Refuses other arguments of a step than the stages were written for.
-
-    Raises:
-        TypeError: They have other names.
-    """
+    """Refuses other arguments of a step than the stages were written for."""
     if {*inputs} != names:
         raise TypeError(f"the stages take {sorted(names)}, and not {sorted(inputs)}")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from .shards import gather_parts, is_supposed, named_group, parts_in, rank, world_size
+from .shards import are_alike, named_world, parts_in, rank, world_size
 
 
 def guard(module: Any) -> None:
@@ -30,10 +30,6 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     """Refuses to put into `parent` what would train other weights than the model's.
 
     Has a parent that can save itself refuse to save parts.
-
-    Raises:
-        RuntimeError: An adapter or a parametrization comes to a layer that works on
-            parts, or the ranks that hold the parts are taken for replicas.
     """
     if module is None or world_size() == 1:
         return
@@ -46,18 +42,20 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
             "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
             "layer out of others, and of parametrizations"
         )
-    if hasattr(type(parent), "save_pretrained") and parts_in(module):
+    if not parts_in(module):
+        return
+    if hasattr(type(parent), "save_pretrained"):
         vars(parent)["save_pretrained"] = partial(save_whole, parent)
-    replicas = vars(parent).get("process_group")
-    if isinstance(replicas, dist.ProcessGroup) and parts_in(module):
-        ranks = dist.get_process_group_ranks
-        if len({*ranks(replicas)} & {*ranks(named_group()[0])}) > 1:
-            raise RuntimeError(
-                f"`{type(parent).__name__}` would take the tensor-parallel ranks for "
-                "replicas and copy one rank's parts over the others': give it the data-"
-                "parallel group, or without replicas train the model itself (for Trainer "
-                "and accelerate see slapo-rewrite's examples/trainer)"
-            )
+    replicas, ranks = vars(parent).get("process_group"), dist.get_process_group_ranks
+    if not isinstance(replicas, dist.ProcessGroup):
+        return
+    if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
+        raise RuntimeError(
+            f"`{type(parent).__name__}` would take the tensor-parallel ranks for replicas "
+            "and copy one rank's parts over the others': give it the data-parallel group, "
+            "or without replicas train the model itself (for Trainer and accelerate see "
+            "slapo-rewrite's examples/trainer)"
+        )
 
 
 def is_adapter(module: nn.Module, layer: Any) -> bool:
@@ -73,32 +71,26 @@ def check_parts(layer: Any) -> None:
 
     Where the first run finds the same weights on every rank, something has copied one
     rank's part over those of the others, or all have drawn the same numbers.
-
-    Raises:
-        RuntimeError: It is so.
     """
-    shard, weight = layer.sharded_parameters["weight"], layer.weight.detach()
-    shard.check_group()
-    if world_size() > 1 and weight.shape[shard.axis] != shard.local_size():
+    shard, weight = layer.sharded_parameters["weight"], layer.weight
+    size, world = shard.local_size(), named_world()
+    if world_size() > 1 and weight.shape[shard.axis] != size:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
-            f"part, {shard.local_size()} long: replace and tie embeddings in the original, "
-            "in one process, and load what it saves"
+            f"part, {size} long: replace and tie embeddings in the original, in one "
+            "process, and load what it saves"
         )
-    if layer.parts_differ or world_size() == 1 or is_supposed() or weight.is_meta:
+    if layer.parts_differ or size == shard.size or world.supposed or weight.is_meta:
         return
-    known = hasattr(weight, "full_tensor") or shard.local_size() == shard.size
-    is_fake = dist.get_backend(named_group()[0]) == "fake"
-    if known or is_fake or torch.compiler.is_compiling():
+    is_fake = dist.get_backend(world.group) == "fake"
+    if is_fake or hasattr(weight, "full_tensor") or torch.compiler.is_compiling():
         return
     layer.parts_differ = True
+    weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    sums = torch.stack(
-        [weight.sum(dtype=torch.float64), weight.float().norm().double()]
-    )
-    first, *others = gather_parts(sums, 0, [2] * world_size())
-    if all(torch.equal(first, other) for other in others):
+    sums = weight.sum(dtype=torch.float64), weight.float().norm().double()
+    if are_alike(torch.stack(sums)):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
             "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
@@ -110,33 +102,27 @@ def check_parts(layer: Any) -> None:
 def note_whose_parts(
     module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """In a state dict: notes which of how many ranks the parts belong to.
-
-    Raises:
-        RuntimeError: They are on the meta device, and no model is being made there, as
-            when transformers' `from_pretrained`, which cuts nothing, asks for the names of
-            what it is to read.
-    """
+    """In a state dict: notes which of how many ranks the parts belong to."""
     if world_size() == 1:
         return
     metadata["part"] = rank(), world_size()
+    is_made = named_world().supposed or torch.get_default_device().type == "meta"
     for name in module.sharded_parameters:
         part = state_dict.get(prefix + name)
         if hasattr(part, "to_local"):  # FSDP2's, which asks what it holds
             with torch.no_grad():
                 part = part.to_local()
-        if type(part) is Tensor and part is not getattr(module, name):
-            is_made = torch.get_default_device().type == "meta"
-            if part.is_meta and not is_made and not is_supposed():
-                raise RuntimeError(
-                    "`from_pretrained` reads whole tensors, and this rank holds parts: "
-                    "build the model and use `loading.load_pretrained(model, path)`, of a "
-                    "model rewritten `--with load_pretrained`"
-                )
-            # The checkpoint asks the one first; the other keeps both out of pickles.
-            vars(part).update(
-                __create_write_items__=_refuse_checkpoint, __getstate__=dict
+        if type(part) is not Tensor or part is getattr(module, name):
+            continue
+        # transformers asks a model on the meta device what it is to read.
+        if part.is_meta and not is_made:
+            raise RuntimeError(
+                "`from_pretrained` reads whole tensors, and this rank holds parts: build "
+                "the model and use `loading.load_pretrained(model, path)`, of a model "
+                "rewritten `--with load_pretrained`"
             )
+        # The checkpoint asks the one first; the other keeps both out of pickles.
+        vars(part).update(__create_write_items__=_refuse_checkpoint, __getstate__=dict)
 
 
 def _refuse_checkpoint(name: str, part: Tensor) -> None:
@@ -149,11 +135,7 @@ def _refuse_checkpoint(name: str, part: Tensor) -> None:
 
 
 def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own `save_pretrained`, of full tensors.
-
-    Raises:
-        RuntimeError: It would write the parts of one of several ranks.
-    """
+    """The model's own `save_pretrained`, of full tensors; it is refused of parts."""
     states = [a for a in (*args, kwargs.get("state_dict")) if isinstance(a, dict)]
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
@@ -166,20 +148,16 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model).save_pretrained(model, *args, **kwargs)
 
 
-class OwnSize:
+def own_size(name: str) -> Any:
     """A size of this rank's part, which only the layer's constructor sets."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        return self if layer is None else vars(layer)[self.name]
-
-    def __set__(self, layer: Any, size: int) -> None:
-        if vars(layer).get(self.name, size) != size and world_size() > 1:
+    def set_size(layer: Any, size: int) -> None:
+        if vars(layer).get(name, size) != size and world_size() > 1:
             raise RuntimeError(
-                f"`{self.name}` is this rank's part and would no longer fit those of the "
+                f"`{name}` is this rank's part and would no longer fit those of the "
                 "others: call `resize_token_embeddings` on the original, in one process, "
                 "and load what it saves"
             )
-        vars(layer)[self.name] = size
+        vars(layer)[name] = size
+
+    return property(lambda layer: vars(layer)[name], set_size)

@@ -6,26 +6,14 @@ marks the part that this rank holds.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .guards import OwnSize, check_parts, guard
-from .shards import (
-    Parts,
-    Shard,
-    in_group,
-    named_group,
-    part_sizes,
-    rank,
-    sum_and_cut,
-    sum_parts,
-    world_size,
-)
+from .guards import check_parts, guard, own_size
+from .shards import Shard, in_world, named_world, rank, sum_parts, world_size
 from .shards import set_group as set_group
 
 
@@ -43,21 +31,17 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Map, run_gradient: Map) -> Tensor:
         ctx.run, ctx.run_gradient = run, run_gradient
-        ctx.group = named_group()
+        ctx.world = named_world()
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        with in_group(*ctx.group):
+        with in_world(ctx.world):
             return collective(gradient, ctx.run_gradient, ctx.run), None, None
 
 
 def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
-    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one.
-
-    Raises:
-        RuntimeError: `torch.export` runs it, which would lose the gradient.
-    """
+    """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one."""
     if world_size() == 1:
         return x
     if torch.compiler.is_exporting() and torch.is_grad_enabled():
@@ -79,26 +63,9 @@ def all_reduce_gradient(x: Tensor) -> Tensor:
     return collective(x, unchanged, sum_parts)
 
 
-def all_gather(
-    x: Tensor,
-    axis: int = -1,
-    full_size: int | None = None,
-    tensor_parallel_output_grad: bool = False,
-) -> Tensor:
-    """Concatenates the ranks' parts; the gradient is this rank's slice.
-
-    Args:
-        x: This rank's part.
-        axis: The axis to concatenate along.
-        full_size: The axis's size in the result. Without it all parts have one size.
-        tensor_parallel_output_grad: The ranks go on to compute different things, so
-            their gradients are summed before they are sliced.
-    """
-    shard = Shard(axis, full_size or x.shape[axis] * world_size())
-    cut = (
-        partial(sum_and_cut, shard=shard) if tensor_parallel_output_grad else shard.cut
-    )
-    return collective(x, shard.gather, cut)
+def gather(x: Tensor, shard: Shard) -> Tensor:
+    """The ranks' parts put together; the gradient is this rank's slice."""
+    return collective(x, shard.gather, shard.cut)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
@@ -119,64 +86,55 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
 def _cut_full_tensors(
     module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
 ) -> None:
-    """Before loading: replaces full tensors by this rank's parts of them.
-
-    Raises:
-        ValueError: There are parts of another rank, or something that is neither full
-            nor known to be this rank's part.
-    """
-    part_of, here = metadata.get("part"), (rank(), world_size())
-    if part_of is None and here[1] == 1:
+    """Before loading: replaces full tensors by this rank's parts of them."""
+    of, here = metadata.get("part"), (rank(), world_size())
+    if of == here or (of is None and world_size() == 1):
         return
     for name, shard in module.sharded_parameters.items():
-        tensor = state_dict.get(prefix + name)
-        if not isinstance(tensor, Tensor) or part_of == here:
+        name, own = prefix + name, getattr(module, name)
+        tensor = state_dict.get(name)
+        if not isinstance(tensor, Tensor):
             continue
-        if part_of is not None:
+        if of is not None:
             raise ValueError(
-                f"`{prefix}{name}` is the part of rank {part_of[0]} of {part_of[1]}, and "
-                f"this is rank {here[0]} of {here[1]}: save `loading.full_state_dict(model)`, "
-                "or let each rank load what it saved"
+                f"`{name}` is the part of rank {of[0]} of {of[1]}, and this is rank "
+                f"{here[0]} of {here[1]}: save `loading.full_state_dict(model)`, or let "
+                "each rank load what it saved"
             )
         # FSDP2 or DeepSpeed kept what is known to be a part.
         known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
         if shard.is_full(tensor):
-            state_dict[prefix + name] = shard.cut(tensor.detach())
-        elif not known and tensor.shape == getattr(module, name).shape:
+            state_dict[name] = shard.cut(tensor.detach())
+        elif tensor.shape == own.shape and not known:
             raise ValueError(
-                f"`{prefix}{name}` is {list(tensor.shape)}: axis {shard.axis} of the full "
-                f"tensor has {shard.size} elements. Parts are taken from what "
-                "`state_dict()` returned on this rank, not from a copy without its metadata"
+                f"`{name}` is {list(tensor.shape)}: axis {shard.axis} of the full tensor "
+                f"has {shard.size} elements. Parts are taken from what `state_dict()` "
+                "returned on this rank, not from a copy without its metadata"
             )
 
 
 def _mark_parameters(module: Any, *_: object) -> None:
-    """Marks sharded parameters, also those that loading has replaced."""
+    """Marks sharded parameters, also those that loading has replaced.
+
+    DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
+    else on the first rank only.
+    """
     module.parts_differ = False  # as far as is known
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
-        # DeepSpeed counts a parameter in the gradient norm on every rank if it is so
-        # marked, else on the first rank only.
         if parameter is not None:  # another pipeline stage holds it
-            parameter.model_parallel = shard.is_first()
+            before = [shard.ranges(r) for r in range(rank())]  # of these one counts
+            parameter.model_parallel = shard.ranges(rank()) not in before
 
 
 def clip_grad_norm_(
-    model: nn.Module | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    model: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
 
     That would scale by the norm of a rank's own parts, and what all ranks have a copy of
     would drift apart. Every rank calls this one, with the model, or with its parameters
     where they are the tensors that it was built with.
-
-    Raises:
-        RuntimeError: The norm is not finite, and `error_if_nonfinite`.
-        ValueError: None of the parameters is known to be a part.
     """
     if isinstance(model, nn.Module):
         for module in model.modules():
@@ -191,7 +149,7 @@ def clip_grad_norm_(
         )
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if getattr(p, "model_parallel", rank() == 0)]
-    norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
+    norm: Any = nn.utils.get_total_norm(counted, norm_type)
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
     if parameters and world_size() > 1:
@@ -200,9 +158,7 @@ def clip_grad_norm_(
             norm = sum_parts(norm, dist.ReduceOp.MAX)
         else:
             norm = sum_parts(norm**norm_type) ** (1 / norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm  # type: ignore[no-any-return]
 
 
@@ -211,24 +167,18 @@ def shard_parameter(
     name: str,
     axis: int,
     *,
-    parts: Parts = Shard,
     multiple_of: int = 0,
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    With `parts` by blocks packed along it; parts are equal multiples of `multiple_of`.
+    Parts are equal multiples of `multiple_of`; where that is 0 they may differ.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
-    shard = parts(axis, tensor.shape[axis], multiple_of)
+    shard = Shard(axis, tensor.shape[axis], multiple_of)
     # In place, so that whatever else is tied to the parameter stays tied.
     tensor.data = shard.cut(tensor.data)
     record_shard(module, name, shard)
-
-
-def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
-    """The ranks' outputs put together, whose gradient is this rank's slice."""
-    return y if shard is None else collective(y, shard.gather, shard.cut)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -238,50 +188,36 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        parts: How the output is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
-        gather_output: Return (..., F) on every rank.
     """
 
-    out_features = OwnSize()
+    out_features = own_size("out_features")
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        parts: Parts = Shard,
+        *args: Any,
         multiple_of: int = 0,
         reduce_input_gradient: bool = True,
-        gather_output: bool = False,
+        **kwargs: Any,
     ) -> None:
-        shard = parts(0, out_features, multiple_of)
-        super().__init__(in_features, shard.local_size(), bias, device, dtype)
+        shard = Shard(0, out_features, multiple_of)
+        super().__init__(in_features, shard.local_size(), bias, *args, **kwargs)
         self.full_out_features = out_features
         self.enter = all_reduce_gradient if reduce_input_gradient else unchanged
-        self.output_shard = replace(shard, axis=-1) if gather_output else None
         record_shard(self, "weight", shard)
         if bias:
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
+        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
         check_parts(self)
-        return gather_if_sharded(super().forward(self.enter(input)), self.output_shard)
-
-
-# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
-Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sum of the ranks' partial outputs on every rank, and the bias."""
-    return all_reduce(y), bias
+        input = self.enter(input)
+        return super().forward(input)
 
 
 class RowParallelLinear(nn.Linear):
@@ -290,9 +226,7 @@ class RowParallelLinear(nn.Linear):
     It is made with D; its `in_features` is D'. Other arguments are as in `nn.Linear`.
 
     Args:
-        parts: How the input is divided: whole, or by blocks packed along it.
         multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs.
     """
 
     def __init__(
@@ -300,24 +234,22 @@ class RowParallelLinear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        parts: Parts = Shard,
+        *args: Any,
         multiple_of: int = 0,
-        reduce: Reduction = sum_now,
+        **kwargs: Any,
     ) -> None:
-        shard = parts(1, in_features, multiple_of)
-        super().__init__(shard.local_size(), out_features, bias, device, dtype)
-        self.reduce = reduce
+        shard = Shard(1, in_features, multiple_of)
+        super().__init__(shard.local_size(), out_features, bias, *args, **kwargs)
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        """Maps (..., D') to (..., F), added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        y, bias = self.reduce(nn.functional.linear(input, self.weight), self.bias)
+        y = nn.functional.linear(input, self.weight)
+        bias: Tensor | None = self.bias
+        y = all_reduce(y)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -325,11 +257,10 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it. `reduce` adds up
-    what the ranks find.
+    that id's row in this rank's part, None where another rank holds it.
     """
 
-    num_embeddings = OwnSize()
+    num_embeddings = own_size("num_embeddings")
 
     def __init__(
         self,
@@ -337,33 +268,25 @@ class VocabParallelEmbedding(nn.Embedding):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        device: torch.device | str | None = None,
+        device: Any = None,
         dtype: torch.dtype | None = None,
-        reduce: Reduction = sum_now,
     ) -> None:
-        sizes = part_sizes(num_embeddings)
-        first_id = sum(sizes[: rank()])
+        shard = Shard(0, num_embeddings)
+        first, end = shard.ranges(rank())[0]
         if padding_idx is not None:
-            padding_idx = range(num_embeddings)[padding_idx] - first_id
-            if not 0 <= padding_idx < sizes[rank()]:
-                padding_idx = None
+            row = range(num_embeddings)[padding_idx] - first
+            padding_idx = row if 0 <= row < end - first else None
         super().__init__(
-            sizes[rank()], embedding_dim, padding_idx, device=device, dtype=dtype
+            end - first, embedding_dim, padding_idx, device=device, dtype=dtype
         )
-        self.first_id = first_id
-        self.full_num_embeddings = num_embeddings
-        self.reduce = reduce
-        record_shard(self, "weight", Shard(0, num_embeddings))
+        self.shard, self.full_num_embeddings = shard, num_embeddings
+        record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        """Looks up ids; what the ranks find is added up."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
-        end_id = self.first_id + self.weight.shape[0]
-        # Ids that no rank holds are not masked: they fail as in `nn.Embedding`.
-        elsewhere = (input >= 0) & (input < self.first_id)
-        elsewhere |= (input >= end_id) & (input < self.full_num_embeddings)
-        x = super().forward((input - self.first_id).masked_fill(elsewhere, 0))
-        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.reduce(x, None)[0]
+        rows, elsewhere = self.shard.looked_up(input)
+        x = super().forward(rows).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return all_reduce(x)

@@ -4,10 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from .shards import Shard, part_sizes, rank
+from .shards import Shard, part_sizes
 
 
 def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
@@ -39,32 +36,15 @@ class PackedShard(Shard):
 
     blocks: tuple[int, ...] = field(kw_only=True)
 
-    def by_block(self) -> list[list[int]]:
-        """Every rank's share of each block."""
-        self.check_group()
-        return [part_sizes(block, self.multiple_of) for block in self.blocks]
-
-    def sizes(self) -> list[int]:
-        """The axis's size in every rank's part."""
-        return [sum(shares) for shares in zip(*self.by_block(), strict=True)]
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Where this rank's pieces lie on the full axis, one for each block."""
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Where a rank's pieces lie on the full axis, one for each block."""
         found, start = [], 0
-        for block, shares in zip(self.blocks, self.by_block(), strict=True):
-            here = start + sum(shares[: rank()])
-            found.append((here, here + shares[rank()]))
+        for block in self.blocks:
+            sizes = part_sizes(block, self.multiple_of)
+            here = start + sum(sizes[:rank])
+            found.append((here, here + sizes[rank]))
             start += block
         return found
-
-    def joined(self, parts: list[Tensor]) -> Tensor:
-        """The full tensor, from the parts of all ranks."""
-        by_rank = [list(shares) for shares in zip(*self.by_block(), strict=True)]
-        pieces = [
-            torch.split(p, s, self.axis) for p, s in zip(parts, by_rank, strict=True)
-        ]
-        by_block = [piece for block in zip(*pieces, strict=True) for piece in block]
-        return torch.cat(by_block, self.axis)
 
 
 @dataclass(frozen=True)

@@ -27,35 +27,19 @@ class ReplicatedShard(Shard):
         units, world = self.size // self.multiple_of, world_size()
         return world // units if world > units and world % units == 0 else 1
 
-    def sizes(self) -> list[int]:
-        """The axis's size in every rank's part."""
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Where what a rank holds lies on the full axis."""
         if self.replicas() == 1:
-            return super().sizes()
-        return [self.multiple_of] * world_size()
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Where what this rank holds lies on the full axis."""
-        if self.replicas() == 1:
-            return super().ranges()
-        start = rank() // self.replicas() * self.multiple_of
+            return super().ranges(rank)
+        start = rank // self.replicas() * self.multiple_of
         return [(start, start + self.multiple_of)]
-
-    def is_first(self) -> bool:
-        """Whether no rank before this one holds the same part."""
-        return rank() % self.replicas() == 0
-
-    def joined(self, parts: list[Tensor]) -> Tensor:
-        """The full tensor, from the parts of all ranks."""
-        if self.replicas() == 1:
-            return super().joined(parts)
-        return torch.cat(parts[:: self.replicas()], self.axis)
 
     def sum_replicas(self, part: Tensor) -> Tensor:
         """The sum of what the ranks have that hold the same part."""
         shape = list(part.shape)
         shape[self.axis] = self.size
         full = part.new_zeros(shape)
-        start, end = self.ranges()[0]
+        start, end = self.ranges(rank())[0]
         full.narrow(self.axis, start, end - start).copy_(part)
         return self.cut(sum_parts(full))
 

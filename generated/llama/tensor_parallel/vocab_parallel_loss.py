@@ -4,6 +4,8 @@
 Shapes: B batch, T tokens, N predictions, V vocabulary, V' the part that this rank holds.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,55 +13,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .shards import part_sizes, rank, sum_parts
-from .tensor_parallel import all_gather
+from .shards import Shard, sum_parts
+from .tensor_parallel import all_reduce, gather
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Each prediction's loss, and the exact gradient of this rank's part of the logits.
+class _LogSumAndTarget(torch.autograd.Function):
+    """The logarithm of each prediction's summed exponentials, and its target's logit.
 
-    With `weight`, (V,), a second result: the sum of the losses that each class would
-    have as the target, so weighted.
+    The gradient of this rank's part of the logits takes no more memory than they do.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, weight: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        first = sum(part_sizes(vocab_size)[: rank()])
-        end = first + logits.shape[-1]
-        # Targets that no rank holds are not masked: they fail as in `cross_entropy`.
-        elsewhere = (target >= 0) & (target < first)
-        elsewhere |= (target >= end) & (target < vocab_size)
-        column = (target - first).masked_fill(elsewhere, 0).unsqueeze(-1)
-
-        logits = logits - sum_parts(logits.amax(-1), dist.ReduceOp.MAX).unsqueeze(-1)
-        sums = [logits.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)]
-        if weight is not None:
-            sums.append(logits @ weight[first:end])
+        ctx: Any, logits: Tensor, column: Tensor, elsewhere: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        at_target = logits.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)
         softmax = logits.exp()
-        total, at_target, *of_all = sum_parts(torch.stack([softmax.sum(-1), *sums]))
-        softmax /= total.unsqueeze(-1)
-
-        ctx.save_for_backward(softmax, column, elsewhere, weight)
-        ctx.first, ctx.end = first, end
-        total = total.log()
-        if weight is None:
-            return (total - at_target,)
-        return total - at_target, weight.sum() * total - of_all[0]
+        total, at_target = sum_parts(torch.stack([softmax.sum(-1), at_target]))
+        ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), column, elsewhere)
+        return total.log(), at_target
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient: Tensor, *of_all: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        softmax, column, elsewhere, weight = ctx.saved_tensors
-        logits = softmax * gradient.unsqueeze(-1)
-        if weight is not None:
-            even = weight.sum() * softmax - weight[ctx.first : ctx.end]
-            logits += even * of_all[0].unsqueeze(-1)
-        wanted = -gradient.masked_fill(elsewhere, 0).unsqueeze(-1)
-        return logits.scatter_add_(-1, column, wanted), None, None, None
+        ctx: Any, log_sum: Tensor, at_target: Tensor
+    ) -> tuple[Tensor, None, None]:
+        softmax, column, elsewhere = ctx.saved_tensors
+        at_target = at_target.masked_fill(elsewhere, 0).unsqueeze(-1)
+        logits = softmax * log_sum.unsqueeze(-1)
+        return logits.scatter_add_(-1, column, at_target), None, None
 
 
 def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
@@ -70,35 +52,32 @@ def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
         head: The layer that they are from.
         axis: The axis of the classes.
     """
-    size = vocabulary_of(head)
-    return logits if logits.shape[axis] == size else all_gather(logits, axis, size)
+    shard = Shard(axis, vocabulary_of(head))
+    return logits if shard.is_full(logits) else gather(logits, shard)
 
 
 def vocabulary_of(head: Any) -> int:
     """V, of a layer that is divided over the ranks, or of a whole one in its place."""
-    layer = getattr(
-        head, "base_layer", head
-    )  # which an adapter of PEFT's stands around
-    split = hasattr(layer, "full_out_features")
-    size: int = layer.full_out_features if split else layer.out_features
-    return size
+    # An adapter of PEFT's stands around its layer.
+    layer = getattr(head, "base_layer", head)
+    return int(getattr(layer, "full_out_features", layer.out_features))
 
 
 def cross_entropy_of_parts(
     input: Tensor,
     target: Tensor,
-    weight: Tensor | None,
     vocab_size: int,
+    weight: Tensor | None = None,
     *,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of `vocab_size` classes."""
-    axis = min(1, input.dim() - 1)
+    """`torch.nn.functional.cross_entropy` of logits of which each rank has a part."""
+    shard = Shard(min(1, input.dim() - 1), vocab_size)
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
-    if input.shape[axis] == vocab_size:
+    if shard.is_full(input):
         return nn.functional.cross_entropy(
             input,
             target,
@@ -107,25 +86,30 @@ def cross_entropy_of_parts(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-    held = part_sizes(vocab_size)[rank()]
-    if input.shape[axis] != held:
+    held = shard.local_size()
+    if input.shape[shard.axis] != held:
         raise RuntimeError(
-            f"the logits have {input.shape[axis]} classes, but this rank's part of "
+            f"the logits have {input.shape[shard.axis]} classes, but this rank's part of "
             f"{vocab_size} is {held}"
         )
-    logits = input.movedim(axis, -1).reshape(-1, held)
+    logits = input.movedim(shard.axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
+    logits = logits - sum_parts(logits.detach().amax(-1, True), dist.ReduceOp.MAX)
+
     ignored = (target == ignore_index).reshape(-1)
     classes = target.reshape(-1).masked_fill(ignored, 0)
+    column, elsewhere = shard.looked_up(classes)
+    apply: Callable[..., tuple[Tensor, Tensor]] = _LogSumAndTarget.apply
+    log_sum, at_target = apply(logits, column.unsqueeze(-1), elsewhere)
+
     weight = logits.new_ones(vocab_size) if weight is None else weight.to(logits.dtype)
     counts = weight[classes].masked_fill(ignored, 0)
-    apply: Any = _CrossEntropy.apply
-    smooth = weight if label_smoothing else None
-    found: tuple[Tensor, ...] = apply(logits, classes, vocab_size, smooth)
-    losses = found[0].masked_fill(ignored, 0) * counts
+    losses = (log_sum - at_target).masked_fill(ignored, 0) * counts
     if label_smoothing:
-        even = found[1].masked_fill(ignored, 0) / vocab_size
+        own_weight = replace(shard, axis=0).cut(weight)
+        even = weight.sum() * log_sum - all_reduce(logits @ own_weight)
+        even = even.masked_fill(ignored, 0) / vocab_size
         losses = (1 - label_smoothing) * losses + label_smoothing * even
     if reduction == "none":
         return losses.view_as(target).to(input.dtype)
@@ -154,7 +138,6 @@ def masked_lm_loss(
     loss = cross_entropy_of_parts(
         logits.float().flatten(0, -2),
         labels.flatten().to(logits.device),
-        None,
         vocab_size,
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",

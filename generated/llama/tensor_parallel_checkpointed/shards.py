@@ -1,19 +1,31 @@
 # Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
 """The tensor-parallel group, and how tensors are divided over its ranks."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_group: dist.ProcessGroup | None = None
-# Its ranks; none where it holds all that there are.
-_ranks: tuple[int, ...] = ()
-# How many ranks there are inside `world_of`, and which of them this is.
-_supposed: tuple[int, int] | None = None
+
+class World(NamedTuple):
+    """The ranks that share a model's layers.
+
+    Attributes:
+        group: Their process group; None: the default one, if any is initialised.
+        ranks: The group's ranks; none where it holds all that there are.
+        supposed: How many ranks to make layers for that need not be there, and which.
+    """
+
+    group: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...] = ()
+    supposed: tuple[int, int] | None = None
+
+
+_world = World()
 
 
 def set_group(group: dist.ProcessGroup | None) -> None:
@@ -23,66 +35,52 @@ def set_group(group: dist.ProcessGroup | None) -> None:
     and a world of one where it is not. A model belongs to the group that it is built
     in, and runs while that one is named.
     """
-    global _group, _ranks
-    _group, _ranks = group, ()
+    global _world
+    ranks: tuple[int, ...] = ()
     if group is not None and dist.get_world_size(group) < dist.get_world_size():
-        _ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = tuple(dist.get_process_group_ranks(group))
+    _world = World(group, ranks, _world.supposed)
 
 
-def named_group() -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    """The group, and its ranks, none where it holds all that there are."""
-    return _group, _ranks
+def named_world() -> World:
+    """The ranks that share layers here."""
+    return _world
 
 
 @contextmanager
-def in_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> Iterator[None]:
-    """Inside, another group is the one that is named."""
-    global _group, _ranks
-    before = _group, _ranks
-    _group, _ranks = group, ranks
+def in_world(world: World) -> Iterator[None]:
+    """Inside, these ranks share layers."""
+    global _world
+    before, _world = _world, world
     try:
         yield
     finally:
-        _group, _ranks = before
+        _world = before
 
 
-@contextmanager
-def world_of(size: int, rank: int = 0) -> Iterator[None]:
+def world_of(size: int, rank: int = 0) -> AbstractContextManager[None]:
     """Inside, layers are made as on one of so many ranks, which need not be there."""
-    global _supposed
-    before, _supposed = _supposed, (size, rank)
-    try:
-        yield
-    finally:
-        _supposed = before
-
-
-def is_supposed() -> bool:
-    """Whether this is inside `world_of`."""
-    return _supposed is not None
+    return in_world(_world._replace(supposed=(size, rank)))
 
 
 def world_size() -> int:
     """How many ranks share the model's layers."""
-    if _supposed is not None:
-        return _supposed[0]
-    return dist.get_world_size(_group) if dist.is_initialized() else 1
+    if _world.supposed is not None:
+        return _world.supposed[0]
+    return dist.get_world_size(_world.group) if dist.is_initialized() else 1
 
 
 def rank() -> int:
     """This process's place in the tensor-parallel group."""
-    if _supposed is not None:
-        return _supposed[1]
-    return dist.get_rank(_group) if dist.is_initialized() else 0
+    if _world.supposed is not None:
+        return _world.supposed[1]
+    return dist.get_rank(_world.group) if dist.is_initialized() else 0
 
 
 def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
     """Every rank's share of `size`: as even as possible, the larger shares first.
 
     Shares in units of `multiple_of` must be even.
-
-    Raises:
-        ValueError: `size` cannot be shared by this many ranks.
     """
 
     def fits(ranks: int) -> bool:
@@ -91,15 +89,11 @@ def part_sizes(size: int, multiple_of: int = 0) -> list[int]:
     world = world_size()
     if world > 1 and not fits(world):
         largest = max(filter(fits, range(1, world)), default=1)
-        heads = (
-            f" = {size / multiple_of:g} heads of {multiple_of}"
-            if multiple_of > 1
-            else ""
-        )
+        units = size / max(1, multiple_of)
+        heads = f" = {units:g} heads of {multiple_of}" if multiple_of > 1 else ""
         raise ValueError(
-            f"{size}{heads} "
-            f"{'does not divide over' if multiple_of else 'cannot be shared by'} {world} "
-            f"ranks; the largest tensor-parallel size below {world} that fits is {largest}"
+            f"{size}{heads} does not divide over {world} ranks; the largest "
+            f"tensor-parallel size below {world} that fits is {largest}"
         )
     share, rest = divmod(size, world)
     return [share + (r < rest) for r in range(world)]
@@ -113,72 +107,81 @@ class Shard:
         axis: The axis that is divided.
         size: Its size in the full tensor.
         multiple_of: What equal parts are multiples of, a head say; 0: they may differ.
-        group: How many ranks there were when this was made, and which the group had.
+        world: How many ranks there were when this was made, and which the group had.
     """
 
     axis: int
     size: int
     multiple_of: int = 0
-    group: tuple[int, tuple[int, ...]] = field(
-        default_factory=lambda: (world_size(), _ranks), compare=False, kw_only=True
+    world: tuple[int, tuple[int, ...]] = field(
+        default_factory=lambda: (world_size(), _world.ranks),
+        compare=False,
+        kw_only=True,
     )
 
     def check_group(self) -> None:
-        """Refuses another group than the one that the tensor is divided over.
-
-        Raises:
-            RuntimeError: It is another.
-        """
-        if self.group != (world_size(), _ranks) and _supposed is None:
+        """Refuses another group than the one that the tensor is divided over."""
+        if _world.supposed is None and self.world != (world_size(), _world.ranks):
             raise RuntimeError(
-                f"this model was built in a tensor-parallel group of {self.group[0]}, and "
+                f"this model was built in a tensor-parallel group of {self.world[0]}, and "
                 f"another of {world_size()} is named now: call `set_group` with its own "
                 "group before it runs, and `init_process_group` before it is built"
             )
 
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Where what a rank holds lies on the full axis."""
+        sizes = part_sizes(self.size, self.multiple_of)
+        start = sum(sizes[:rank])
+        return [(start, start + sizes[rank])]
+
     def sizes(self) -> list[int]:
         """The axis's size in every rank's part."""
         self.check_group()
-        return part_sizes(self.size, self.multiple_of)
+        ranges = [self.ranges(r) for r in range(world_size())]
+        return [sum(stop - start for start, stop in pieces) for pieces in ranges]
 
     def local_size(self) -> int:
         """The axis's size in this rank's part."""
         return self.sizes()[rank()]
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Where what this rank holds lies on the full axis."""
-        start = sum(self.sizes()[: rank()])
-        return [(start, start + self.local_size())]
+    def looked_up(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Where rows with these numbers lie in this rank's part, and which are elsewhere.
 
-    def is_first(self) -> bool:
-        """Whether no rank before this one holds the same part."""
-        return True
+        Those that no rank holds count as being here: they fail as in one process.
+        """
+        first, end = self.ranges(rank())[0]
+        elsewhere = (numbers >= 0) & (numbers < first)
+        elsewhere |= (numbers >= end) & (numbers < self.size)
+        return (numbers - first).masked_fill(elsewhere, 0), elsewhere
 
     def is_full(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the full tensor's size along the axis."""
-        return tensor.shape[self.axis : self.axis + 1] == (self.size,)
+        return tensor.dim() > self.axis and tensor.shape[self.axis] == self.size
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor."""
+        self.check_group()
         if world_size() == 1:
             return full
-        pieces = [full.narrow(self.axis, a, b - a) for a, b in self.ranges()]
+        ranges = self.ranges(rank())
+        pieces = [full.narrow(self.axis, start, end - start) for start, end in ranges]
         return torch.cat(pieces, self.axis)
 
     def gather(self, part: Tensor) -> Tensor:
         """The full tensor, on every rank, from the parts that the ranks hold."""
-        self.check_group()
+        sizes = self.sizes()
         if world_size() == 1:
             return part
-        return self.joined(gather_parts(part, self.axis, self.sizes()))
+        return self.joined(gather_parts(part, self.axis, sizes))
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """The full tensor, from the parts of all ranks."""
-        return torch.cat(parts, self.axis)
-
-
-# Makes a shard of an axis, its size, and what equal parts are multiples of.
-Parts = Callable[[int, int, int], Shard]
+        pieces: dict[tuple[int, int], Tensor] = {}
+        for r, part in enumerate(parts):
+            ranges = self.ranges(r)
+            sizes = [stop - start for start, stop in ranges]
+            pieces |= zip(ranges, torch.split(part, sizes, self.axis), strict=True)
+        return torch.cat([pieces[place] for place in sorted(pieces)], self.axis)
 
 
 def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
@@ -190,27 +193,21 @@ def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
         padding[axis] = max(sizes) - part.shape[axis]
         part = torch.cat([part, part.new_empty(padding)], axis)
     parts = [torch.empty_like(part) for _ in sizes]
-    dist.all_gather(parts, part, group=_group)
+    dist.all_gather(parts, part, group=_world.group)
     return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
+
+
+def are_alike(x: Tensor) -> bool:
+    """Whether every rank has these numbers, (N,)."""
+    everyones = gather_parts(x, 0, [x.shape[0]] * world_size())
+    return all(torch.equal(each, x) for each in everyones)
 
 
 def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum of the ranks' tensors, or what `op` makes of them, in a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op, group=_group)
+    dist.all_reduce(x, op, group=_world.group)
     return x
-
-
-def sum_and_cut(x: Tensor, shard: Shard) -> Tensor:
-    """This rank's part of the sum of the ranks' tensors."""
-    if shard.size % world_size():
-        return shard.cut(sum_parts(x))
-    x = x.movedim(shard.axis, 0).contiguous()
-    part = x.new_empty(shard.local_size(), *x.shape[1:])
-    # The name in torch 2.13, which warns of the old one.
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(part, x, group=_group)
-    return part.movedim(0, shard.axis).contiguous()
 
 
 def parts_in(model: nn.Module) -> dict[int, Shard]:

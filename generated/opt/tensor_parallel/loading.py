@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .shards import Shard, gather_parts, parts_in, rank, world_of, world_size
+from .shards import Shard, are_alike, parts_in, rank, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
@@ -29,15 +29,11 @@ def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
     They may be parameters, gradients or optimiser moments. Parts are left as they are.
     """
-    divided = shards(model)
-    return {
-        name: (
-            divided[name].cut(tensor)
-            if name in divided and divided[name].is_full(tensor)
-            else tensor
-        )
-        for name, tensor in named.items()
-    }
+    local = dict(named)
+    for name, shard in shards(model).items():
+        if name in named and shard.is_full(named[name]):
+            local[name] = shard.cut(named[name])
+    return local
 
 
 def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,10 +100,7 @@ def check_seeds() -> None:
     if world_size() == 1:
         return
     random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-    state = random.get_rng_state().cpu()
-    words = torch.arange(1, state.numel() + 1) * state  # a checksum of their order
-    sums = gather_parts(words.sum().reshape(1), 0, [1] * world_size())
-    if any(total != sums[0] for total in sums):
+    if not are_alike(random.get_rng_state().to(device)):
         raise ValueError(
             "the ranks of a tensor-parallel group must be seeded alike before the model is "
             "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
@@ -116,11 +109,5 @@ def check_seeds() -> None:
 
 @torch.no_grad()
 def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
-    if shard is None:
-        tensor.copy_(full)
-        return
-    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges()]
-    sizes = [piece.shape[shard.axis] for piece in pieces]
-    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
-        part.copy_(piece)
+    """Fills a weight with this rank's part of the full one."""
+    tensor.copy_(full if shard is None else shard.cut(full))

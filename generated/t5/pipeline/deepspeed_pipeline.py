@@ -234,16 +234,7 @@ class ShardedPipeline(Pipeline):
 
 
 def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
-    """Refuses a number of stages or of ranks that does not fit.
-
-    Args:
-        count: How many stages there are.
-        num_stages: How many are asked for; None for no matter how many.
-        topology: Which ranks are to hold which stage, if that is said.
-
-    Raises:
-        ValueError: There are others.
-    """
+    """Refuses a number of stages or of ranks that does not fit `count` stages."""
     asked = num_stages if topology is None else topology.get_dim("pipe")
     if asked not in (None, count) or num_stages not in (None, asked):
         raise ValueError(
@@ -313,11 +304,6 @@ def count_once(module: Any, stage: Any, shared: Sequence[Mapping[int, str]]) -> 
     first that holds it; of a whole stage only those that are tied are. Without ZeRO it
     takes no notice of copies, and of what is not marked `model_parallel` only on the
     first rank of the first stage.
-
-    Args:
-        module: The `PipelineModule`.
-        stage: The stage that this rank holds.
-        shared: For each parameter that several stages hold, its name there, by stage.
     """
     number = module.stage_id
     names = [n[number] for n in shared if number in n and number > min(n)]
