@@ -129,7 +129,11 @@ def _mark_parameters(module: Any, *_: object) -> None:
 
 
 def clip_grad_norm_(
-    model: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    model: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
 
@@ -150,7 +154,7 @@ def clip_grad_norm_(
         )
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if getattr(p, "model_parallel", rank() == 0)]
-    norm: Any = nn.utils.get_total_norm(counted, norm_type)
+    norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
     if parameters and world_size() > 1:
@@ -159,7 +163,9 @@ def clip_grad_norm_(
             norm = sum_parts(norm, dist.ReduceOp.MAX)
         else:
             norm = sum_parts(norm**norm_type) ** (1 / norm_type)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm  # type: ignore[no-any-return]
 
 

@@ -109,5 +109,11 @@ def check_seeds() -> None:
 
 @torch.no_grad()
 def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one."""
-    tensor.copy_(full if shard is None else shard.cut(full))
+    """Fills a weight with this rank's part of the full one, without a copy between."""
+    if shard is None:
+        tensor.copy_(full)
+        return
+    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges(rank())]
+    sizes = [piece.shape[shard.axis] for piece in pieces]
+    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
+        part.copy_(piece)
