@@ -181,13 +181,18 @@ mean nansum nanmean var std var_mean std_mean logcumsumexp batch_norm instance_n
 trace exp2 erfc cov corrcoef quantile nanquantile linalg_inv linalg_cholesky linalg_det
 linalg_matrix_rank linalg_solve_triangular fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft
 fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn view_as_complex
-complex polar histc
+complex polar histc grid_sample
+"""
+# What it computes in what it is given, of what is not known on parts.
+_AS_GIVEN = """
+functional.unfold functional.fold pad_sequence pixel_shuffle pixel_unshuffle channel_shuffle rot90
+masked_scatter masked_scatter_ index_put index_put_ threshold
 """
 
 
 @functools.cache
 def _precisions() -> dict[str, str]:
-    known = dict.fromkeys(rows(), EITHER)
+    known = dict.fromkeys((*rows(), *_AS_GIVEN.split()), EITHER)
     in_float32 = f"{_IN_FLOAT32} {_IN_FLOAT32_TOO} {_LOSSES}".split()
     return known | dict.fromkeys(in_float32, FLOAT32) | dict.fromkeys(_PRODUCTS.split(), PRODUCT)
 

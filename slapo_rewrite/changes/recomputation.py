@@ -26,7 +26,7 @@ from slapo_rewrite.code.subgraphs import (
     Obstacle,
     change_of_given,
     counted_in_file,
-    draws_beside_torch,
+    draw_beside_torch,
     varies,
     varying,
 )
@@ -66,7 +66,7 @@ class Recomputed(Requested):
         return replace(
             self,
             updates_buffers=updates_buffers(to.files, node, self.kept, cause),
-            draws=any(draws_beside_torch(*each) for each in running_inside(to.files, node)),
+            draws=any(draw_beside_torch(*each) for each in running_inside(to.files, node)),
             caches=caches_taken(to.files, to.tree, node.cls),
         )
 

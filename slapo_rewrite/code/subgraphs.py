@@ -254,12 +254,11 @@ def _is_unseeded(call: ast.Call, name: str) -> bool:
     return name.startswith(_OTHER_RANDOM) and is_begun and given in ([], ["None"])
 
 
-def draws_beside_torch(file: SourceFile, function: ast.FunctionDef) -> bool:
-    """Whether a function names what draws random numbers of Python or NumPy."""
-    return any(
-        (file.qualified(node) or ast.unparse(node)).startswith(_OTHER_RANDOM)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute | ast.Name)
+def draw_beside_torch(file: SourceFile, function: ast.FunctionDef) -> ast.expr | None:
+    """Where a function first names what draws random numbers of Python or NumPy."""
+    named = (n for n in ast.walk(function) if isinstance(n, ast.Attribute | ast.Name))
+    return next(
+        (n for n in named if (file.qualified(n) or ast.unparse(n)).startswith(_OTHER_RANDOM)), None
     )
 
 

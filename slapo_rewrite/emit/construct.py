@@ -26,6 +26,7 @@ from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.primitives.step_in_backward import StepInBackward
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
 
@@ -135,12 +136,14 @@ class Construction:
     def _rehearsed(self, emitted: Emitted) -> str:
         plan, schedule = self.plan, self.project.schedule.module
         draws_alike = not any(state.replacement for state in plan.states.values())
-        is_mixed = any(state.asks(HalfPrecision) for state in plan.states.values())
+        is_mixed, updates = (
+            any(state.asks(change) for state in plan.states.values())
+            for change in (HalfPrecision, StepInBackward)
+        )
         depth = needed_depth(plan.directives)
+        given = (schedule, self.original, emitted, self.sizes, depth)
         try:
-            return rehearse(
-                schedule, self.original, emitted, self.sizes, depth, draws_alike, is_mixed
-            )
+            return rehearse(*given, draws_alike, is_mixed, updates)
         except OtherNumbersError as error:
             inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
             near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,9 @@ from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import find_subgraph
 from slapo_rewrite.changes.regions import ForkRegion
+from slapo_rewrite.changes.running_methods import running_inside
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.subgraphs import draw_beside_torch
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Tree
@@ -45,13 +48,21 @@ class Forks:
                 )
 
     def missing(self, asked: ShardingRequest, followed: ShardingResult) -> list[str]:
-        """Warnings of what brings the ranks out of step, unless it is forked, or what is forked."""
+        """Warnings of what brings ranks out of step, and of forks where nothing is split."""
         found = out_of_step(self.tree, asked, followed)
         uneven = ((d, n) for d, n in found if not any(self._at(*caller) for caller in d.callers))
         warnings = list(dict.fromkeys(self._warning(draw, world) for draw, world in uneven))
         if not (asked.layers or asked.parameters or asked.attributes or asked.borders):
             forks = (*self._all(ForkRandom), *self._all(ForkRegion))
-            warnings += dict.fromkeys(map(_useless, forks))
+            return [*warnings, *dict.fromkeys(map(_useless, forks))]
+        for file, function in running_inside(self.files, self.tree.root):
+            if (draw := draw_beside_torch(file, function)) is not None:
+                words = (
+                    f"`{ast.unparse(draw)}` draws numbers beside torch's, which ranks that share "
+                    "layers have to draw alike: seed Python's `random` and NumPy alike on each of "
+                    "them as well, or draw with torch"
+                )
+                warnings.append(errors.warning(words, file.at(draw)))
         return warnings
 
     def _warning(self, draw: Draw, world: int) -> str:

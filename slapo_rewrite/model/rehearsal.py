@@ -30,7 +30,14 @@ from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
 from slapo_rewrite.model.small_arguments import supply
-from slapo_rewrite.model.step_results import OtherNumbersError, OtherStartError, Step, error, worst
+from slapo_rewrite.model.step_results import (
+    OtherNumbersError,
+    OtherStartError,
+    OtherUpdateError,
+    Step,
+    error,
+    worst,
+)
 
 WORLD_SIZES = (2, 3, 4)
 # What a model may hold, and an input, for a run of it to take no longer than the rewriting.
@@ -67,6 +74,7 @@ def rehearse(
     depth: int = 2,
     draws_alike: bool = True,
     is_mixed: bool = False,
+    updates: bool = False,
 ) -> str:
     """Runs the output's small model against the original's.
 
@@ -83,6 +91,7 @@ def rehearse(
             brings modules along, which draw more or fewer, so that those after them differ.
         is_mixed: Whether the output computes in half precision. It is compared with its casts left
             out, and has to run with them.
+        updates: Whether the output's backward pass can update parameters. It is tried so as well.
 
     Returns:
         Why no ranks shared the model, in the words of the output, which fits none of the sizes;
@@ -112,6 +121,11 @@ def rehearse(
         if draws_alike and references:
             _check_start(references[0].drawn, depth, schedule, original, output)
         unfit = [_check_step(each, schedule, original, output, sizes) for each in references]
+        for each in references if updates else ():
+            try:
+                _check_step(each, schedule, original, output, sizes, updates)
+            except OtherNumbersError as differs:
+                raise OtherUpdateError(*differs.args) from differs
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
             _check_mixed(references[0], schedule, output)
@@ -124,6 +138,7 @@ def _check_step(
     original: types.ModuleType,
     output: Emitted,
     sizes: tuple[int, ...],
+    updates: bool = False,
 ) -> str:
     """A step of the output on every rank is the original's.
 
@@ -139,7 +154,7 @@ def _check_step(
     tried = sizes if parallel and not reference.want.draws else (1,)
     for world in tried:
         try:
-            steps = on_ranks(world, _Rank(reference, schedule, output, world))
+            steps = on_ranks(world, _Rank(reference, schedule, output, world, updates))
         except UnfitError as misfit:
             unfit.append(misfit)
             continue
@@ -248,8 +263,11 @@ class _Rank:
     threads share: one rank builds after the other, and none runs before all are built.
     """
 
-    def __init__(self, reference: _Reference, schedule: Any, output: Emitted, world: int) -> None:
+    def __init__(
+        self, reference: _Reference, schedule: Any, output: Emitted, world: int, updates: bool
+    ) -> None:
         self.reference, self.schedule, self.output = reference, schedule, output
+        self.updates = updates
         self.building, self.built = threading.Lock(), threading.Barrier(world)
         self.build: Callable[[], nn.Module] | None = None
 
@@ -277,7 +295,9 @@ class _Rank:
         given = self.reference
         with turn:
             try:
-                return _step(self.schedule, model, given.inputs, self.output, given.want)
+                return _step(
+                    self.schedule, model, given.inputs, self.output, given.want, self.updates
+                )
             except ValueError as error:
                 self._tell(error)
                 raise
@@ -422,6 +442,7 @@ def _step(
     inputs: dict[str, Any],
     output: Emitted | None,
     want: Step | None = None,
+    updates: bool = False,
 ) -> Step:
     inputs = copy.deepcopy(inputs)
     full = _helper(output, "to_full") if output is not None else None
@@ -435,14 +456,16 @@ def _step(
         model.train()
         outputs = model(**copy.deepcopy(inputs))
         loss, goal = _goals(schedule, outputs, inputs, want)
+        grads: dict[str, torch.Tensor] = {}
         if goal is not None and goal.requires_grad:
-            torch.autograd.backward(goal)
+            with _updated(model, grads) if updates else contextlib.nullcontext():
+                torch.autograd.backward(goal)
         # Last, as what a backward pass does a second time shows in what comes next.
         model.eval()
         with torch.no_grad():
             evaluated = model(**inputs)
         draws = draws and small_model.random_states() != before
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
     with torch.no_grad():
         return Step(
@@ -453,6 +476,32 @@ def _step(
             whole({n: b for n, b in model.state_dict().items() if n not in zeros | grads}),
             draws,
         )
+
+
+@contextlib.contextmanager
+def _updated(model: Any, grads: dict[str, torch.Tensor]) -> Iterator[None]:
+    """The backward pass inside updates the parameters, which have their values again behind it.
+
+    Args:
+        model: A model of an output that can do so.
+        grads: Gets the gradients, which the updates drop.
+    """
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def optimizer(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        def note(*_: object) -> None:
+            if parameter.grad is not None:
+                grads[name] = parameter.grad.clone()
+
+        made = torch.optim.SGD([parameter], lr=1.0)
+        made.register_step_pre_hook(note)
+        return made
+
+    model.step_in_backward(optimizer)
+    yield
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
 
 
 def _goals(

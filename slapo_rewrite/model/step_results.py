@@ -31,10 +31,13 @@ class OtherNumbersError(Exception):
     )
 
     def __init__(self, world: int, name: str, error: float, what: str) -> None:
-        ranks = "in one process" if world == 1 else f"on {world} ranks"
-        off = f" `{name}` is off by {error:.1%}" if name else ""
-        super().__init__(f"{ranks} {what}{off}")
-        self.world, self.name, self.error = world, name, error
+        super().__init__(world, name, error, what)
+        self.world, self.name, self.error, self.what = world, name, error, what
+
+    def __str__(self) -> str:
+        ranks = "in one process" if self.world == 1 else f"on {self.world} ranks"
+        off = f" `{self.name}` is off by {self.error:.1%}" if self.name else ""
+        return f"{ranks} {self.what}{off}"
 
 
 class OtherStartError(OtherNumbersError):
@@ -43,6 +46,16 @@ class OtherStartError(OtherNumbersError):
     hint = (
         "nothing was written; a constructor that asks for a layer's very class, as with `type(m) "
         "is nn.Linear`, does not find the split one: ask with `isinstance(m, nn.Linear)`"
+    )
+
+
+class OtherUpdateError(OtherNumbersError):
+    """The output computes something else where its backward pass updates parameters."""
+
+    hint = (
+        "nothing was written; the backward pass updates each parameter as soon as its gradient is "
+        "complete, so that nothing may read one later that no gradient comes from, as of "
+        "`weight.detach()`: leave `step_in_backward` out"
     )
 
 

@@ -82,7 +82,8 @@ class StepInBackwardPrimitive(Primitive):
 
     Raises:
         SR305 a module other than the model itself, one with such a method of its own, or pipeline
-        stages, which accumulate gradients.
+        stages, which accumulate gradients; SR106 a small model computes other gradients so, as
+        where the backward pass reads `weight.detach()` after it has updated the weight.
 
     Source: ROAM, arXiv 2310.19295; torch.Tensor.register_post_accumulate_grad_hook.
     """

@@ -254,7 +254,11 @@ class _Crossing:
 
     def _all_reduce(self) -> tuple[torch.Tensor, State]:
         if self.border.mode == "bwd_post":
-            return self._same(), self.run.flow.cover(self.tensor, self.node.path)
+            state, new = self.run.flow.cover(self.tensor, self.node.path, True), self._same()
+            # What has no gradient here is judged as if it had one: a caller may want it.
+            with torch._C.DisableTorchFunction():
+                new.requires_grad_(new.is_floating_point())
+            return new, state
         self._check_sum("all_reduce")
         return self._same(), State()
 

@@ -165,14 +165,19 @@ class Flow:
                 path=state.source,
             )
 
-    def cover(self, tensor: torch.Tensor, path: str) -> State:
+    def cover(self, tensor: torch.Tensor, path: str, is_asked: bool = False) -> State:
         """The state of a value inside `path`, whose sync adds up the gradient.
+
+        Args:
+            tensor: The value.
+            path: The module.
+            is_asked: Whether the schedule says so, be there a gradient or not.
 
         Raises:
             PlacementError: That is done already.
         """
         state = self.of(tensor)
-        if not tensor.requires_grad:
+        if not tensor.requires_grad and not is_asked:
             return state
         if state.grad_reduced is not None:
             raise PlacementError(

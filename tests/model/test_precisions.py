@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo_rewrite import operations
@@ -126,6 +128,31 @@ def test_what_cpus_compute_so_is_computed_so():
         if name not in CASTS | {"cov", "corrcoef"} and not kinds <= {precision_of(name), EITHER}
     }
     assert not wrong and found["linear"] == found["addbmm"] == {PRODUCT}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_known_on_parts_is_computed_in_what_it_is_given():
+    def each(dtype):
+        x = torch.ones(2, 4, 6, 6, dtype=dtype)
+        yield "functional.unfold", F.unfold(x, 3)
+        yield "functional.fold", F.fold(x.new_ones(2, 36, 16), (6, 6), 3)
+        yield "pad_sequence", nn.utils.rnn.pad_sequence([x[0, 0], x[0, 0, :2]])
+        yield "pixel_shuffle", F.pixel_shuffle(x, 2)
+        yield "pixel_unshuffle", F.pixel_unshuffle(x, 2)
+        yield "channel_shuffle", F.channel_shuffle(x, 2)
+        yield "rot90", torch.rot90(x, 1, (2, 3))
+        yield "masked_scatter", x.masked_scatter(x > 0, x)
+        yield "masked_scatter_", x.masked_scatter_(x > 0, x.clone())
+        yield "index_put", x.index_put((torch.tensor([0]),), x[0])
+        yield "index_put_", x.index_put_((torch.tensor([0]),), x[1].clone())
+        yield "threshold", F.threshold(x, 0.1, 0.0)
+
+    for dtype in PAIR:
+        with autocast("cpu"):
+            found = dict(each(dtype))
+        assert {name: made.dtype for name, made in found.items()} == dict.fromkeys(found, dtype)
+        assert found.keys() == {*operations._AS_GIVEN.split()}
+    assert {precision_of(name) for name in found} == {EITHER}
 
 
 def test_what_works_in_place_keeps_its_precision():

@@ -208,6 +208,19 @@ def test_parts_of_different_sizes_are_warned_of(tmp_path):
     assert warning.endswith('s["layers.*.inner"].fork_rng() mends it')
 
 
+@pytest.mark.parametrize("drawn", ["random.random()", "np.random.rand()"])
+def test_what_torch_does_not_seed_is_warned_of(tmp_path, drawn):
+    text = "import random\nimport numpy as np\n" + SOURCE
+    text = text.replace(
+        "        x = self.inner",
+        f"        if {drawn} < 0.1:\n            return x\n        x = self.inner",
+    )
+    assert drawn in text and not rewritten(tmp_path, text, SCHEDULE + "    pass\n").warnings
+    warnings = rewritten(tmp_path, text, SCHEDULE + SPLIT).warnings
+    words = f"`{drawn[:-2]}` draws numbers beside torch's, which ranks that share layers"
+    assert any(words in warning for warning in warnings)
+
+
 @pytest.mark.parametrize(
     ("source", "lines"),
     [

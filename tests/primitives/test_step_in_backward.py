@@ -155,6 +155,13 @@ def test_verification_trains_by_it(tmp_path):
     assert not report.ok and "weights after 3 steps" in report.render()
 
 
+@pytest.mark.parametrize("spelled", ["weight.data", "weight.detach()"])
+def test_a_weight_that_no_gradient_comes_from_is_read_after_its_update(tmp_path, spelled):
+    call = f"x = block(x) @ self.blocks[-1].linear.{spelled}"
+    text = refused(tmp_path, STACK.replace("x = block(x)", call), STEPPING, "SR106")
+    assert "leave `step_in_backward` out" in text
+
+
 def test_a_method_of_that_name(tmp_path):
     taken = STACK + "\n    def step_in_backward(self):\n        pass\n"
     assert "has a `step_in_backward` of its own" in refused(tmp_path, taken, STEPPING, "SR305")

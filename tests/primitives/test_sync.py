@@ -7,6 +7,7 @@ split along the last axis (RS) or the one before (SR) between the layers.
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -414,12 +415,65 @@ ARGUMENTS = [
 ]
 
 
+DENSE = """\
+from torch import nn
+
+
+class Dense(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+"""
+DENSE_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Dense(8)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+"""
+
+
 @pytest.mark.parametrize(
     ("lines", "code", "words"), [*AT_LAYERS, *OUT_OF_PLACE, *GRADIENTS, *ARGUMENTS]
 )
 def test_what_is_refused(lines, code, words, tmp_path):
     given = case(lines)
     text = refused(tmp_path, given.source, given.schedule, code)
+    assert words in text
+    assert "s.py:" in text, "the schedule's line is shown"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", "would be summed over the ranks for both"),
+        (
+            's["up"].shard(["weight", "bias"], axis=0)\n'
+            's["down"].shard("weight", axis=1)\n'
+            's["down"].sync("fwd_post", "all_reduce")\n'
+            's.sync("bwd_post", "all_reduce")\n',
+            "summed over the ranks twice, for `up` and for `s`",
+        ),
+    ],
+)
+def test_a_gradient_that_only_callers_ask_for_is_summed_once(lines, words, tmp_path):
+    lines += sync('s["up"]', "all_reduce", mode="bwd_post")
+    text = refused(tmp_path, DENSE, DENSE_SCHEDULE + indent(lines, "    "), "SR104")
     assert words in text
     assert "s.py:" in text, "the schedule's line is shown"
 
