@@ -195,8 +195,8 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
     found = several or lists
 
     def refusal(paths: Sequence[str], part: float, *lines: str) -> errors.RewriteError | None:
-        own = (f's["{path}"][:{part}]{found[path]}.checkpoint()' for path in paths)
-        return oracle.refusal([*lines, *own])
+        own = [f's["{path}"][:{part}]{found[path]}.checkpoint()' for path in paths]
+        return oracle.refusal([*lines, *own]) if own else None
 
     refused = {path: no for path in shared(found) if (no := refusal([path], 1.0)) is not None}
     ways = [[path] for path in shared(found) if path not in refused]
@@ -207,7 +207,10 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
         if len(alike) > 1 and refusal(alike, 1.0) is None:
             ways.append(alike)
     kept = {path for way in ways for path in way}
-    counted = (way for way in ways if refusal(way, 0.5, *split.lines()) is None)
+    # What is split is followed anew each time: all of those together that are right without it.
+    counted = [way for way in ways if refusal(way, 0.5) is None]
+    if refusal([path for way in counted for path in way], 0.5, *split.lines()) is not None:
+        counted = [way for way in counted if refusal(way, 0.5, *split.lines()) is None]
     uncounted = kept.difference(*counted)
     why = "" if found else "Nothing is checkpointed: there is no list of layers."
     for path in (path for path in refused if path not in kept):

@@ -45,10 +45,17 @@ class Oracle:
             self.project = Project(source, str(file))
         self._file = file
         self._records = Records(worlds=(2,))  # what is split is to run on two ranks
+        self._refusals: dict[tuple[str, ...], errors.RewriteError | None] = {}
         self.asked = 0
 
     def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:
         """Why the tool would not carry out these lines; None where it would."""
+        key = tuple(lines)
+        if key not in self._refusals:
+            self._refusals[key] = self._found(lines)
+        return self._refusals[key]
+
+    def _found(self, lines: Sequence[str]) -> errors.RewriteError | None:
         self.asked += 1
         self._ran_small = False
         body = "".join(f"    {line}\n" for line in lines)
@@ -74,11 +81,12 @@ class Oracle:
                     records=self._records,
                 )
         except errors.RewriteError as error:
-            return error
+            return error.with_traceback(None)
         finally:
             if self._ran_small:
-                # A run's values are held in cycles, and the collector may be paused.
-                gc.collect()
+                # A run's values are held in cycles, and the collector may be paused: what is there
+                # since the last question is all in the youngest generation then.
+                gc.collect(0)
         return None
 
     def _inputs(self) -> dict[str, Any]:
@@ -91,8 +99,13 @@ class Oracle:
         return small_model.training_inputs(schedule, self.project.tree.root.live)
 
     def small(self) -> tuple[Any, dict[str, Any]]:
-        """The small model, and the keyword arguments of a step of it."""
+        """The small model, and the keyword arguments of a step of it: one for all questions."""
         self._ran_small = True
+        return self._small
+
+    @functools.cached_property
+    def _small(self) -> tuple[Any, dict[str, Any]]:
         schedule, module = self.project.schedule.module, self.project.module
-        model = small_model.build_small(schedule, module)
-        return model, small_model.training_inputs(schedule, model)
+        with small_model.drawing(0):
+            model = small_model.build_small(schedule, module)
+            return model, small_model.training_inputs(schedule, model)

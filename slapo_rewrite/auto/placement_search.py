@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -137,14 +138,19 @@ class Search:
         return sum(held.values())
 
     def _legal(self, group: Group) -> bool:
+        return self._refusal(group) is None
+
+    def _refusal(self, group: Group) -> str | None:
+        """Why a group is not legal; None where it is."""
         if self.oracle.asked >= MOST_ASKED:
-            self._refuse([group], f"not tried, since {MOST_ASKED} others were")
-            return False
-        refused = self.oracle.refusal(lines_of([group]))
-        if refused is not None:
-            self._refuse([group], refused.message)
+            why = f"not tried, since {MOST_ASKED} others were"
+        elif (refused := self.oracle.refusal(lines_of([group]))) is None:
+            return None
+        else:
+            why = refused.message
             self._is_uncounted |= isinstance(refused, errors.UnfollowableConstruction)
-        return refused is None
+        self._refuse([group], why)
+        return why
 
     def _refuse(self, groups: Sequence[Group], why: str) -> None:
         """Notes why the last of some groups is not split: what is nearest says most of a layer."""
@@ -262,19 +268,35 @@ class Search:
 
     def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
         """The fullest way to split a component that is legal; of those like it, the same first."""
-        ways = [*itertools.islice(self._ways_of(producers, consumers), MOST_WAYS)]
+        ways = [*self._ways_of(producers, consumers)]
         self._is_uncounted = False
         shape = shape_of(producers, consumers)
         likely = self._way.get(shape)
         order = sorted(range(len(ways)), key=lambda number: number != likely)
+        blamed = set[str]()  # the producers that do not fit, by the refusals of all together
+        left = MOST_WAYS
         for number in order:
-            group = ways[number]
-            if self._legal(group):
+            one, group = ways[number]
+            if not left:
+                break
+            if one is not None and blamed and one not in blamed:
+                continue
+            why = self._refusal(group)
+            if why is None:
                 self._way[shape] = number
                 group = self._summed_once(group, producers & {*group.patterns})
                 return replace(group, parameters=self._size(group.patterns))
+            left -= 1
+            if one is None:
+                blamed |= producers & self._named_in(why) or producers
         self._way.setdefault(shape, None)
         return None
+
+    def _named_in(self, why: str) -> set[str]:
+        """The patterns of the modules that a refusal names."""
+        tree = self.oracle.project.tree
+        paths = tree.nodes.keys() & re.findall(r"`([\w.]+)`", why)
+        return {pattern_of(tree.root.live, path, self.flow.apart) for path in paths}
 
     def _heads(self) -> set[str]:
         """The layers that give a number for each word of a table."""
@@ -286,14 +308,12 @@ class Search:
         """Seconds that splitting a component saves."""
         inputs: dict[tuple[frozenset[str], int], float] = {}
         patterns = (*producers, *consumers)
-        saved = sum(map(self._saved, patterns)) + self._freed(patterns)
+        saved = math.fsum(map(self._saved, patterns)) + self._freed(patterns)
         for pattern in producers:
             key = frozenset(self.flow.sources.get(pattern, ())), self.flow.layers[pattern].width
             inputs[key] = self._reduced(pattern, self._sizes(pattern)[0])
-        taken = sum(inputs.values())
-        for pattern in consumers:
-            taken += self._reduced(pattern, self._sizes(pattern)[1])
-        return saved - taken
+        outputs = (self._reduced(pattern, self._sizes(pattern)[1]) for pattern in consumers)
+        return saved - math.fsum((*inputs.values(), *outputs))
 
     def _reduced(self, pattern: str, width: int) -> float:
         """Seconds that sums of rows of a width take, one for each module of a pattern."""
@@ -325,17 +345,22 @@ class Search:
         """What the memory is worth that is not held any more: as large a share of a step's time."""
         return self.step * self._size(patterns) / max(1, self.total) * (1 - 1 / RANKS)
 
-    def _ways_of(self, producers: frozenset[str], consumers: frozenset[str]) -> Iterator[Group]:
-        """Ways to split a component, the fullest first; which of them are legal is not known."""
+    def _ways_of(
+        self, producers: frozenset[str], consumers: frozenset[str]
+    ) -> Iterator[tuple[str | None, Group]]:
+        """Ways to split a component, the fullest first; which of them are legal is not known.
+
+        Each with the producer that it leaves whole, if it does.
+        """
         between = [
             pattern
             for pattern, sources in self.flow.between.items()
             if sources and sources <= producers and pattern in self.modules
         ]
-        yield from self._ways(producers, consumers, between)
+        yield from ((None, way) for way in self._ways(producers, consumers, between))
         if len(producers) > 1:  # one of them may be what does not fit
-            for one in sorted(producers, key=lambda p: self._size([p])):
-                yield from self._ways(producers - {one}, consumers, between)
+            for one in sorted(producers, key=lambda p: (self._size([p]), p)):
+                yield from ((one, way) for way in self._ways(producers - {one}, consumers, between))
 
     def _ways(
         self, producers: frozenset[str], consumers: frozenset[str], between: Sequence[str]

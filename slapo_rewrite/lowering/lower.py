@@ -315,19 +315,24 @@ class _Lowering:
             UnfollowableSize: Something does not fit.
         """
         refused: CannotFollow | None = None
+        # What failed: from one start all ways of repairing it go alike for a while.
+        tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []
         starts = list(self.inference.starts(self.states, self._asked().layers))
         for states, at_values in itertools.product(starts, (False, True)):
             repaired: dict[str, ModuleRequests] | None = states
             while repaired is not None:
                 self.states = repaired
                 asked = self._asked()
-                try:
-                    return run(asked) if _needs_following(asked) else ShardingResult()
-                except CannotFollow as error:
-                    failed = error
-                    known = (at_statement(self.files, m) for m in error.at_values if at_values)
-                    missing = next(filter(None, known), None)
-                    repaired = self.inference.mended(self.states, asked.layers, error, missing)
+                failed = next((error for those, error in tried if those == repaired), None)
+                if failed is None:
+                    try:
+                        return run(asked) if _needs_following(asked) else ShardingResult()
+                    except CannotFollow as error:
+                        failed = _without_frames(error)
+                        tried.append((repaired, failed))
+                known = (at_statement(self.files, m) for m in failed.at_values if at_values)
+                missing = next(filter(None, known), None)
+                repaired = self.inference.mended(self.states, asked.layers, failed, missing)
             refused = refused or failed
         assert refused is not None
         raise self._unfollowable(refused) from None
@@ -421,6 +426,12 @@ def _holders(tree: Tree, owners: Mapping[str, list[Directive]]) -> dict[str, Nod
         elif node.parent is not None and node.parent.path in found:
             found[path] = found[node.parent.path]
     return found
+
+
+def _without_frames(error: CannotFollow) -> CannotFollow:
+    """The error without what led to it, which holds all that the run computed."""
+    error.__traceback__ = error.__cause__ = error.__context__ = error.to_scatter = None
+    return error
 
 
 def _needs_following(asked: ShardingRequest) -> bool:

@@ -60,6 +60,8 @@ class Records:
     # Of the whole model, by the layers that it is watched for and by the way through it; and by the
     # identities of its modules, of which some are left out at times.
     runs: dict[tuple[frozenset[str], Way, tuple[int, ...]], Trace] = field(default_factory=dict)
+    # Ways on which the model does not run, whatever it is watched for.
+    blocked: dict[tuple[Way, tuple[int, ...]], CannotRun] = field(default_factory=dict)
     results: KnownResults = field(default_factory=KnownResults)  # what operations gave
     # The world sizes that are tried until one divides every head count.
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
@@ -164,10 +166,17 @@ class _Propagation:
             CannotFollow: A collective would stand in a `forward` that it does not come to.
         """
         watched = frozenset({*self.request.layers, *self.wrapped})
-        key = watched, way, tuple(map(id, self.model.modules()))
+        taken = way, tuple(map(id, self.model.modules()))
+        key = watched, *taken
+        if taken in self.records.blocked:
+            raise self.records.blocked[taken]
         if key not in self.records.runs:
             codes = {f.code for f in self.wrapped.values()}
-            self.records.runs[key] = self._recorded(codes, way)
+            try:
+                self.records.runs[key] = self._recorded(codes, way)
+            except CannotRun as error:
+                self.records.blocked[taken] = error
+                raise
         whole = self.records.runs[key]
         for path, forward in self.wrapped.items():
             if forward.code not in whole.ran:

@@ -9,13 +9,18 @@ import transformers
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.auto import derive as derive_module
 from slapo_rewrite.auto.derive import Derived, derive
 from slapo_rewrite.auto.hugging_face_model import steps_of
+from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.schedule_text import NONE_PAYS
 from slapo_rewrite.auto.step import Step, tried
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
+from slapo_rewrite.model import small_model
+from slapo_rewrite.sharding import CannotRun
+from slapo_rewrite.sharding.propagate import _Propagation
 from slapo_rewrite.verify.run import chosen, verify
 from tests import golden
 from tests.marks import long
@@ -370,6 +375,79 @@ def test_a_producer_that_all_ranks_need_stays_whole(vocabulary, width, pays, tmp
     assert "units.*.base" not in str(shards(text))
     assert ("takes longer than it saves, and is for memory" in text) != pays
     assert ('s["words"]' in text) != pays
+
+
+LANES = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Mixer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.narrow = nn.Linear(width, 2 * width, bias=False)
+        for name in "abcdef":
+            setattr(self, name, nn.Linear(width, 2 * width))
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        hidden = self.a(x) * self.b(x) * self.c(x) + self.d(x) * self.e(x) * self.f(x)
+        return x + self.out(hidden * torch.sort(self.narrow(x), -1).values)
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size=203, width=256, depth=2):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, width)
+        self.mixers = nn.ModuleList([Mixer(width) for _ in range(depth)])
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, ids, targets):
+        x = self.words(ids)
+        for mixer in self.mixers:
+            x = mixer(x)
+        FOLLOWED
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+"""
+
+
+def test_only_a_producer_that_is_blamed_is_left_out_of_the_others(tmp_path, monkeypatch):
+    source = tmp_path / "net.py"
+    source.write_text(LANES.replace("FOLLOWED", ""))
+    asked = []
+    refusal = Oracle._found
+    monkeypatch.setattr(
+        Oracle, "_found", lambda oracle, lines: asked.append(lines) or refusal(oracle, lines)
+    )
+    text = derive(str(source)).text
+    assert "`mixers.*.{a,b,c,d,e,f,narrow,out}`: `mul` joins a part" in text
+    assert sum("mixers.*.out" in str(lines) for lines in asked) == 2  # of all, and without `a`
+    assert len({*map(tuple, asked)}) == len(asked)
+
+
+def test_what_needs_values_is_tried_without_them_once_and_has_one_small_model(
+    tmp_path, monkeypatch
+):
+    source = tmp_path / "net.py"
+    source.write_text(LANES.replace("FOLLOWED", "x = x * float(x.abs().mean() > 0)"))
+    made, blocked = [], []
+    build, recorded = small_model.build_small, _Propagation._recorded
+
+    def noted(self, *args):
+        try:
+            return recorded(self, *args)
+        except CannotRun:
+            blocked.append(self.device.type)
+            raise
+
+    monkeypatch.setattr(small_model, "build_small", lambda *a: made.append(a) or build(*a))
+    monkeypatch.setattr(_Propagation, "_recorded", noted)
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_: SimpleNamespace(warnings=[]))
+    derive(str(source))
+    assert len(made) == 2  # for the step that is tried, and for all questions
+    # One layer for all, and every layer; the lines of checkpoints alone are not followed.
+    assert blocked == ["meta"] * 2
 
 
 def test_which_models_there_are_is_said(tmp_path, capsys):
