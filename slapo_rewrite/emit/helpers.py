@@ -44,6 +44,7 @@ RUNTIME_ORDER = (
     "replicated",
     "grouped_query",
     "convolution",
+    "embedding_bag",
     "multihead_attention",
     "transformer_layers",
     "normalization",

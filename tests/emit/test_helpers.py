@@ -3,7 +3,13 @@
 import black
 import pytest
 
-from slapo_rewrite.emit.helpers import FEATURES, library_files, named_features
+from slapo_rewrite.emit.helpers import (
+    FEATURES,
+    RUNTIME,
+    RUNTIME_ORDER,
+    library_files,
+    named_features,
+)
 from slapo_rewrite.emit.used_definitions import with_features
 
 LAYER = {"tensor_parallel": {"ColumnParallelLinear"}}
@@ -104,3 +110,8 @@ def f(
     )
     default = "def f(\n    kind=Shard,  # for kind\n):\n    return kind(0), 1\n"
     assert with_features(default, ()) == "def f(\n):\n    return Shard(0), 1\n"
+
+
+def test_every_runtime_module_has_its_place():
+    found = {path.stem for path in RUNTIME.glob("*.py")} - {"__init__"}
+    assert {*RUNTIME_ORDER} == found
