@@ -7,11 +7,13 @@ import warnings
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.pytorch_utils import Conv1D
 
 from benchmark.compiled import as_on_gpu, caught, kernel_modules
 from slapo_rewrite.emit.helpers import RUNTIME
 from slapo_rewrite.runtime.kernels.launch import runs_triton
 from slapo_rewrite.runtime.kernels.layer_norm import residual_layer_norm
+from slapo_rewrite.runtime.kernels.plain import adds_a_bias
 from tests.runtime.kernels.compile import calls, compile_all, public
 
 pytest.importorskip("triton")
@@ -107,6 +109,16 @@ def test_a_kernel_names_only_what_is_emitted_with_it():
                 used = {n.id for n in names} & vars(module).keys() - own
                 odd = [n for n in used if not isinstance(getattr(module, n), JITFunction)]
                 assert not odd, f"{kernel.__name__} uses {odd}"
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Linear(3, 4), Conv1D(4, 3)])
+def test_torch_compile_reads_of_which_class_a_layer_is(layer):
+    def known(layer, x):
+        return x if adds_a_bias(layer) else None
+
+    torch._dynamo.reset()
+    compiled = torch.compile(known, backend="eager", fullgraph=True)
+    assert compiled(layer, torch.ones(1)) is not None
 
 
 class Traced(Exception):
