@@ -51,15 +51,15 @@ def runs_triton(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is None:
             continue
-        device = x.device if device is None else device
         if not (
             type(x) in (Tensor, nn.Parameter)
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and (x.is_cuda or interpreted)
-            and x.device == device
+            and device in (None, x.device)
             and x.shape[-1:] not in ((), (0,))
         ):
             return False
+        device = x.device
     return True
 
 
