@@ -45,9 +45,9 @@ from benchmark.kernel_cases import KERNELS, Kernel
 NAME = "kernels"
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel")
 CACHE_BYTES = 256 * 2**20  # more than the L2 cache of an H200
-STEADY = 0.03
+STEADY = kernel_choice.STEADY
 TIMED_S, LEAST = 0.5, 5  # of repetitions, and of them at least so many
-VARIANTS = ("eager", "compile", "liger", "ours", "eager again")
+VARIANTS = ("eager", "compile", "liger", "ours", kernel_choice.AGAIN)
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -197,7 +197,7 @@ def find_variants(kernel: Kernel, compiled: bool) -> dict[str, Callable[..., Any
             pass
         else:
             found["liger"] = kernel.liger(liger)
-    return found | {"ours": kernel.ours, "eager again": kernel.eager}
+    return found | {"ours": kernel.ours, kernel_choice.AGAIN: kernel.eager}
 
 
 def measure(kernel: Kernel, clock: Clock, limits: dict[str, float], options: Any) -> dict[str, Any]:

@@ -517,11 +517,8 @@ def run(options: Any) -> dict[str, Any]:
         bench.free()
         if options.output:
             options.output.write_text(json.dumps(results, indent=1) + "\n")
-    last = results["roofline"]["last"] = kernels.roofline(clock, options.tiny)
-    results["steady"] = all(
-        abs(last[name] / value - 1) <= kernels.STEADY
-        for name, value in results["roofline"]["first"].items()
-    )
+    results["roofline"]["last"] = kernels.roofline(clock, options.tiny)
+    results["steady"] = kernels.is_steady(**results["roofline"])
     return results
 
 

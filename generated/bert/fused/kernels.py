@@ -141,7 +141,7 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
     """Blocks of rows and of columns for work on single elements, and a block's sizes.
 
     16 elements for each of four warps' threads, as in `row_tile`. Measured on an
-    H200: 78 to 100% of what its memory allows.
+    H200: 78 to 100% of what its memory allows forwards.
     """
     block_d = min(block_size(columns), 1024)
     block_m = 2048 // block_d
