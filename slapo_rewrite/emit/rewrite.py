@@ -109,7 +109,7 @@ def try_out(
     """Carries out a schedule, and tries the output, of which no more is made than that takes.
 
     Args:
-        project: The source and the schedule; nothing else has been carried out on it, or will be.
+        project: The source and the schedule, on which nothing has been carried out; nor is it here.
         settings: Knobs, as `name=value`.
         trial: What the output is tried with, imported and built.
         on_ranks: Whether budgets for ranks that share layers choose what is recomputed.
@@ -117,7 +117,8 @@ def try_out(
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
-    with _emitting(project, Options(settings, tries=trial, on_ranks=on_ranks)) as emission:
+    options = Options(settings, tries=trial, on_ranks=on_ranks)
+    with _emitting(project.anew(), options) as emission:
         emission.construct()
 
 

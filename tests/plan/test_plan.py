@@ -79,6 +79,14 @@ def test_the_memory_of_a_step_is_what_torch_counts_in_a_real_one(tmp_path, case)
     assert predicted(case, schedule, {}) == pytest.approx(measured(case, schedule), rel=0.05)
 
 
+def test_what_is_counted_of_a_rewrite_does_not_hang_on_those_before(tmp_path):
+    schedule, shape = written_schedule("gpt2", tmp_path), StepShape(TOKENS, torch.bfloat16, True)
+    project = Project(source_of("gpt2"), schedule)
+    counted = lambda of, fuse: str(counted_rewrite(of, [f"fuse={fuse}"], [1], shape))  # noqa: E731
+    fused, plain = counted(project, True), counted(project, False)
+    assert fused != plain == counted(Project(source_of("gpt2"), schedule), False)
+
+
 def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path):
     file = written_schedule("llama", tmp_path)
     found = []
