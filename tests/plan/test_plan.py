@@ -87,17 +87,25 @@ def test_what_is_counted_of_a_rewrite_does_not_hang_on_those_before(tmp_path):
     assert fused != plain == counted(Project(source_of("gpt2"), schedule), False)
 
 
-def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path):
-    file = written_schedule("llama", tmp_path)
+@pytest.mark.parametrize("name, share", [("llama", 0.8), ("bert", 0.95)])
+def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path, name, share):
+    file = written_schedule(name, tmp_path)
+    # Kernels that draw nothing, and are given another tensor in the seed's place.
+    text = (
+        Path(file)
+        .read_text()
+        .replace("(vocab_size=2000", "(vocab_size=2000, hidden_dropout_prob=0.0")
+    )
+    Path(file).write_text(text)
     found = []
     for fused in (False, True):
         said, shape = [f"fuse={fused}"], StepShape(TOKENS, torch.bfloat16, is_gpu=True)
-        project = Project(source_of("llama"), file)
+        project = Project(source_of(name), file)
         plain, _ = counted_rewrite(project, said, [1], shape)[1]
         parts = [*plain.profile.forward.values(), *plain.profile.backward.values()]
-        found.append([sum(p.moved.of(ROWS) for p in parts), sum(p.operators for p in parts)])
-    (moved, operators), (less, fewer) = found
-    assert less < 0.8 * moved and fewer < operators, found
+        found.append(sum(p.moved.of(ROWS) for p in parts))
+    moved, less = found
+    assert less < share * moved
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
