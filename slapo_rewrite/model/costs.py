@@ -152,7 +152,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
         # Back: the scores again, and two products for each of the two that there were.
         width, again = query.shape[-1], value.shape[-1]
         return float(2 * scores * ((3 * width + 2 * again) if is_backward else width + again))
-    count = flop_registry.get(func._overloadpacket)
+    # A product that is added to a tensor in place is no other one.
+    product = getattr(torch.ops.aten, func._overloadpacket.__name__.rstrip("_"), None)
+    count = flop_registry.get(func._overloadpacket) or flop_registry.get(product)
     return None if count is None else float(count(*args, **kwargs, out_val=results))
 
 

@@ -99,13 +99,14 @@ def test_fused_kernels_are_counted_as_on_a_gpu(tmp_path, name, share):
     Path(file).write_text(text)
     found = []
     for fused in (False, True):
-        said, shape = [f"fuse={fused}"], StepShape(TOKENS, torch.bfloat16, is_gpu=True)
+        said = [f"fuse={fused}", "tensor_parallel=false"]
+        shape = StepShape(TOKENS, torch.bfloat16, is_gpu=True)
         project = Project(source_of(name), file)
         plain, _ = counted_rewrite(project, said, [1], shape)[1]
         parts = [*plain.profile.forward.values(), *plain.profile.backward.values()]
-        found.append(sum(p.moved.of(ROWS) for p in parts))
-    moved, less = found
-    assert less < share * moved
+        found.append([sum(p.moved.of(ROWS) for p in parts), sum(p.flops.of(ROWS) for p in parts)])
+    (moved, flops), (less, as_many) = found
+    assert less < share * moved and as_many == flops
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
