@@ -89,6 +89,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.kernel_facts
 	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python -m benchmark.plan_memory
+	$(BIN)/python -m benchmark.plan_time
 	$(BIN)/python -m benchmark.checkpoint_budget
 	$(BIN)/python -m benchmark.release_memory
 	$(BIN)/python -m benchmark.tune_example

@@ -196,6 +196,7 @@ def test_what_cannot_be_planned_is_refused_in_words(tmp_path, capsys, more, said
 def test_products_in_float32_are_as_fast_as_a_gpu_has_them(tmp_path, capsys):
     plain = ["--set", "fuse=false", "--set", "sequence_parallel=false", "--set", "ckpt_ratio=0"]
     plain += ["--set", "pipeline_stages=1", "--set", "tensor_parallel=false", "--json"]
+    plain += ["--batch", "512"]
     compute = []
     for precision in ("fp32", "tf32"):
         assert planned(tmp_path, *plain, "--precision", precision) == 0
@@ -203,9 +204,9 @@ def test_products_in_float32_are_as_fast_as_a_gpu_has_them(tmp_path, capsys):
         assert (plan["precision"], plan["products"]) == ("fp32", precision)
         assert f"Tflop/s ({precision})" in plan["assumptions"][0]
         assert ("set_float32" in "".join(plan["assumptions"])) == (precision == "tf32")
-        best = plan["plans"][0]
-        compute.append(best["shares"]["compute"] * best["seconds"])
-    assert compute[0] / compute[1] == pytest.approx(156 / 19.5, rel=1e-3)
+        most = max(plan["plans"], key=lambda each: each["rows"])
+        compute.append(most["shares"]["compute"] * most["seconds"] * 64 / most["rows"])
+    assert compute[0] / compute[1] == pytest.approx(156 / 19.5, rel=2e-2)
 
 
 @pytest.mark.long
@@ -313,3 +314,13 @@ def test_tokens_of_a_model_that_takes_none_are_refused(tmp_path):
 @pytest.mark.parametrize("text", ["1KiB", "1024B", "1024", "1.024kB"])
 def test_sizes_of_memory_have_the_units_that_people_write(text):
     assert planning.memory_size(text) == 1024
+
+
+def test_short_steps_wait_for_the_host(tmp_path, capsys):
+    """What is started takes as long on any GPU, so that a faster one is no faster."""
+    found = []
+    for gpu in ("h100", "b200"):
+        assert planned(tmp_path, "--gpu", gpu, "--batch", "8", "--json") == 0
+        found.append(json.loads(capsys.readouterr().out)["plans"][0])
+    assert all(each["bound_by"] == "the host" for each in found)
+    assert found[0]["seconds"] == pytest.approx(found[1]["seconds"], rel=0.2)
