@@ -67,7 +67,7 @@ COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communi
 HOST = "the host"
 BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # that a micro-batch may have
+ROWS = tuple(2**n for n in range(11))  # that a micro-batch may have
 
 
 class _StagePart(NamedTuple):
