@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,22 +161,27 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
     return None if count is None else float(count(*args, **kwargs, out_val=results))
 
 
-def slow_kind(func: Any, matrices: Iterable[Tensor]) -> str | None:
-    """What makes a product slower than others on a GPU; None if nothing does.
+class Product(NamedTuple):
+    """What tells how fast a GPU computes a product."""
 
-    "attention", of one kernel; "masked" where that takes a mask or a bias; "unaligned" where rows
-    begin elsewhere than at multiples of 16 bytes, so that loads are short.
-    """
-    name = func._schema.name
-    if "scaled_dot_product" in name:
-        return "masked" if "efficient" in name else "attention"
-    unaligned = any(
-        size > 1 < stride and stride * matrix.element_size() % 16
-        for matrix in matrices
-        if matrix.dim() > 1
-        for size, stride in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True)
-    )
-    return "unaligned" if unaligned else None
+    # "plain"; "attention", of one kernel; "masked" where that takes a mask or a bias; "unaligned"
+    # where rows begin elsewhere than at multiples of 16 bytes, so that loads are short.
+    kind: str
+    width: int  # bytes of an element
+
+    @classmethod
+    def of(cls, func: Any, matrices: Sequence[Tensor]) -> Product:
+        """Of an operator that reads and writes these."""
+        name, width = func._schema.name, min((m.element_size() for m in matrices), default=0)
+        if "scaled_dot_product" in name:
+            return cls("masked" if "efficient" in name else "attention", width)
+        unaligned = any(
+            size > 1 < stride and stride * matrix.element_size() % 16
+            for matrix in matrices
+            if matrix.dim() > 1
+            for size, stride in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True)
+        )
+        return cls("unaligned" if unaligned else "plain", width)
 
 
 class OnMeta(TorchFunctionMode):

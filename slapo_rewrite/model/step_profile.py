@@ -22,13 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_rewrite.model.calls import calls_watched
-from slapo_rewrite.model.costs import (
-    FREE,
-    PICKING,
-    OnMeta,
-    flops_of,
-    slow_kind,
-)
+from slapo_rewrite.model.costs import FREE, PICKING, OnMeta, Product, flops_of
 from slapo_rewrite.model.meta_device import KnownOperators, unwatched
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.storages import Storages
@@ -91,7 +85,7 @@ class Part:
     # The peaks where gradients stay, since there were none before.
     kept_peaks: list[Amount] = field(default_factory=list)
     flops: Amount = NOTHING  # of matrix products and attention
-    slow: dict[str, Amount] = field(default_factory=dict)  # of these, of `slow_kind`s
+    products: dict[Product, Amount] = field(default_factory=dict)  # these, by what they are
     moved: Amount = NOTHING  # bytes that all other operators read and write
     # Bytes that collectives of the tensor-parallel group take and give, by kind.
     sent: dict[str, Amount] = field(default_factory=dict)
@@ -311,8 +305,8 @@ class _Counter(TorchDispatchMode):
         if flops is not None:
             amount = Amount.counted(flops)
             part.flops = part.flops.plus(amount)
-            if (kind := slow_kind(func, (*read, *written))) is not None:
-                part.slow[kind] = part.slow.get(kind, NOTHING).plus(amount)
+            product = Product.of(func, (*read, *written))
+            part.products[product] = part.products.get(product, NOTHING).plus(amount)
         elif not func.is_view and name not in FREE:
             part.moved = part.moved.plus(_of_all(written + (written if name in PICKING else read)))
 

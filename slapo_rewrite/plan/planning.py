@@ -31,7 +31,7 @@ from slapo_rewrite.simulate.hardware import Hardware
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What float32 is multiplied in, and what has torch do that.
 PRODUCTS = {
-    "fp32": "float32, too, as is torch's default",
+    "fp32": "float32, as is torch's default",
     "tf32": 'TF32: `torch.set_float32_matmul_precision("high")`',
 }
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -225,7 +225,7 @@ class _Planner:
             f"trained in {wanted.precision} by DeepSpeed with an Adam: bytes for each parameter "
             "are 2 and 12 for the optimizer, of gradients 2, with ZeRO 1 4 (float32 sums)"
             if wanted.precision != "fp32"
-            else "trained in float32 by DeepSpeed with an Adam, matrix products in "
+            else "trained in float32 by DeepSpeed with an Adam, products of float32 in "
             + PRODUCTS.get(wanted.hardware.precision, wanted.hardware.precision),
             "pipelines run one forward, one backward, as DeepSpeed's; stages are cut as "
             "cut_evenly cuts them",

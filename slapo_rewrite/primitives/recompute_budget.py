@@ -49,8 +49,10 @@ class Step:
     def seconds(self, part: Part) -> float:
         """Seconds of a part of it, on a GPU whose neighbours share its layers."""
         gpu = hardware("h200", self.products)
+        # A step is counted before casts are written, all of it in the precision of its weights.
+        device = replace(gpu.device, half=None, single=None)
         sent = sent_seconds(part, self.rows, gpu.inside, self.ranks)
-        return sum(part_seconds(part, self.rows, gpu.device)) + sent
+        return sum(part_seconds(part, self.rows, device)) + sent
 
     def __str__(self) -> str:
         rows = f"{self.rows} rows"

@@ -9,7 +9,7 @@ import functools
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +57,14 @@ class Device:
 
     flops: float  # of matrix products, a second
     bandwidth: float  # bytes of memory read or written, a second
-    # How fast products of each of the `slow_kind`s are beside others.
+    # Likewise of those in half and in single precision, where these are not what `flops` is of.
+    half: float | None = None
+    single: float | None = None
+    # How fast products of some kinds (`Product`) are beside others.
     attention: float = 1.0
     masked: float = 1.0
     unaligned: float = 1.0
+    plain: float = 1.0
     operator: float = 0.0  # seconds that the host takes to start one
 
 
@@ -200,7 +204,11 @@ def _of_table(table: dict[str, Any], name: str, precision: str | None) -> Hardwa
     return Hardware(
         name,
         row["title"],
-        _device(flops * reached["flops"], row["bandwidth"] * reached["bandwidth"], table),
+        replace(
+            _device(flops * reached["flops"], row["bandwidth"] * reached["bandwidth"], table),
+            half=row["flops"] * reached["flops"],
+            single=None if precision == "tf32" else row.get("fp32", flops) * reached["flops"],
+        ),
         row["memory"],
         Link(table["node"]["latency"], row["link"] * reached["link"]),
         Link(network["latency"], network["bandwidth"] * reached["link"]),
@@ -228,10 +236,12 @@ def own_device(flops: float, bandwidth: float) -> Device:
 
 def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
     """Seconds of a part of a step that go into products, and into other operators."""
-    flops = part.flops.of(rows)
-    for kind, amount in part.slow.items():
-        flops += amount.of(rows) * (1 / getattr(device, kind) - 1)
-    return flops / device.flops, part.moved.of(rows) / device.bandwidth
+    of_width = {2: device.half, 4: device.single}
+    seconds = 0.0
+    for product, amount in part.products.items():
+        flops = of_width.get(product.width) or device.flops
+        seconds += amount.of(rows) / (flops * getattr(device, product.kind))
+    return seconds, part.moved.of(rows) / device.bandwidth
 
 
 def sent_seconds(part: Part, rows: int, link: Link, ranks: int) -> float:

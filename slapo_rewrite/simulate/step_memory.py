@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 from slapo_rewrite.model.folded_step import Counted
 from slapo_rewrite.model.step_profile import BEFORE, NOTHING, Amount, Part, Place
@@ -109,7 +110,7 @@ def joined(first: Part, second: Part) -> Part:
     def after(peaks: list[Amount], gradients: float) -> list[Amount]:
         return [first.net.plus(peak).plus(Amount(gradients)) for peak in peaks]
 
-    def summed(one: dict[str, Amount], other: dict[str, Amount]) -> dict[str, Amount]:
+    def summed(one: dict[Any, Amount], other: dict[Any, Amount]) -> dict[Any, Amount]:
         kinds = {**one, **other}
         return {kind: one.get(kind, NOTHING).plus(other.get(kind, NOTHING)) for kind in kinds}
 
@@ -120,7 +121,7 @@ def joined(first: Part, second: Part) -> Part:
         gradients=first.gradients + second.gradients,
         kept_peaks=[*first.kept_peaks, *after(second.kept_peaks, first.gradients)],
         flops=first.flops.plus(second.flops),
-        slow=summed(first.slow, second.slow),
+        products=summed(first.products, second.products),
         moved=first.moved.plus(second.moved),
         sent=summed(first.sent, second.sent),
         calls=first.calls + second.calls,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmark import element_costs
-from slapo_rewrite.model.costs import costs_of, elements_of, flops_of, slow_kind
+from slapo_rewrite.model.costs import Product, costs_of, elements_of, flops_of
 from tests.marks import all_but
 from tests.simulate.shapes import PUBLISHED, SHAPES
 
@@ -109,25 +109,27 @@ def test_elements_are_those_with_parameters_that_are_called_once():
     assert [cost.flops / 64 for cost in costs] == [1, 3, 1]
 
 
-def slow(rows, columns):
-    """What makes a product of so many rows and columns slow."""
+def kind(rows, columns):
+    """What a product of so many rows and columns is."""
     x = torch.empty(rows, 64, device="meta", dtype=torch.bfloat16)
     weight = torch.empty(columns, 64, device="meta", dtype=torch.bfloat16)
-    return slow_kind(torch.ops.aten.mm.default, (x, weight.t(), torch.mm(x, weight.t())))
+    made = Product.of(torch.ops.aten.mm.default, (x, weight.t(), torch.mm(x, weight.t())))
+    assert made.width == 2
+    return made.kind
 
 
-def test_rows_of_a_product_that_are_no_whole_16_bytes_make_it_slow():
-    assert slow(100, 32128) is None and slow(100, 8) is None
-    assert slow(100, 50257) == slow(100, 30522) == slow(100, 4) == "unaligned"
-    assert slow(3, 64) is None  # an odd number of rows does not
-    columns = torch.empty(64, 3, device="meta", dtype=torch.bfloat16).t()  # which begin oddly
-    assert slow_kind(torch.ops.aten.mm.default, (columns,)) == "unaligned"
+def test_rows_of_a_product_that_are_no_whole_16_bytes_are_told():
+    assert kind(100, 32128) == kind(100, 8) == "plain"
+    assert kind(100, 50257) == kind(100, 30522) == kind(100, 4) == "unaligned"
+    assert kind(3, 64) == "plain"  # an odd number of rows is none of odd length
+    columns = torch.empty(64, 3, device="meta").t()  # which begin oddly
+    assert Product.of(torch.ops.aten.mm.default, (columns,)) == ("unaligned", 4)
 
 
-def test_attention_is_slow_and_more_so_with_a_bias():
+def test_attention_is_told_and_whether_it_takes_a_bias():
     ops = torch.ops.aten
-    assert slow_kind(ops._scaled_dot_product_flash_attention.default, ()) == "attention"
-    assert slow_kind(ops._scaled_dot_product_efficient_attention.default, ()) == "masked"
+    assert Product.of(ops._scaled_dot_product_flash_attention.default, ()).kind == "attention"
+    assert Product.of(ops._scaled_dot_product_efficient_attention.default, ()).kind == "masked"
 
 
 def test_causal_attention_looks_at_half():

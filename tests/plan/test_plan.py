@@ -324,3 +324,15 @@ def test_short_steps_wait_for_the_host(tmp_path, capsys):
         found.append(json.loads(capsys.readouterr().out)["plans"][0])
     assert all(each["bound_by"] == "the host" for each in found)
     assert found[0]["seconds"] == pytest.approx(found[1]["seconds"], rel=0.2)
+
+
+def test_products_that_the_schedule_has_in_half_precision_are_as_fast_as_these(tmp_path, capsys):
+    """And those in single precision as slow, whatever is trained in."""
+    seconds = {}
+    for precision, dtype in (("fp32", ""), ("fp32", "bfloat16"), ("bf16", "")):
+        given = ["--precision", precision, "--set", f"autocast={dtype}", "--batch", "512"]
+        assert planned(tmp_path, *given, "--set", "fuse=false", "--json", name="bert") == 0
+        best = json.loads(capsys.readouterr().out)["plans"][0]
+        seconds[precision, dtype] = best["shares"]["compute"] * best["seconds"]
+    assert seconds["fp32", "bfloat16"] < seconds["fp32", ""] / 4
+    assert seconds["fp32", "bfloat16"] == pytest.approx(seconds["bf16", ""], rel=0.5)
