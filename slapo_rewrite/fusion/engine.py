@@ -22,9 +22,8 @@ from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.claims import Claim, Renamed, Skipped, by_text, misuse
-from slapo_rewrite.fusion.idle_names import idle_statements
 from slapo_rewrite.fusion.method_users import Sharing
-from slapo_rewrite.fusion.replacements import Writing, apart, replacements
+from slapo_rewrite.fusion.replacements import Writing, apart, idle_statements, replacements
 from slapo_rewrite.fusion.rule import graph_in
 from slapo_rewrite.fusion.spelled_names import Spelling
 from slapo_rewrite.groups import grouped
