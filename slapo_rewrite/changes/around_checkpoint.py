@@ -47,13 +47,6 @@ def check_transformed(
 
     So it is with one that they hand something to, and change that afterwards.
 
-    Args:
-        files: The files.
-        node: The module.
-        caches: What it is given and does not get in training, by name.
-        cause: Who asks.
-        left: Arguments that it must not be given in training.
-
     Raises:
         Unsupported: They may.
     """

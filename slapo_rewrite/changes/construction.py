@@ -475,12 +475,7 @@ def _numbers(index: str) -> tuple[int, ...]:
 
 
 def written(weight: Weight, reference: Callable[[str], str]) -> str:
-    """The expression that makes a weight.
-
-    Args:
-        weight: Of the original's tensors.
-        reference: What the output calls a function of the weights' module.
-    """
+    """The expression that makes a weight, by what the output calls the functions for that."""
     match weight:
         case Original(name):
             return f'"{name}"'

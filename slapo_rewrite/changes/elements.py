@@ -206,15 +206,7 @@ def sliced(container: str, start: Fraction, stop: Fraction) -> str:
 def membership(
     variable: str, numbers: set[int], total: int, regions: Sequence[Region], count: ast.expr | None
 ) -> str:
-    """An expression that is true for some of the elements.
-
-    Args:
-        variable: What counts them.
-        numbers: The elements.
-        total: How many there are.
-        regions: What shares divide them into, if there are shares.
-        count: Says how many there are, likewise.
-    """
+    """An expression that is true for some of the elements."""
     if not regions or count is None or not any(numbers & region.numbers for region in regions):
         return _numbered(variable, sorted(numbers), total)
     is_simple = isinstance(count, ast.Name | ast.Attribute | ast.Call)

@@ -207,14 +207,7 @@ class OutputFiles:
         return self.main if is_torch(file.name) else self._open(file)
 
     def use_at(self, making: SourceFile, home: SourceFile, name: str, original: str) -> UseSubclass:
-        """The change by which one file makes a class of another, or of its own.
-
-        Args:
-            making: The file with the construction site.
-            home: The file that has the class in the output.
-            name: The class.
-            original: The one that it is derived from, or that it is.
-        """
+        """The change by which one file makes a class of another, or of its own."""
         if home is making:
             return UseSubclass(name, original)
         is_above = any(m.startswith(f"{making.name}.") for m in home.imports.values())

@@ -37,14 +37,7 @@ class BehindParameter(Change):
         arguments: str,
         why: str,
     ) -> None:
-        """Writes the call.
-
-        Args:
-            text: The class.
-            place: What makes the parameter.
-            function: The function, of `tensor_parallel`.
-            arguments: Those that follow the module and the parameter's name.
-            why: The reason, for the record.
+        """Writes the call, with arguments behind the module and the parameter's name.
 
         Raises:
             UnfollowableConstruction: A loop makes the layer.

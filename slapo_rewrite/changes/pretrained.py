@@ -24,14 +24,7 @@ LIBRARY = "LibraryModel"
 
 
 def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
-    """Gives the models of transformers that hold a module a base class for their checkpoints.
-
-    Args:
-        files: Take the changes.
-        node: The module, which may be a model itself.
-        kind: `ORIGINAL` or `MAPPED`, which does more.
-        causes: The directives behind it.
-    """
+    """Gives the models of transformers that hold a module a base class, `ORIGINAL` or `MAPPED`."""
     _mix_in(files, node, kind, causes)
     _mix_in(files, node, LIBRARY, causes)
 

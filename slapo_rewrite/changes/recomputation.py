@@ -54,14 +54,7 @@ class Recomputed(Requested):
     left: tuple[str, ...] = ()
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
-        """The same, once it is known that it may be done, and what it takes.
-
-        Args:
-            to: Has the tree and the files.
-            node: The module.
-            twice: What of it runs twice.
-            cause: Who asks.
-        """
+        """The same, once it is known that some modules may run twice, and what that takes."""
         check_repeats(to.files, twice, cause)
         return replace(
             self,

@@ -132,12 +132,7 @@ class Obstacle:
 
 
 def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | None:
-    """The first thing in a run that leaves it, or that must not happen twice.
-
-    Args:
-        run: The statements.
-        inputs: The local names whose values come from before.
-    """
+    """The first thing in a run that leaves it, or must not happen twice to its inputs."""
     given = {"self", *inputs}
     for statement in statements(run):
         if (found := _leaving(run, statement)) or (found := _changing(statement, given)):

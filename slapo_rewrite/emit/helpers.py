@@ -155,11 +155,6 @@ def _laid_out(helpers: Mapping[str, Picked], header: str) -> dict[str, str]:
 def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: SourceFile) -> str:
     """The helpers as one text, to stand behind the imports of the model file.
 
-    Args:
-        used: Names that the model file uses of each helper module.
-        schedule: Where the classes and functions of `modules` are defined.
-        file: The model file.
-
     Raises:
         NameTaken: The model file has another meaning for a name that the helpers need.
         ScheduleError: The schedule's own code cannot be copied.

@@ -69,11 +69,6 @@ def own_modules(
 ) -> dict[str, Path]:
     """The user's own modules that source and schedule import, however indirectly.
 
-    Args:
-        source: The source.
-        schedule: The schedule's file, as parsed.
-        loaded: The modules that were imported for the first time while both were.
-
     Returns:
         Their files by their dotted names.
     """
@@ -98,12 +93,7 @@ def own_modules(
 
 
 def imported(tree: ast.Module, file: SourceFile | None) -> Iterator[str]:
-    """The dotted names that may be modules which a file imports.
-
-    Args:
-        tree: The file, as parsed.
-        file: What its relative imports are relative to.
-    """
+    """The dotted names that may be modules which a file imports, relative ones from a file on."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -57,10 +57,6 @@ class SiblingFiles:
     def check_made(self, tree: Tree, before: Iterable[Change] = ()) -> None:
         """Every instance of a class that changed must be made by a file of the output.
 
-        Args:
-            tree: The module tree.
-            before: What changed in the model file before the edits.
-
         Raises:
             UnfollowableConstruction: Something makes one that knows the original's class alone.
         """
@@ -88,11 +84,6 @@ class SiblingFiles:
 
     def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
         """The output's model must be made of the classes that changed, and not of the originals.
-
-        Args:
-            emitted: The output's module tree.
-            tree: The original's.
-            before: What changed in the model file before the edits.
 
         Raises:
             UnfollowableConstruction: The original's class is still there.
@@ -243,10 +234,6 @@ class SiblingFiles:
         """The imports of a file as they must be in the output: absolute, or of a copy beside it.
 
         What the file uses of a copy beyond what it imports is imported along with that.
-
-        Args:
-            file: A file of the output.
-            idle: Names that it imports and does not use any more.
 
         Raises:
             SourceError: A relative import in a file that lies in no package.

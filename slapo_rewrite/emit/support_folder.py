@@ -187,15 +187,6 @@ def write_both(
     At every moment the folder holds what the output imports from it: first it has what the output
     used and will use, last what it uses alone.
 
-    Args:
-        out: The output folder.
-        files: Its files.
-        folder: The support folder.
-        uses: What the output uses of it.
-        force: Overwrite files that were edited by hand, and those of another tool.
-        replacing: As `write` takes it.
-        inputs: As `write` takes it.
-
     Raises:
         OutputEdited: A file was edited by hand, or other outputs need files of an earlier tool.
         NotAnOutput: A folder is somebody else's.

@@ -56,10 +56,6 @@ class Packed:
 def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> Rewrite:
     """Subclasses that each hold one module in the place of several calls on one operand.
 
-    Args:
-        engine: What the change belongs to.
-        groups: The calls, those of a module together, and what takes their place.
-
     Raises:
         NoMatch: They do not stand side by side.
         Unsupported: They are no linear layers, or modules of one class call different ones.

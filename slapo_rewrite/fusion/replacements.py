@@ -59,12 +59,7 @@ def _lines(replaced: Replaced) -> tuple[int, int]:
 
 
 def replacements(file: SourceFile, writings: Sequence[Writing]) -> dict[ast.stmt, ReplaceStatement]:
-    """What puts expressions in the places of matches, by statement.
-
-    Args:
-        file: The file of the matches.
-        writings: The expressions; no two take the place of the same text.
-    """
+    """What puts expressions in the places of matches, each in another, by statement."""
     edits: dict[ast.stmt, list[Edit]] = {}
     above: dict[ast.stmt, list[str]] = {}
     here: dict[ast.stmt, list[Writing]] = {}

@@ -225,12 +225,7 @@ def _does(sync: Sync, remedy: MissingCollective) -> bool:
 
 
 def named(states: States, number: int) -> tuple[States, list[Directive]]:
-    """The states with a directive of its own for each inferred collective, and these directives.
-
-    Args:
-        states: What is asked of each module path.
-        number: The first directive's number.
-    """
+    """The states with a directive of its own for each inferred collective, and these directives."""
     found: dict[tuple[int, str | None, str], Directive] = {}
 
     def name(sync: Sync) -> Sync:

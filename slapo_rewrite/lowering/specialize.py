@@ -34,10 +34,6 @@ def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
     A class comes before those that make its instances, since what an instance is made of may have
     another name afterwards, and is settled first in the file that defines it.
 
-    Args:
-        tree: The module tree.
-        files: What was collected for the files; take the names that the edits refer to.
-
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """

@@ -166,17 +166,7 @@ class SubclassChoice:
         edits: list[Edit],
         mixed: str = "",
     ) -> str:
-        """The subclass that wraps the `forward` of a class, written where there is none yet.
-
-        Args:
-            base: The class that is wrapped, however it is called.
-            class_name: The class whose `forward` it has.
-            shown: How the base is called here.
-            wrappers: What goes around.
-            put: Puts the text of a class where it belongs, for who asked and why.
-            edits: Take that.
-            mixed: What its bases begin with.
-        """
+        """The subclass that wraps the `forward` of a class, written where there is none yet."""
         for what, causes in wrappers:
             own = shown.rpartition(".")[2]
             key = (base, own, what)

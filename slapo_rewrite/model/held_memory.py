@@ -166,14 +166,6 @@ def recorded(
 ) -> Record:
     """What a forward pass holds, with some names dropped.
 
-    Args:
-        tree: The module tree, on the meta device.
-        inputs: The arguments of the model.
-        file: The file whose functions are watched.
-        lives: The functions.
-        deaths: The names.
-        training: Whether it is one with gradients, in training; in eval mode else, without.
-
     Raises:
         CannotMeasure: The model does not run.
     """

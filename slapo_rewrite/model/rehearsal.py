@@ -394,13 +394,6 @@ def _check_start(
 ) -> None:
     """In one process the output draws the weights that the original draws.
 
-    Args:
-        drawn: What the original draws; None where that is still to be found out.
-        depth: How many layers a small model has that nobody else defines, at least.
-        schedule: The schedule's module.
-        original: The module of the original source.
-        output: The output.
-
     Raises:
         OtherStartError: It draws others, as where a constructor asks for a module's very class.
     """

@@ -119,12 +119,6 @@ def small_build(
 ) -> Build | None:
     """What builds a small model of the class that a schedule builds, from any module that has it.
 
-    Args:
-        schedule: The schedule's module.
-        module: The module of the source.
-        full: What the schedule's `model` gives of it.
-        most: How many parameters it may have.
-
     Returns:
         It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
         smaller numbers give a model of the same classes that takes the inputs.

@@ -79,13 +79,7 @@ def small_config(
 
 
 def deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of a config with as many layers as another one, of the same kinds.
-
-    Args:
-        small: The config.
-        full: The other one.
-        kept: Of lists with so many layers, which of them it is to have.
-    """
+    """A copy of a config with as many layers as another one, of the same kinds."""
     found = copy.deepcopy(small)
     mapped = getattr(full, "attribute_map", {}).get("num_hidden_layers")
     counts = {n: v for n, v in vars(full).items() if (n in _LAYERS or n == mapped) and v}

@@ -131,11 +131,6 @@ def _scaled(packed: Sequence[Any]) -> Iterator[None]:
 def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     """The twin of the model that `schedule` describes, built from `module`.
 
-    Args:
-        schedule: The schedule's module.
-        module: The module being rewritten, or what it was rewritten to.
-        depth: How many layers a smaller config has, at least, if its model has as many.
-
     Returns:
         `schedule.verify_model(module)` where that is defined, or its class with its config and more
         layers, if it has too few and the config says how many; else the same Hugging Face class
@@ -214,12 +209,6 @@ def build_deep(
 
     Every pipeline stage has layers then, as it has in the full model. What is made has the config
     of `verify_model`'s but for the layers, or is made smaller by itself. Else `build_small`'s.
-
-    Args:
-        schedule: The schedule's module.
-        module: The module being rewritten, or what it was rewritten to.
-        full: The full model, built from that module.
-        kept: Of lists with so many layers, which of them one that is made has.
     """
     if hasattr(schedule, "verify_model"):
         small = build_small(schedule, module)

@@ -144,14 +144,7 @@ def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> Functi
 def watching(
     file: SourceFile, lives: Sequence[Live], deaths: Sequence[Death], watcher: Watcher
 ) -> Iterator[None]:
-    """Functions tell of their calls, and drop names, for as long as it lasts.
-
-    Args:
-        file: The file that has them.
-        lives: The functions; the watcher knows them by their number here.
-        deaths: The names, likewise.
-        watcher: Is told.
-    """
+    """Functions tell of their calls, and drop names, for as long as it lasts."""
     numbers = {death: number for number, death in enumerate(deaths)}
     before: list[tuple[FunctionType, CodeType]] = []
     setattr(builtins, _WATCHER, watcher)

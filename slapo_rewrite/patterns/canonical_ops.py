@@ -328,13 +328,7 @@ def draws_by_name(name: str) -> bool:
 
 
 def draws(function: ast.AST, others: Mapping[str, ast.FunctionDef], depth: int = 3) -> bool:
-    """Whether a function calls something that draws random numbers, as far as names tell.
-
-    Args:
-        function: The function.
-        others: Functions that it may call.
-        depth: How far they are followed.
-    """
+    """Whether a function calls something that draws random numbers, as far as names tell."""
     names = _called(function)
     return any(map(draws_by_name, names)) or (
         depth > 0 and any(draws(others[n], others, depth - 1) for n in names if n in others)

@@ -82,10 +82,6 @@ class Pattern:
 def pattern_of(value: Any, facts: Facts | None = None) -> Pattern:
     """Reads a pattern from its source.
 
-    Args:
-        value: A function, or an instance of a module class.
-        facts: Of that instance.
-
     Raises:
         BadPattern: It is not a pure computation, or has no source.
     """

@@ -297,12 +297,7 @@ def _match(scope: Scope, pattern: Pattern, judge: Judge) -> Match:
 
 
 def find_calls(scopes: Sequence[Scope], wanted: Callable[[str, CallSite], bool]) -> Matches:
-    """Every call that a predicate takes.
-
-    Args:
-        scopes: The functions to look in.
-        wanted: Takes the module's path and the call.
-    """
+    """Every call that a predicate takes."""
     found = [
         match
         for scope in scopes

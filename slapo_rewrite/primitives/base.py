@@ -163,9 +163,6 @@ class Primitive:
     def check_whole(self, call: Call) -> None:
         """Refuses what the rest of the schedule leaves no room for; asked of what has chosen.
 
-        Args:
-            call: The call, whose `states` are those at the end of the schedule.
-
         Raises:
             RewriteError: It was chosen for something else.
         """

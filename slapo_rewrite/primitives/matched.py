@@ -40,12 +40,6 @@ def carried_out(
 ) -> Rewrite:
     """What claims give that one line of the schedule makes.
 
-    Args:
-        engine: Carries them out.
-        claims: The matches.
-        left: Matches that are left as they are, since the rule would have it so.
-        rules: What was looked for by a rule's name, for the record.
-
     Raises:
         NoMatch: One cannot be carried out, or there is none.
     """

@@ -228,13 +228,7 @@ class RecomputeSearch:
         return part.kept_peaks if self._stays else part.peaks
 
     def _option(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
-        """One or several pieces, one after the other.
-
-        Args:
-            pieces: The pieces.
-            way: How they are recomputed.
-            left: Bytes that those behind them have left where their way back begins.
-        """
+        """One or several pieces, one after the other."""
         key = (*map(id, pieces),)
         if key not in self._known:
             self._known[key] = self._weighed(pieces)

@@ -47,11 +47,7 @@ class Unfolded:
         self._last = {listed: max(plain.stands_for[listed]) for listed in self.lists}
 
     def pieces(self, ratio: float) -> list[Piece]:
-        """All of them, in the order of the way there.
-
-        Args:
-            ratio: The share of each list's layers that are recomputed, the first ones.
-        """
+        """All of them, in the order of the way there."""
         can_be = self.counted[1] is not None
         ways = {}
         for listed in self.lists:
@@ -182,15 +178,7 @@ class States:
     def most(
         self, runs: Runs, parameters: float, rows: int, live: int, micro_batches: int
     ) -> float:
-        """The most bytes that a rank holds for parameters and activations.
-
-        Args:
-            runs: The parts of the step that it runs.
-            parameters: How many it holds.
-            rows: Rows of a micro-batch.
-            live: How many micro-batches have gone there and not yet back, at most.
-            micro_batches: How many make up a step.
-        """
+        """The most bytes that a rank holds for parameters and activations."""
         come = self.come(micro_batches)
         step = self.own(parameters, micro_batches)
         step += most_held(runs, rows, live, gradients_stay=come)
