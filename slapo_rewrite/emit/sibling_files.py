@@ -71,8 +71,9 @@ class SiblingFiles:
                     self._check_made(node, self._causes(module))
                 continue
             why = merged_causes(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
-            holder: Node | None = node if why else None
-            while holder is not None and holder.owner is not None and id(holder) not in seen:
+            for holder in (node, *node.owners()) if why else ():
+                if holder.owner is None or id(holder) in seen:
+                    break
                 # What holds what changed must be the output's as well.
                 seen.add(id(holder))
                 alike = holder.kind, holder.owner.kind
@@ -80,7 +81,6 @@ class SiblingFiles:
                     may_know[alike] = self._may_know(holder)
                 if not may_know[alike]:
                     self._check_made(holder, why)
-                holder = holder.owner
 
     def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
         """The output's model must be made of the classes that changed, and not of the originals.

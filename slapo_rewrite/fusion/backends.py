@@ -177,13 +177,10 @@ def _at_hand(known: Mapping[str, Table]) -> Table:
     return next((t for t in known.values() if t.device == name), Table(name))
 
 
-def _dtype(node: Node | None) -> str:
+def _dtype(node: Node) -> str:
     """That of a module's parameters, or of those around it."""
-    while node is not None:
-        for parameter in node.live.parameters():
-            return str(parameter.dtype).removeprefix("torch.")
-        node = node.parent
-    return DTYPES[0]
+    parameters = (p for above in node.outwards() for p in above.live.parameters())
+    return next((str(p.dtype).removeprefix("torch.") for p in parameters), DTYPES[0])
 
 
 # Of the largest value, in float32: sums in another order stay below it.

@@ -58,9 +58,8 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
     holding: dict[str, Causes] = {}
 
     def hold(node: Node | None, why: Iterable[Causes]) -> None:
-        while node is not None:
-            holding[node.path] = merged_causes(holding.get(node.path, ()), *why)
-            node = node.owner
+        for each in (node, *node.owners()) if node is not None else ():
+            holding[each.path] = merged_causes(holding.get(each.path, ()), *why)
 
     for output in files:
         based: dict[str, Causes] = {}

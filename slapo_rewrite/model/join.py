@@ -31,7 +31,6 @@ from slapo_rewrite.model.site_candidates import (
     can_be_numbered,
     element_of,
     holder_at,
-    holders_of,
     is_elsewhere,
     is_missed,
     last_certain,
@@ -189,7 +188,7 @@ class _Search:
 
         What a module further up puts in its place runs later, so it comes first.
         """
-        for holder, sites in self._sites(node.path, holders_of(node), node.owner, later):
+        for holder, sites in self._sites(node, node.path, node.owner, later):
             found = [c for c in sites if can_be_numbered(c)]
             if holder is not node.owner:
                 found = [c for c in found if self._fits(c, node) is not False]
@@ -197,10 +196,11 @@ class _Search:
             yield found
 
     def _sites(
-        self, path: str, holders: Iterable[Node], owner: Node | None, later: bool
+        self, node: Node, path: str, owner: Node | None, later: bool
     ) -> Iterator[tuple[Node, list[Candidate]]]:
-        """The sites of a path, by the module above it whose class has them."""
-        for holder in holders:
+        """The sites of a path at a module, by the module that has them, the outermost first."""
+        itself = [] if node.is_container or path == node.path else [node]
+        for holder in reversed([*itself, *node.owners()]):
             maker = self.sources.maker(holder.cls)
             if holder is owner or later or maker.has_deep:
                 matched = (maker.later if later else maker).match(holder.below(path))
@@ -402,9 +402,8 @@ class _Search:
     def _parameter(self, node: Node, name: str) -> Site:
         full = joined_path(node.path, name)
         direct = node.owner if node.is_container else node
-        holders = [*holders_of(node), *([] if node.is_container else [node])]
         for later in (False, True):
-            for holder, sites in self._sites(full, holders, direct, later):
+            for holder, sites in self._sites(node, full, direct, later):
                 possible = last_certain(self._possible(sites))
                 if len({id(c.site.value) for c in possible}) > 1:
                     raise self._ambiguous(holder, possible)

@@ -139,6 +139,13 @@ class Node:
             yield node
             node = node.parent
 
+    def owners(self) -> Iterator[Node]:
+        """The module whose class makes it, the one whose class makes that, and so on."""
+        node = self.owner
+        while node is not None:
+            yield node
+            node = node.owner
+
     @property
     def root(self) -> Node:
         """The model that it is part of."""
