@@ -254,17 +254,22 @@ class OutputFiles:
                     self._same.setdefault(mine.number, {})[other.number] = other
 
 
+def stands_for(siblings: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """By the path of each of several elements that are alike, that of the first of them."""
+    return {
+        joined_path(path.rpartition(".")[0], name): path
+        for path, names in siblings.items()
+        for name in names
+    }
+
+
 def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
     """Tells the path of the module that stands for one in an element of a list, or its own.
 
     Args:
         siblings: For the first of several elements that are alike: the names of all of them.
     """
-    elements = {
-        joined_path(path.rpartition(".")[0], name): path
-        for path, names in siblings.items()
-        for name in names
-    }
+    elements = stands_for(siblings)
 
     @functools.cache  # what is above, once for all that is below
     def told(path: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
+from slapo_rewrite.changes.output_files import stands_for
 from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
@@ -79,12 +80,7 @@ class Construction:
     def _short(self, emitted: Emitted) -> Shortening | None:
         """Which layers were made where few were, and nothing is wrong with these; else None."""
         siblings = Representatives(self.project.tree, self.plan.states).siblings
-        first = {
-            f"{path.rpartition('.')[0]}.{name}": path
-            for path, own in siblings.items()
-            for name in own
-        }
-        short = Shortening.of(self.project.tree, first).by(emitted.instead_of)
+        short = Shortening.of(self.project.tree, stands_for(siblings)).by(emitted.instead_of)
         try:
             built = self._built(emitted, short)
         except (errors.RewriteError, FailedOutput):  # it may be for want of the others
