@@ -93,12 +93,12 @@ def own_modules(
 
 
 def imported(tree: ast.Module, file: SourceFile | None) -> Iterator[str]:
-    """The dotted names that may be modules which a file imports, relative ones from a file on."""
+    """The dotted names that may be modules which a file imports; relative ones if it is given."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _prefixes(alias.name)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and (file is not None or not node.level):
             base = file.resolve_import(node) if file is not None else node.module or ""
             yield from _prefixes(base)
             yield from (f"{base}.{alias.name}" for alias in node.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import keyword
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.emit import record
+from slapo_rewrite.emit.inputs import imported
 from slapo_rewrite.emit.write import check_apart
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
@@ -113,15 +115,10 @@ def _imported(module: str, files: Iterable[Path]) -> set[str]:
     package, dot, _ = module.partition(".")
     found = {*sys.stdlib_module_names, *IMPORTED, *([package] if dot else [])}
     for file in files:
-        try:
-            nodes = list(ast.walk(ast.parse(file.read_bytes())))
-        except (OSError, SyntaxError, ValueError):
-            continue  # which is told in its turn, with its place
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # told in its turn
+            found |= {
+                name.partition(".")[0] for name in imported(ast.parse(file.read_bytes()), None)
+            }
     return found
 
 
