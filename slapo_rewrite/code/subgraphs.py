@@ -13,6 +13,8 @@ from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import local_names
+from slapo_rewrite.code.syntax import position
+from slapo_rewrite.code.text import within
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls 
     found = [call for name, call in called_names(method) if wanted_names([name], wanted)]
     if not found:
         return None
-    found.sort(key=lambda call: (call.lineno, call.col_offset))
+    found.sort(key=position)
     return Calls(method, tuple(_around(method.body, found)), tuple(found))
 
 
@@ -86,22 +88,14 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
     holding = [
         number
         for number, statement in enumerate(body)
-        if any(_holds(statement, call) for call in calls)
+        if any(within(statement, call) for call in calls)
     ]
     run = body[holding[0] : holding[-1] + 1]
     if len(run) == 1:
         for block in blocks(run[0]):
-            if all(any(_holds(s, call) for s in block) for call in calls):
+            if all(any(within(s, call) for s in block) for call in calls):
                 return _around(block, calls)
     return run
-
-
-def _holds(statement: ast.stmt, call: ast.Call) -> bool:
-    first = (statement.lineno, statement.col_offset)
-    last = (statement.end_lineno or 0, statement.end_col_offset or 0)
-    return first <= (call.lineno, call.col_offset) and (
-        (call.end_lineno or 0, call.end_col_offset or 0) <= last
-    )
 
 
 # What draws random numbers beside torch, and what begins with those of the system where no seed is

@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 
 import black
 
@@ -15,6 +14,7 @@ from slapo_rewrite.changes.imports import KERNELS
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
+from slapo_rewrite.emit.kernels import RUNTIME as RUNTIME
 from slapo_rewrite.emit.used_definitions import (
     MARK,
     Definitions,
@@ -67,7 +67,6 @@ RUNTIME_ORDER = (
     "deepspeed_pipeline",
     "torch_pipeline",
 )
-RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
 
 # What an output offers beside what the model file itself calls.
 SURFACE = {
