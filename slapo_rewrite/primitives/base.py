@@ -24,14 +24,9 @@ from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node, Tree
 
 WORDS = {
-    str: "a string",
-    int: "a whole number",
-    bool: "True or False",
-    type: "a class",
-    abc.Callable: "a function",
-    abc.Mapping: "a dictionary",
-    abc.Sequence: "a list",
-}
+    str: "a string", int: "a whole number", bool: "True or False", type: "a class",
+    abc.Callable: "a function", abc.Mapping: "a dictionary", abc.Sequence: "a list",
+}  # fmt: skip
 PLURALS = {str: "strings", int: "whole numbers"}
 
 
