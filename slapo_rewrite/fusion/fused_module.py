@@ -185,10 +185,7 @@ class _Made:
 
         def text(argument: str, otherwise: str) -> str:
             expression = given.get(argument)
-            names = (
-                [n for n in ast.walk(expression) if isinstance(n, ast.Name)] if expression else []
-            )
-            if expression is None or not all(n.id in known for n in names):
+            if expression is None or not names_in(expression) <= known:
                 return otherwise
             return site.file.segment(expression)
 

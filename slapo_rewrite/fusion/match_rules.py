@@ -218,9 +218,3 @@ def compiled(alternative: Alternative) -> Pattern:
 
 
 read = functools.cache(template_of)
-
-
-def spots(miss: Miss) -> Iterator[errors.Span]:
-    """The places of a miss: in the model, then in the pattern."""
-    for spot in (*miss.stop.spots, *([miss.stop.wanted] if miss.stop.wanted else [])):
-        yield spot.file.at(spot.node, spot.note)

@@ -18,21 +18,15 @@ from slapo_rewrite.code.facts import Facts, NoFacts, live_names
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.patterns.canonical_ops import SYNONYMS, operations
 from slapo_rewrite.patterns.graph_of_function import graph_of
-from slapo_rewrite.patterns.value_graph import Graph, Value, described, reached, walk
+from slapo_rewrite.patterns.value_graph import Graph, Value, described, walk
 
 _REFUSED = {
-    ast.Lambda: "a lambda",
-    ast.ListComp: "a comprehension",
-    ast.SetComp: "a comprehension",
-    ast.DictComp: "a comprehension",
-    ast.GeneratorExp: "a generator",
-    ast.Await: "an `await`",
-    ast.Yield: "a `yield`",
-    ast.YieldFrom: "a `yield`",
-    ast.NamedExpr: "an assignment inside an expression",
-    ast.Starred: "a star-argument",
+    ast.Lambda: "a lambda", ast.ListComp: "a comprehension", ast.SetComp: "a comprehension",
+    ast.DictComp: "a comprehension", ast.GeneratorExp: "a generator", ast.Await: "an `await`",
+    ast.Yield: "a `yield`", ast.YieldFrom: "a `yield`",
+    ast.NamedExpr: "an assignment inside an expression", ast.Starred: "a star-argument",
     ast.JoinedStr: "a string with values in it",
-}
+}  # fmt: skip
 
 
 def call_module(path: str, *operands: Any) -> Any:
@@ -60,12 +54,14 @@ class Pattern:
     @functools.cached_property
     def size(self) -> int:
         """How many operations it has, those of functions that it calls among them."""
-        return sum(not value.is_leaf and value.inner is None for value in reached(self.roots))
+        every = walk(self.roots, through=True)
+        return sum(not value.is_leaf and value.inner is None for value in every)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
         """The operations that stand wherever it matches."""
-        own = (v for v in reached(self.roots) if not v.is_leaf and v.inner is None)
+        every = walk(self.roots, through=True)
+        own = (v for v in every if not v.is_leaf and v.inner is None)
         return frozenset(v.operation for v in own) - {"call_module"}
 
     @functools.cached_property

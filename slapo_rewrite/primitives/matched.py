@@ -15,7 +15,7 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.fusion.claims import Calling, Claim, Skipped
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
-from slapo_rewrite.fusion.match_rules import Looked, spots
+from slapo_rewrite.fusion.match_rules import Looked
 from slapo_rewrite.fusion.spelled_names import SCHEDULE
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
@@ -94,7 +94,7 @@ def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
     """The error for a computation that stands nowhere."""
     if nearest is None:
         return errors.NoMatch(f"`{name}` matches nothing here, nor anything near")
-    places = list(spots(nearest))
+    places = nearest.places
     return errors.NoMatch(
         f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
         f"{nearest.function}: {nearest.stop.reason}",
