@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_config, small_model
@@ -75,14 +76,12 @@ class FoldedStep:
             DoesNotRun: It does not run.
         """
         is_gpu = self.kernels is not None
+        loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
             with launching_nothing(self.kernels or ()) if is_gpu else nullcontext():
-                return counted_step(self.model, self.inputs, self._loss, self.layers, is_gpu=is_gpu)
+                return counted_step(self.model, self.inputs, loss, self.layers, is_gpu=is_gpu)
         except Exception as error:  # the model's own code
             raise DoesNotRun(first_line(error)) from error
-
-    def _loss(self, outputs: Any) -> Tensor:
-        return small_model.loss_of(self.schedule, outputs, self.given)
 
 
 @contextmanager

@@ -79,12 +79,9 @@ def _shape(node: Node, shapes: dict[int, _Shape], sources: Sources) -> _Shape:
     """What a row says of a module, and what the rows below it say."""
     inner = tuple((name, _shape(child, shapes, sources)) for name, child in node.children.items())
     cls = f"{node.cls.__module__}.{node.cls.__qualname__}"
-    shapes[id(node)] = cls, _parameters(node), _place(node, sources), inner
+    parameters = ", ".join(f"{n} {list(p.shape)}" for n, p in node.parameters.items())
+    shapes[id(node)] = cls, parameters, _place(node, sources), inner
     return shapes[id(node)]
-
-
-def _parameters(node: Node) -> str:
-    return ", ".join(f"{n} {list(p.shape)}" for n, p in node.parameters.items())
 
 
 def _place(node: Node, sources: Sources) -> str:

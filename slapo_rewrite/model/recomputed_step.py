@@ -77,7 +77,8 @@ def counted_ways(
         DoesNotRun: The step does not run without values, or there are no inputs for it.
     """
     lists = lists_of(tree)
-    folds = folds_of(lists, {path: path in chosen for node in lists for path in _paths(node)})
+    elements = (child.path for node in lists for child in node.children.values())
+    folds = folds_of(lists, {path: path in chosen for path in elements})
     with without_dynamo():
         model, layers = _short_copy(tree, folds)
         own = {
@@ -119,10 +120,6 @@ def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
     for path, times in counts.items():
         if times > 1:
             raise DoesNotRun(f"`{path}` is called {times} times")
-
-
-def _paths(node: Node) -> Iterator[str]:
-    return (child.path for child in node.children.values())
 
 
 def _short_copy(

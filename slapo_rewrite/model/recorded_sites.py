@@ -72,7 +72,10 @@ def recorded_site(sources: Sources, node: Node) -> Site | None:
         kind=RECORDED,
         statement=file.statement_of(call.node),
         value=call.node,
-        steps=tuple(_step(loop, frame, loop in counted) for loop in call.loops),
+        steps=tuple(
+            Loop(loop, frame, _counter(loop), first=0 if loop in counted else None)
+            for loop in call.loops
+        ),
         frame=frame,
         order=0,
         container=node.is_container,
@@ -88,10 +91,6 @@ def _value(named: ast.expr, scope: Mapping[str, Any]) -> object:
     if isinstance(named, ast.Attribute):
         return getattr(_value(named.value, scope), named.attr, None)
     return scope.get(named.id) if isinstance(named, ast.Name) else None
-
-
-def _step(loop: _Loop, frame: Frame, is_counted: bool) -> Loop:
-    return Loop(loop, frame, _counter(loop), first=0 if is_counted else None)
 
 
 def _counter(loop: _Loop) -> str | None:

@@ -356,7 +356,8 @@ def _reference(
             inputs = small_model.training_inputs(schedule, model, whole)
             inputs = in_dtype(inputs, dtype)
             elements = sum(tensor.numel() for tensor in tensors(inputs))
-            if _size(model) > MOST_OF_SMALL or elements > MOST_ELEMENTS:
+            size = sum(p.numel() for p in model.parameters())
+            if size > MOST_OF_SMALL or elements > MOST_ELEMENTS:
                 raise TooLargeError
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -414,10 +415,6 @@ def _check_start(
             again = _drawn(schedule, original, depth)[1]
             if torch.equal(again[name], want):
                 raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
-
-
-def _size(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:
