@@ -69,11 +69,7 @@ class ClassWriter:
     ) -> str:
         """A subclass in which only the changes at `extra` stand.
 
-        Args:
-            new: The subclass.
-            whole: Everything that its instances want, so that a statement is repeated as a whole.
-            extra: What the class itself does not do.
-            indices: The elements that each loop makes.
+        `whole` is everything that its instances want, so that a statement is repeated as a whole.
         """
         class_name = new.base
         borders: set[Place] = {place for place in extra if isinstance(place, AtForward)}

@@ -73,13 +73,8 @@ class IndexSets:
     ) -> list[Region]:
         """What shares divide the elements of a site into; none where they are told by numbers.
 
-        Where there are shares and it goes by numbers all the same, that is noted.
-
-        Args:
-            site: What makes the elements.
-            causes: Who treats them differently.
-            groups: The elements that are treated alike.
-            counted: Whether the site's own `count` is needed.
+        Where there are shares and it goes by numbers all the same, that is noted. The elements of
+        each group are treated alike; `counted` says whether the site's own `count` is needed.
         """
         lists = self._lists.get(site.file.span(site.value)[0], {})
         shares = [s for c in causes for s in c.shares if s.path in lists]

@@ -30,11 +30,7 @@ def place_layer(
 ) -> None:
     """Splits a layer where it is made, or in its own class; one in another's place is made there.
 
-    Args:
-        to: Takes the change.
-        node: The layer.
-        layer: What takes its place.
-        other: Gives what takes the place of that, where it has to do more.
+    `other` gives what takes the place of that, where it has to do more.
 
     Raises:
         RewriteError: Nothing that can be followed makes it.

@@ -35,13 +35,8 @@ def keep_all_treatments(
     """Has transformers treat every model specially that it did, once anything is called for.
 
     It converts their checkpoints, or initialises what others have to initialise themselves.
-
-    Args:
-        tree: The module tree.
-        files: What changes in them takes the model's classes out of transformers.
-        before: Who else does.
-        called: All that is called for, were it for a share of layers that is none: a knob that
-            says no more than that does not change the weights that training starts with.
+    `called` is all that is called for, were it for a share of layers that is none: a knob that says
+    no more than that does not change the weights that training starts with.
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))

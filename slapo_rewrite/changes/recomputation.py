@@ -226,11 +226,7 @@ def without_caches(
 ) -> list[str]:
     """Lines that leave a function without the caches it was given, none where there are none.
 
-    Args:
-        function: The function.
-        used: Its names that count.
-        caches: Those that its module takes, and that what it calls takes, which may be among its
-            `**kwargs`.
+    Of its names those that are `used` count; the caches may be among its `**kwargs`.
     """
     off = {KEEPS_TOKENS: False}
     lines = [f"{name} = {off.get(name)}" for name in caches if name in used]

@@ -143,10 +143,7 @@ def change_of_given(
 ) -> Obstacle | None:
     """The first thing in a method that changes an argument, or adds to what `self` holds.
 
-    Args:
-        method: The method.
-        given: The arguments that it must leave as they are.
-        buffers: Attributes that it may add to.
+    It must leave the arguments in `given` as they are, and may add to the attributes in `buffers`.
     """
     given = set(given)
     for statement in statements(tuple(method.body)):
@@ -300,9 +297,7 @@ def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
 def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obstacle | None:
     """What a statement, without its blocks, changes in place of what must stay.
 
-    Args:
-        statement: The statement.
-        root: The name of what must stay that an expression is part of; None for anything else.
+    `root` gives the name of what must stay that an expression is part of; None for anything else.
     """
     words = "changes `{}` in place"
     if isinstance(statement, ast.AugAssign) and root(statement.target):

@@ -55,9 +55,8 @@ class Construction:
     def tried(self, trial: Trial | None) -> None:
         """Builds the output's model, and tries it.
 
-        Args:
-            trial: What it is tried with, for which a few of the layers that are alike will do; None
-                to run a small model of it against the original's.
+        For a trial a few of the layers that are alike will do; without one a small model of it is
+        run against the original's.
 
         Raises:
             RewriteError: It fails, or is not what was scheduled, or not the model any more.

@@ -95,9 +95,7 @@ def helper_files(
 def library_files(uses: Mapping[str, Iterable[str]], header: str) -> dict[str, str]:
     """The helper files, by name, without the schedule's own code.
 
-    Args:
-        uses: Names by helper module; what is not known any more is left out.
-        header: A comment that says what made the files.
+    What is not known any more is left out.
     """
     known: dict[str, set[str]] = {}
     for module, names in uses.items():
@@ -248,9 +246,7 @@ def _runtime_text(module: str) -> str:
 def runtime_library(module: str, features: Collection[str] | None = None) -> Definitions:
     """A runtime module, whose definitions can be taken out one by one.
 
-    Args:
-        module: The module.
-        features: What is in use, as FEATURES says; None: all that there is.
+    `features` are those in use, as FEATURES says; without them it is all that there is.
     """
     marks = _features()[1][module]
     return _with_features(module, marks if features is None else marks.intersection(features))

@@ -123,12 +123,7 @@ def _imported(module: str, files: Iterable[Path]) -> set[str]:
 
 
 def _another(out: Path, wanted: str) -> str:
-    """What to do instead.
-
-    Args:
-        out: The folder, as the user gave it.
-        wanted: What it is to be called, but for what no name can have.
-    """
+    """What to do instead."""
     name = re.sub(r"\W", "_", unicodedata.normalize("NFKC", wanted)).replace("__main__", "main")
     name = f"out_{name}" if not name.isidentifier() else name
     name = f"{name}_" if keyword.iskeyword(name) else name

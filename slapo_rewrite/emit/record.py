@@ -271,12 +271,7 @@ def with_verification(text: str, verification: Mapping[str, Any]) -> str:
 
 
 def with_merged(text: str, merged: Mapping[str, str]) -> str:
-    """The text of a record with what its files became by edits that were carried over.
-
-    Args:
-        text: The record.
-        merged: The texts of the files that hold such edits, by name.
-    """
+    """The text of a record with what its files became by edits that were carried over."""
     content = json.loads(text)
     written = content.pop("written")
     kept = {"merged": {n: digest(t) for n, t in merged.items()}} if merged else {}

@@ -108,11 +108,8 @@ def try_out(
 ) -> None:
     """Carries out a schedule, and tries the output, of which no more is made than that takes.
 
-    Args:
-        project: The source and the schedule; nothing else has been carried out on it, or will be.
-        settings: Knobs, as `name=value`.
-        trial: What the output is tried with, imported and built.
-        on_ranks: Whether budgets for ranks that share layers choose what is recomputed.
+    Nothing else has been carried out on the project, or will be; `on_ranks` says whether budgets
+    for ranks that share layers choose what is recomputed.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.

@@ -141,9 +141,7 @@ class Measured:
 def measured(device: object, dtype: object) -> Measured:
     """What is chosen by for a device.
 
-    Args:
-        device: Its name; None for the GPU at hand.
-        dtype: What is trained in; None for what the model's parameters have.
+    With None the device is the GPU at hand, and the dtype what the model's parameters have.
 
     Raises:
         BadArgument: There is no such device or dtype, or no GPU at hand.

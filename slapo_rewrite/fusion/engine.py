@@ -93,9 +93,8 @@ class Engine:
     def _stop(self, group: list[Claim], claiming: Collection[str]) -> Skipped | None:
         """Why a text cannot be changed for those modules that claim it.
 
-        Args:
-            group: The claims that would have it alike.
-            claiming: The modules that would have it changed in any way.
+        The group would have it alike; `claiming` are the modules that would have it changed in any
+        way.
         """
         first = group[0]
         match = first.match
@@ -248,9 +247,8 @@ class Engine:
     ) -> list[Edit]:
         """Changes of the methods that modules run, in place or in subclasses.
 
-        Args:
-            by_path: The changes by module path and statement.
-            claims: What the constructors of the modules' classes are to make things for.
+        `by_path` has them by module path and statement, `claims` what the constructors of the
+        modules' classes are to make things for.
         """
         functions: dict[ast.stmt, Lines] = {}
         asked = {path: id(changes) for path, changes in by_path.items()}

@@ -35,10 +35,7 @@ class Moved:
 def moved(match: Match, graph: Graph, method: bool) -> Moved:
     """Takes the statements of a match out.
 
-    Args:
-        match: The match.
-        graph: The values of its function.
-        method: Whether the new function is a method: it sees the module's attributes by itself.
+    As a `method` the new function sees the module's attributes by itself.
 
     Raises:
         NoMatch: They need a local variable that holds something else where the result is.

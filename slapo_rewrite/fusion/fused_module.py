@@ -243,11 +243,8 @@ def _side_by_side(
 
     `q = self.q(x).view(...)  ->  q, k, v = self.qkv(x).chunk(3, dim=-1); q = q.view(...)`
 
-    Args:
-        engine: What the change belongs to.
-        group: The calls, in the order of the text.
-        name: The module that gives all results, one after another along the last axis.
-        sizes: The attributes that say how long each is; None where all are equally long.
+    The module of that name gives all results, one after another along the last axis; `sizes` are
+    the attributes that say how long each is, None where all are equally long.
 
     Raises:
         NoMatch: The calls do not stand side by side.

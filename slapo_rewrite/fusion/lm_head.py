@@ -73,10 +73,7 @@ class _Way:
 def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
     """The head that a loss's logits come from.
 
-    Args:
-        found: The loss.
-        logits: What it takes.
-        rows: Whether it takes rows of them: they must have been made so.
+    `rows` says whether it takes rows of them: they must have been made so.
 
     Raises:
         Declined: There is none, or something else happens on the way.

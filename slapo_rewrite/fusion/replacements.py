@@ -104,11 +104,8 @@ def idle_statements(
 ) -> list[ast.stmt]:
     """Statements of a function that compute, without an effect, what nothing reads any more.
 
-    Args:
-        graph: The function.
-        replaced: What other text takes the place of.
-        removed: The statements that go already.
-        read: The names that the new text reads.
+    Other text takes the place of what is `replaced`, and reads the names `read`; the `removed`
+    statements go already.
     """
     if graph.function is None:  # the modules of an `nn.Sequential`
         return []

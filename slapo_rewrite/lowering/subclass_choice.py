@@ -47,12 +47,7 @@ _Wrappers = Sequence[tuple[Change, Causes]]
 class SubclassChoice:
     """Names the subclasses, and has the places that make the instances pick them.
 
-    Args:
-        changes: What was collected; takes what becomes of the instances' places.
-        writer: Writes the subclasses.
-        imports: Takes the names that the edits refer to.
-        files: The files; another one may make the instances.
-        held: The modules that classes make, with what makes each, by the path of who holds that.
+    `held` are the modules that classes make, with what makes each, by the path of who holds that.
     """
 
     def __init__(

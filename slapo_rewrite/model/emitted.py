@@ -62,10 +62,7 @@ class Emitted:
     ) -> Tree:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
 
-        Args:
-            make: That function.
-            world: Of how many ranks it is built as the first one; alone where they do not fit.
-            short: Which layers are made.
+        It is built as the first of `world` ranks; alone where they do not fit.
 
         Raises:
             FailedOutput: A line of the output raises.

@@ -40,12 +40,9 @@ class DoesNotRun(Exception):
 class FoldedStep:
     """A step of a model, to be counted in one way or several.
 
-    Args:
-        model: The model, on the meta device; it is in the dtype afterwards.
-        layers: The layers that are left in each list.
-        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
-        dtype: Of parameters and activations.
-        kernels: The modules whose kernels are taken to run as on a GPU; None to count as on a CPU.
+    The model is in the dtype afterwards. Without `sequence` rows are as long as the schedule's
+    `inputs` make them. `kernels` are the modules whose kernels are taken to run, as on a GPU;
+    without them it is counted as on a CPU.
 
     Raises:
         DoesNotRun: There are no inputs for it, or the rows are too long.

@@ -79,10 +79,8 @@ class Record:
 class _Recorder(TorchDispatchMode):
     """Notes storages and calls.
 
-    Args:
-        functions: The functions that are watched, by number.
-        deaths: The names that they drop, by number.
-        outside: What is there all the time.
+    `functions` are watched, `deaths` are the names that they drop, both by number; what is
+    `outside` is there all the time.
     """
 
     def __init__(

@@ -85,13 +85,8 @@ def resolve(
 ) -> object | None:
     """What an expression came to at the site of a module, or of a parameter of it.
 
-    Args:
-        sources: The source files.
-        expr: The expression.
-        site: The site.
-        node: The module.
-        remembers: Whether names mean what they meant while the model was built, where the source
-            does not tell.
+    With `remembers` names mean what they meant while the model was built, where the source does not
+    tell.
 
     Returns:
         None where that cannot be told.
@@ -113,12 +108,8 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
     """Whether what makes a module looks its class up elsewhere, and would not see another one.
 
     It sees one where the expression names the class, where the class came in as a value, and where
-    the module is a copy of another one.
-
-    Args:
-        sources: The source files.
-        node: The module.
-        root: The module that defines what the expression begins with, if that is imported.
+    the module is a copy of another one. The root is the module that defines what the expression
+    begins with, if that is imported.
     """
     site = known_site(sources, node)
     return (
@@ -313,10 +304,8 @@ class _Search:
     def _given(self, node: Node, found: Candidate, copied: bool = False) -> Site | None:
         """The expression that makes a module in the call of the constructor it is given to.
 
-        Args:
-            node: The module.
-            found: What it is in the class that keeps it: an argument of the constructor.
-            copied: Whether each element of a list is a copy of that, and not an element of it.
+        `found` is what the module is in the class that keeps it: an argument of the constructor.
+        With `copied` each element of a list is a copy of that, and not an element of it.
         """
         if not isinstance(found.site.value, ast.Name) or found.holder.parent is None:
             return None

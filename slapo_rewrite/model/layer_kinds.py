@@ -103,9 +103,8 @@ class Fold:
 def folds_of(lists: Iterable[Node], apart: Mapping[str, Any] | None = None) -> dict[str, Fold]:
     """What is left of each list: of each kind the first layers.
 
-    Args:
-        lists: The lists; those of one length are taken apart alike, as one number says of them.
-        apart: What else tells layers apart, by their paths.
+    Lists of one length are taken apart alike, as one number says of them; `apart` has what else
+    tells layers apart, by their paths.
     """
     lists, apart = list(lists), apart or {}
     found = {}

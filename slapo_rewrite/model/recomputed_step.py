@@ -63,15 +63,8 @@ def counted_ways(
 ) -> CountedWays:
     """Counts a step, with the chosen layers recomputed in every way that may pay.
 
-    Args:
-        schedule: The schedule's module.
-        tree: The model, on the meta device.
-        chosen: The paths of the layers that may be recomputed, elements of lists.
-        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
-        dtype: Of parameters and activations.
-        seconds: What a part of a step takes.
-        kernels: Modules with kernels, beside those of the tool.
-        is_gpu: Whether it is to be counted as on a GPU.
+    `chosen` are paths of elements of lists, `kernels` modules beside those of the tool. Without
+    `sequence` rows are as long as the schedule's `inputs` make them.
 
     Raises:
         DoesNotRun: The step does not run without values, or there are no inputs for it.

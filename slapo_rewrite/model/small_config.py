@@ -68,10 +68,8 @@ def small_config(
 ) -> Any:
     """A copy of a Hugging Face config, small but consistent, without dropout.
 
-    Args:
-        config: The config.
-        depth: How many layers it has, at least; None for as many.
-        kept: Of lists with so many layers, which of them it has; then `depth` says nothing.
+    It has at least `depth` layers, or all of them with None. `kept` says of lists with so many
+    layers which of them it has; then `depth` says nothing.
     """
     small = copy.deepcopy(config)
     _shrink(small, depth, kept or {})

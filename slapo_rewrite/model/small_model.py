@@ -251,10 +251,7 @@ def shrunk(
 ) -> nn.Module:
     """A small model of the same Hugging Face class.
 
-    Args:
-        full: The model, also on the meta device.
-        depth: How many layers it has, at least; None for as many.
-        kept: Of lists with so many layers, which of them it has.
+    `depth` and `kept` are as for `small_config`.
     """
     small = small_config(full.config, depth, kept)
     if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:

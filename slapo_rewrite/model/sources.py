@@ -40,9 +40,7 @@ _DEEP_KINDS = {
 class Sources:
     """The files that the classes of a model come from, each read once.
 
-    Args:
-        main: The file that is rewritten.
-        editable: The names of further modules whose classes may be rewritten.
+    The main one is rewritten; classes of the `editable` modules may be as well.
     """
 
     def __init__(self, main: SourceFile, editable: Collection[str] = ()) -> None:

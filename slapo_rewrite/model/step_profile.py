@@ -123,12 +123,8 @@ def counted_step(
 ) -> Profile:
     """Counts one step.
 
-    Args:
-        model: On the meta device, in the dtype that it is trained in.
-        inputs: Keyword arguments of a step, of `ROWS` rows, on the meta device.
-        loss: Makes the loss of what the model returns.
-        layers: The layers of each list, by its path.
-        is_gpu: Whether it is to be counted as on a GPU, in that one's operators.
+    The model and the inputs, which have `ROWS` rows, are on the meta device, in the dtype of
+    training.
     """
     counter = _Counter(model, inputs)
     with counter.follows(model, layers), OnMeta(is_gpu), counter:

@@ -53,8 +53,7 @@ class Match:
     def with_call(self, name: str) -> Match | None:
         """The match with the call that gives an operand, of what that is given, if it may have it.
 
-        Args:
-            name: The operand, which becomes the call's one argument.
+        The operand becomes the call's one argument.
         """
         call, judge = self.values[name], self.judge
         if judge is None or call.site is not call or [key for key, _ in call.given] != [""]:

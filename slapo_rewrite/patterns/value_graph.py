@@ -86,7 +86,10 @@ class Value:
 
 
 def walk(values: Iterable[Value], through: bool = False) -> Iterator[Value]:
-    """Some values and everything they are computed from, each once."""
+    """Some values and everything they are computed from, each once.
+
+    With `through` what calls among them give when looked through counts as well.
+    """
     seen: set[int] = set()
     pending = [*reversed([*values])]
     while pending:

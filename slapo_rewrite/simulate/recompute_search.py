@@ -162,10 +162,8 @@ class RecomputeSearch:
     def _searched(self, budget: float, leaves: Callable[[Iterable[int]], int]) -> Ways | None:
         """The least time that fits.
 
-        Args:
-            budget: Bytes that the step may hold.
-            leaves: Of what the ways of later layers leave where a layer's way back begins, what is
-                counted on. With the least, what is found may need more, and is the best if not.
+        `leaves` says what is counted on of what the ways of later layers leave where a layer's way
+        back begins. With the least, what is found may need more, and is the best if not.
         """
         import numpy as np
 

@@ -59,10 +59,8 @@ class Unfolded:
     def chosen(self, ways: Mapping[str, Sequence[int]], before: int = 0) -> list[Piece]:
         """All of them, in the order of the way there, each layer recomputed in a way of its own.
 
-        Args:
-            ways: For each layer of each list which of what was counted it is as in: 0 for the
-                plain one.
-            before: Likewise for what comes before the layers.
+        `ways` says for each layer of each list as which of what was counted it is, 0 for the plain
+        one; `before` says so for what comes before the layers.
         """
         found = [self._piece(BEFORE, before, False)]
         for listed in self.lists:

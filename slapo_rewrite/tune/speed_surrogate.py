@@ -72,11 +72,8 @@ class SpeedSurrogate:
     ) -> list[Predicted]:
         """What each process says.
 
-        Args:
-            numbers: The points that have been tried, at least one.
-            throughputs: Theirs.
-            prior: For each point the logarithm of its throughput as it is predicted without any
-                trial, but for a constant.
+        `prior` has for each point the logarithm of its throughput as it is predicted without any
+        trial, but for a constant.
         """
         tried = np.array(numbers)
         logarithms = np.log(throughputs)

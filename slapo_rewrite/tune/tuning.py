@@ -119,13 +119,7 @@ def search(
 ) -> Searched:
     """Tries points in a strategy's order, from where the record ends.
 
-    Args:
-        space: The points.
-        strategy: What to try next, and when to end.
-        record: Of the trials so far; takes in those that are made.
-        attempt: Runs a point.
-        most: How many trials there may be in all, those of the record among them.
-        say: Told of each trial.
+    `most` is how many trials there may be in all, those of the record among them.
     """
     if record.trials:
         say(f"{len(record.trials)} trials are in {record.path}")
