@@ -18,11 +18,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.commands.answers import DEFECT, DONE, tell
 from slapo_rewrite.commands.plan_command import plan_command
 from slapo_rewrite.commands.rewrite_command import rewrite_command, update_command
-from slapo_rewrite.commands.show_commands import (
-    explain_command,
-    primitives_command,
-    tree_command,
-)
+from slapo_rewrite.commands.show_commands import explain_command, primitives_command, tree_command
 from slapo_rewrite.commands.tune_command import tune_command
 from slapo_rewrite.commands.verify_command import verify_command
 from slapo_rewrite.garbage import collector_paused

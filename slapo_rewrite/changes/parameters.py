@@ -30,12 +30,7 @@ class BehindParameter(Change):
     name: str  # the parameter
 
     def insert(
-        self,
-        text: ClassText,
-        place: AtParameter | AtSite,
-        function: str,
-        arguments: str,
-        why: str,
+        self, text: ClassText, place: AtParameter | AtSite, function: str, arguments: str, why: str
     ) -> None:
         """Writes the call, with arguments behind the module and the parameter's name.
 

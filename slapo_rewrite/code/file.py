@@ -76,8 +76,7 @@ class SourceFile:
             data = path.read_bytes()
         except OSError as error:
             raise errors.SourceError(
-                f"cannot read `{path}`: {error.strerror or error}",
-                hint=near_files(path),
+                f"cannot read `{path}`: {error.strerror or error}", hint=near_files(path)
             ) from error
         text = _decode(data, path)
         bom = "\ufeff" if text.startswith("\ufeff") else ""

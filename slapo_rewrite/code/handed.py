@@ -155,11 +155,7 @@ class Handed:
         return state
 
     def _bound(
-        self,
-        targets: Iterable[ast.expr],
-        value: ast.expr,
-        state: _State,
-        is_element: bool = False,
+        self, targets: Iterable[ast.expr], value: ast.expr, state: _State, is_element: bool = False
     ) -> _State:
         means = dict(state.means)
         for target in targets:

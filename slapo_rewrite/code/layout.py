@@ -14,9 +14,7 @@ from slapo_rewrite.code.build import reindented
 @functools.cache
 def _mode(line_length: int) -> black.Mode:
     return black.Mode(
-        line_length=line_length,
-        string_normalization=False,
-        target_versions={TargetVersion.PY311},
+        line_length=line_length, string_normalization=False, target_versions={TargetVersion.PY311}
     )
 
 

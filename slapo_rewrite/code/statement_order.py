@@ -131,10 +131,7 @@ def _is_value(
 
 
 def _depend(
-    one: ast.stmt,
-    other: ast.stmt,
-    names: frozenset[str],
-    are_apart: Callable[[str, str], bool],
+    one: ast.stmt, other: ast.stmt, names: frozenset[str], are_apart: Callable[[str, str], bool]
 ) -> bool:
     """Whether two statements, the first of which comes first, have to stay in this order."""
     reads, bound = (
@@ -152,9 +149,7 @@ def _paths(statement: ast.stmt) -> list[str]:
 
 
 def _sorted(
-    done: tuple[ast.stmt, ...],
-    left: Sequence[ast.stmt],
-    ordered: set[tuple[ast.stmt, ast.stmt]],
+    done: tuple[ast.stmt, ...], left: Sequence[ast.stmt], ordered: set[tuple[ast.stmt, ast.stmt]]
 ) -> Iterator[tuple[ast.stmt, ...]]:
     """The orders that keep what is ordered, the given one first."""
     if not left:

@@ -62,10 +62,7 @@ class Construction:
             RewriteError: It fails, or is not what was scheduled, or not the model any more.
         """
         draft, project = self.draft, self.project
-        with (
-            project.timed("construct"),
-            imported_beside(draft, self.copies, self.anew) as emitted,
-        ):
+        with project.timed("construct"), imported_beside(draft, self.copies, self.anew) as emitted:
             if trial is not None and (short := self._short(emitted)) is not None:
                 trial(emitted, short)
                 return

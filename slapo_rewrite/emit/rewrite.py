@@ -30,13 +30,7 @@ from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
 from slapo_rewrite.emit.one_rank import OneRank
-from slapo_rewrite.emit.rewritten_text import (
-    carried,
-    check_text,
-    idle_names,
-    rewritten,
-    used_in,
-)
+from slapo_rewrite.emit.rewritten_text import carried, check_text, idle_names, rewritten, used_in
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.emit.source_diff import Original, whole_diff
 from slapo_rewrite.emit.support_folder import use_support

@@ -254,11 +254,7 @@ class SiblingFiles:
         return edits
 
     def _redirected(
-        self,
-        file: SourceFile,
-        node: ast.ImportFrom,
-        imports: Imports | None,
-        idle: Set[str],
+        self, file: SourceFile, node: ast.ImportFrom, imports: Imports | None, idle: Set[str]
     ) -> Iterator[Edit]:
         base = file.resolve_import(node)
         groups: dict[str, list[ast.alias]] = {}

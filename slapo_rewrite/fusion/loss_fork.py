@@ -72,12 +72,7 @@ class Fork:
             return self.guard
         return self.losing[0]
 
-    def edits(
-        self,
-        text: str,
-        what: str,
-        spell: Callable[[str], str],
-    ) -> Changes:
+    def edits(self, text: str, what: str, spell: Callable[[str], str]) -> Changes:
         """What changes, by statement.
 
         `text` is the call that takes the place of head and loss.
@@ -87,13 +82,7 @@ class Fork:
 
 
 class _Writer:
-    def __init__(
-        self,
-        fork: Fork,
-        text: str,
-        condition: str,
-        what: str,
-    ) -> None:
+    def __init__(self, fork: Fork, text: str, condition: str, what: str) -> None:
         self.fork, self.text, self.what, self.condition = fork, text, what, condition
         self.file = fork.graph.file
 

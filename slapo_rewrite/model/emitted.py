@@ -55,10 +55,7 @@ class Emitted:
     parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def tree(
-        self,
-        make: Callable[[types.ModuleType], nn.Module],
-        world: int = 1,
-        short: Shortening = ALL,
+        self, make: Callable[[types.ModuleType], nn.Module], world: int = 1, short: Shortening = ALL
     ) -> Tree:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
 

@@ -51,10 +51,7 @@ def kinds_of(node: Node) -> list[Any]:
     }
     apart -= {key for key in apart if _is_number(*key, found)}
     return [
-        (
-            child.kind,
-            frozenset((b, n, each[b][n]) for b, n in apart if b in each and n in each[b]),
-        )
+        (child.kind, frozenset((b, n, each[b][n]) for b, n in apart if b in each and n in each[b]))
         for child, each in zip(children, found, strict=True)
     ]
 

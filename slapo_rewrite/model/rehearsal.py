@@ -104,13 +104,7 @@ def rehearse(
             compared all the same.
     """
     casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
-    with (
-        _quiet(),
-        _without_dropout(),
-        small_model.one_thread(),
-        small_model.drawing(0),
-        casts,
-    ):
+    with _quiet(), _without_dropout(), small_model.one_thread(), small_model.drawing(0), casts:
         try:
             references = _references(schedule, original, depth) if sizes else []
         except DoesNotRunError:

@@ -200,10 +200,7 @@ def _lengths(model: nn.Module) -> dict[str, int]:
 
 
 def build_deep(
-    schedule: Any,
-    module: Any,
-    full: nn.Module,
-    kept: Mapping[int, Sequence[int]] | None = None,
+    schedule: Any, module: Any, full: nn.Module, kept: Mapping[int, Sequence[int]] | None = None
 ) -> nn.Module:
     """A twin with all layers of the full model: `verify_model`'s if it has them, else a made one.
 

@@ -37,12 +37,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
     """
     try:
         construction_calls.forget()
-        with (
-            without_dynamo(),
-            on_meta(),
-            torch.no_grad(),
-            construction_calls.recorded(),
-        ):
+        with without_dynamo(), on_meta(), torch.no_grad(), construction_calls.recorded():
             model = make(module)
     except errors.RewriteError:
         raise

@@ -300,11 +300,7 @@ class Predictor:
 
 
 def ways(
-    gpus: int,
-    batch: int,
-    tensors: Sequence[int],
-    stages: Sequence[int],
-    ratios: Sequence[float],
+    gpus: int, batch: int, tensors: Sequence[int], stages: Sequence[int], ratios: Sequence[float]
 ) -> Iterator[Way]:
     """All ways on so many GPUs, those of each split of the GPUs together."""
     for tensor in tensors:

@@ -45,10 +45,7 @@ class StepShape:
 
 
 def counted_rewrite(
-    project: Project,
-    settings: Sequence[str],
-    sizes: Sequence[int],
-    shape: StepShape,
+    project: Project, settings: Sequence[str], sizes: Sequence[int], shape: StepShape
 ) -> Found:
     """Rewrites once, and counts a step on each number of ranks; on the first, if nothing is split.
 

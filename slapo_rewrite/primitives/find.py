@@ -12,12 +12,7 @@ from slapo_rewrite.fusion import known_branches
 from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.search import (
-    CallSite,
-    Matches,
-    find_calls,
-    path_predicate,
-)
+from slapo_rewrite.patterns.search import CallSite, Matches, find_calls, path_predicate
 from slapo_rewrite.primitives.base import Call, Example, Question, Refusal
 
 MLP = """\

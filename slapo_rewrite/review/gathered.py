@@ -81,11 +81,7 @@ class Review:
 
 
 def gathered(
-    out: Path,
-    *,
-    world: int | None = None,
-    source: str | None = None,
-    schedule: str | None = None,
+    out: Path, *, world: int | None = None, source: str | None = None, schedule: str | None = None
 ) -> Review:
     """Gathers what there is to tell of an output.
 

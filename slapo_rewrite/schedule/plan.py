@@ -289,8 +289,5 @@ def _conflict(
     """The error for what an earlier directive leaves no room for."""
     line = f" of line {cause.at.line}" if cause.at else ""
     return errors.ConflictingEdits(
-        f"{words} since `{cause.primitive}(...)`{line}",
-        at=directive.at,
-        cause=cause,
-        hint=hint,
+        f"{words} since `{cause.primitive}(...)`{line}", at=directive.at, cause=cause, hint=hint
     )

@@ -37,12 +37,7 @@ class PredictedFirst:
             best; None to go on until all have been tried.
     """
 
-    def __init__(
-        self,
-        space: KnobSpace,
-        seed: int = 0,
-        confidence: float | None = None,
-    ) -> None:
+    def __init__(self, space: KnobSpace, seed: int = 0, confidence: float | None = None) -> None:
         self._space, self._seed, self._confidence = space, seed, confidence
         self._memory = LimitBelief(space, space.signs, seed)
         # Only once a run took too long: else all are taken to have the time.

@@ -109,10 +109,7 @@ class SpeedSurrogate:
 
 
 def samples(
-    predicted: Sequence[Predicted],
-    numbers: Numbers,
-    count: int,
-    random: np.random.Generator,
+    predicted: Sequence[Predicted], numbers: Numbers, count: int, random: np.random.Generator
 ) -> Floats:
     """What the logarithms of some points may be together, without a figure's noise.
 

@@ -92,10 +92,7 @@ class Searched:
         return {
             "best": None
             if best is None
-            else {
-                "knobs": dict(self.space.points[best.number]),
-                "throughput": best.throughput,
-            },
+            else {"knobs": dict(self.space.points[best.number]), "throughput": best.throughput},
             "points": len(self.space),
             "ended": self.ended,
             "trials": [
