@@ -37,21 +37,13 @@ from slapo_rewrite.model.tree import Node, Tree
 
 @dataclass(frozen=True)
 class Recomputed(Requested):
-    """Activations are computed again in the backward pass: a module's, or those of a part of one.
+    """Activations are computed again in the backward pass, those of a module or of a part of it."""
 
-    Attributes:
-        kept: What is kept all the same.
-        updates_buffers: Whether it updates buffers as it runs.
-        draws: Whether it draws random numbers of Python or NumPy.
-        caches: Those that the module and modules inside of it take.
-        left: Arguments that the module must not be given where it is computed again.
-    """
-
-    kept: SavePolicy = None
-    updates_buffers: bool = False
-    draws: bool = False
-    caches: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    kept: SavePolicy = None  # what is kept all the same
+    updates_buffers: bool = False  # whether it updates buffers as it runs
+    draws: bool = False  # whether it draws random numbers of Python or NumPy
+    caches: tuple[str, ...] = ()  # those that the module and modules inside of it take
+    left: tuple[str, ...] = ()  # arguments that it must not be given where it is computed again
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
         """The same, once it is known that some modules may run twice, and what that takes."""

@@ -19,17 +19,11 @@ from slapo_rewrite.code.text import within
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of one method, and the run of statements around them.
-
-    Attributes:
-        method: The method.
-        run: Consecutive statements of one block.
-        calls: The calls, in the order of the text.
-    """
+    """Calls of one method, and the run of statements around them."""
 
     method: ast.FunctionDef
-    run: tuple[ast.stmt, ...]
-    calls: tuple[ast.Call, ...]
+    run: tuple[ast.stmt, ...]  # consecutive statements of one block
+    calls: tuple[ast.Call, ...]  # in the order of the text
 
     @property
     def is_single(self) -> bool:
@@ -112,17 +106,11 @@ MUTATING = {
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why statements cannot be a method of their own that runs twice.
+    """Why statements cannot be a method of their own that runs twice."""
 
-    Attributes:
-        node: What stands in the way.
-        words: What it does.
-        hint: What to do about it.
-    """
-
-    node: ast.stmt | ast.expr
-    words: str
-    hint: str
+    node: ast.stmt | ast.expr  # what stands in the way
+    words: str  # what it does
+    hint: str  # what to do about it
 
 
 def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | None:

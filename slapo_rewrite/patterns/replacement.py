@@ -94,11 +94,7 @@ class Target:
 class Standing:
     """What changes where a call stands at one place for a match.
 
-    Attributes:
-        graph: The function.
-        nodes: What is computed by the match.
-        place: Where the call stands.
-        names: How results may be called that have no name yet.
+    Results may be called by `names` that have no name yet.
     """
 
     def __init__(
