@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import count_of, local_assignments
+from slapo_rewrite.code.syntax import assignments, count_of
 from slapo_rewrite.model.constructor_values import (
     Frame,
     Guard,
@@ -265,7 +265,8 @@ class _Emitter:
         variable: tuple[ast.stmt, ...] = ()
         if isinstance(made.expr, ast.Call) and isinstance(made.expr.func, ast.Name):
             name = made.expr.func.id
-            variable = tuple(local_assignments(made.frame.function, name))
+            bound = (each.statement for each in assignments(made.frame.function, name))
+            variable = tuple(s for s in bound if not isinstance(s, ast.Import | ast.ImportFrom))
         return Site(
             file=self.file,
             class_name=self.class_name,
