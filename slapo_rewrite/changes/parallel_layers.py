@@ -116,9 +116,8 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
 def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> ast.expr | None:
     """What an expression of a class comes to, in the words of the call that makes an instance.
 
-    Returns:
-        None where it is not made of the constructor's parameters alone, as they came in, or where
-        what these are given may be another thing the second time.
+    None where it is not made of the constructor's parameters alone, as they came in, or where what
+    these are given may be another thing the second time.
     """
     maker = sources.maker(owner.cls)
     constructor, call = maker.constructor, site.call

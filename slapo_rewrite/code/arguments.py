@@ -112,10 +112,8 @@ def arguments_by(call: ast.Call, *names: str) -> dict[str, ast.expr]:
 def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
     """The expression that a call gives a parameter, its default where the call does not give it.
 
-    Of `*args` it is a tuple of those that the call gives.
-
-    Returns:
-        None where that cannot be told: a star argument may hide it, or there is no such parameter.
+    Of `*args` it is a tuple of those that the call gives. None where that cannot be told: a star
+    argument may hide it, or there is no such parameter.
     """
     signature = Signature.of(function, bound=first_parameter(function) in ("self", "cls"))
     bound = signature.bind(given_by(call))

@@ -202,8 +202,7 @@ class SourceFile:
     def qualified(self, expr: ast.expr) -> str | None:
         """The dotted absolute name that a name or attribute expression means at module level.
 
-        Returns:
-            None for other expressions, and for names that the module level does not bind.
+        None for other expressions, and for names that the module level does not bind.
         """
         tail: list[str] = []
         while isinstance(expr, ast.Attribute):

@@ -187,8 +187,7 @@ def changed_modules(modules: Sequence[str]) -> list[str]:
 def up_to_date(out: Path, request: Request, shared: Path | None) -> list[str] | None:
     """The warnings that go with an output which a rewrite would leave as it is.
 
-    Returns:
-        None where it has to be rewritten, or hand edits were carried over to it.
+    None where it has to be rewritten, or hand edits were carried over to it.
     """
     try:
         content = record.read(out)

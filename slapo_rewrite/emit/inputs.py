@@ -69,8 +69,7 @@ def own_modules(
 ) -> dict[str, Path]:
     """The user's own modules that source and schedule import, however indirectly.
 
-    Returns:
-        Their files by their dotted names.
+    Their files by their dotted names.
     """
     found: dict[str, Path] = {}
     waiting = [*loaded, *_prefixes(source.name), *imported(schedule, None)]

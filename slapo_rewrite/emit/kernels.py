@@ -68,8 +68,7 @@ def by_backend(
 ) -> dict[str, set[str]]:
     """The names that are used of each helper module, those of `kernels` apart by their backend.
 
-    Returns:
-        The names, with keys such as `kernels.eager` for those that are no Triton kernels.
+    Those that are no Triton kernels have keys such as `kernels.eager`.
     """
     known = {(r.module[1:], r.written): r.backend for r in references if r.module.startswith(".")}
     found: dict[str, set[str]] = {}

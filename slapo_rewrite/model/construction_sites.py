@@ -203,9 +203,8 @@ _cache: weakref.WeakKeyDictionary[SourceFile, dict[tuple[str, bool], _Found]] = 
 def find_sites(file: SourceFile, class_name: str) -> dict[str, list[Site]]:
     """The construction sites in a class's own `__init__` and in the methods it calls.
 
-    Returns:
-        Path pattern -> sites in the order in which they are carried out. Elements that a loop makes
-        share one pattern, `layer.*`.
+    They are by path pattern, in the order in which they are carried out. Elements that a loop makes
+    share one pattern, `layer.*`.
     """
     return _find(file, class_name, later=False)
 

@@ -86,10 +86,7 @@ def resolve(
     """What an expression came to at the site of a module, or of a parameter of it.
 
     With `remembers` names mean what they meant while the model was built, where the source does not
-    tell.
-
-    Returns:
-        None where that cannot be told.
+    tell. None where that cannot be told.
     """
     holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
     try:

@@ -46,12 +46,9 @@ def recorded_site(sources: Sources, node: Node) -> Site | None:
 
     Its path begins at the nearest module above that has the function as a method, or else at the
     root. Of the numbers in it those are a `*` that a loop around the call counts, in all of the
-    lists that the call fills.
-
-    Returns:
-        None where that was not noted, where what is called there is not named as a class, where it
-        stands in no function, or in a file that is not rewritten, and for all but the first path of
-        a module.
+    lists that the call fills. None where that was not noted, where what is called there is not
+    named as a class, where it stands in no function, or in a file that is not rewritten, and for
+    all but the first path of a module.
     """
     scope = construction_calls.scope_of(node.live, 0)
     name = str(scope.get("__name__")) if scope is not None else ""

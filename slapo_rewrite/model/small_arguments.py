@@ -119,9 +119,8 @@ def small_build(
 ) -> Build | None:
     """What builds a small model of the class that a schedule builds, from any module that has it.
 
-    Returns:
-        It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
-        smaller numbers give a model of the same classes that takes the inputs.
+    It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
+    smaller numbers give a model of the same classes that takes the inputs.
     """
     own = type(full)
     if vars(module).get(own.__name__) is not own:

@@ -131,11 +131,10 @@ def _scaled(packed: Sequence[Any]) -> Iterator[None]:
 def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     """The twin of the model that `schedule` describes, built from `module`.
 
-    Returns:
-        `schedule.verify_model(module)` where that is defined, or its class with its config and more
-        layers, if it has too few and the config says how many; else the same Hugging Face class
-        with a smaller config; else what `small_arguments` found for the schedule; else
-        `schedule.model(module)` itself.
+    `schedule.verify_model(module)` where that is defined, or its class with its config and more
+    layers, if it has too few and the config says how many; else the same Hugging Face class with a
+    smaller config; else what `small_arguments` found for the schedule; else
+    `schedule.model(module)` itself.
 
     Raises:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.

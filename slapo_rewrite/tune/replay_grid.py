@@ -153,10 +153,9 @@ def replayed(
 ) -> dict[str, dict[str, Any]]:
     """What each strategy needs.
 
-    Returns:
-        By strategy: `trials` to 99% of the best for each seed, null where it ends before, and their
-        `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends by
-        itself and the part of the best throughput that it has then, each for all seeds.
+    By strategy: `trials` to 99% of the best for each seed, null where it ends before, and their
+    `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends by
+    itself and the part of the best throughput that it has then, each for all seeds.
     """
     return {name: _replayed(grid, name, range(first, first + seeds), confidence) for name in names}
 

@@ -113,8 +113,7 @@ def samples(
 ) -> Floats:
     """What the logarithms of some points may be together, without a figure's noise.
 
-    Returns:
-        One row a sample.
+    One row a sample.
     """
     drawn = random.choice(len(predicted), count, p=[each.weight for each in predicted])
     rows = []
