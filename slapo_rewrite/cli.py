@@ -38,8 +38,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
-    Args:
-        arguments: The command line; without it the program's own, which ends afterwards.
+    Without `arguments` it is the program's own, which ends afterwards.
     """
     with collector_paused():
         code = _code(list(sys.argv[1:] if arguments is None else arguments))

@@ -209,9 +209,8 @@ class Imports:
     def edits(self, inlined: str | None = None) -> list[Edit]:
         """The import lines: a package's after others of that package, helpers last.
 
-        Args:
-            inlined: What stands in the place of the helpers' import lines, where the helpers'
-                definitions become part of the file.
+        `inlined` stands in the place of the helpers' import lines, where the helpers' definitions
+        become part of the file.
         """
         edits, line_length = [], self.file.line_length
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]

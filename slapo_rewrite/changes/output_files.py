@@ -266,8 +266,7 @@ def stands_for(siblings: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
 def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
     """Tells the path of the module that stands for one in an element of a list, or its own.
 
-    Args:
-        siblings: For the first of several elements that are alike: the names of all of them.
+    `siblings` has for the first of several elements that are alike the names of all of them.
     """
     elements = stands_for(siblings)
 

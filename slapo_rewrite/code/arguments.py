@@ -47,9 +47,8 @@ class Signature:
     def bind(self, arguments: Iterable[tuple[str, V]]) -> BoundArguments[V]:
         """Says for which parameter each argument is.
 
-        Args:
-            arguments: As they stand in a call: each with its name, which is '' where it has none,
-                `*` or `**` where it stands for several.
+        They are as they stand in a call: each with its name, which is '' where it has none, `*` or
+        `**` where it stands for several.
         """
         found = BoundArguments[V](self)
         number = 0

@@ -81,10 +81,8 @@ def helper_files(
 ) -> dict[str, str]:
     """The helper files, by name.
 
-    Args:
-        used: Names that the model file uses of each helper module.
-        schedule: Where the classes and functions of `modules` are defined.
-        header: A comment that says what made the file.
+    `used` has the names that the model file uses of each helper module; the schedule defines the
+    classes and functions of `modules`.
 
     Raises:
         ScheduleError: The schedule's own code cannot be copied.

@@ -36,11 +36,8 @@ def may_change(path: Path, known: Collection[str]) -> bool:
     """Whether a file of the user's may do something else at another time, its text being the same.
 
     It may read files, look at the clock or the environment, or print: deny by default, so it is
-    taken to unless its text rules that out.
-
-    Args:
-        path: The file.
-        known: The modules and packages whose hashes or versions are known.
+    taken to unless its text rules that out. `known` are the modules and packages whose hashes or
+    versions are known.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))

@@ -150,9 +150,7 @@ class OnMeta(TorchFunctionMode):
     """Answers what asks for values, and makes one operator of what is one on a GPU.
 
     Inside, what a model makes without naming a device (`torch.arange(n)`) has no values either.
-
-    Args:
-        is_gpu: Whether it is a GPU that the step is to run on; a CPU has other operators.
+    `is_gpu` says whether it is a GPU that the step is to run on; a CPU has other operators.
     """
 
     def __init__(self, is_gpu: bool = True) -> None:

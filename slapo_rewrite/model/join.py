@@ -129,8 +129,7 @@ def called_root(site: Site) -> str | None:
 class _Search:
     """One search; knows the modules it is in the middle of, so that it ends.
 
-    Args:
-        remembers: As for `resolve`.
+    `remembers` is as for `resolve`.
     """
 
     def __init__(self, sources: Sources, remembers: bool = False) -> None:

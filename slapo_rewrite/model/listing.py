@@ -59,9 +59,7 @@ def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[tuple[s
 def runs(node: Node, shapes: Mapping[int, object]) -> list[tuple[Node, Node]]:
     """Neighbouring children, numbered ones that are alike put together, as first and last.
 
-    Args:
-        node: Whose children.
-        shapes: What is equal for those that are alike, by a node's `id`.
+    `shapes` has what is equal for those that are alike, by a node's `id`.
     """
     found: list[tuple[Node, Node]] = []
     for child in node.children.values():

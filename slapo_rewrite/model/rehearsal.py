@@ -268,8 +268,7 @@ class _Rank:
     def __call__(self, turn: threading.Lock) -> Step:
         """The step, with the original's weights.
 
-        Args:
-            turn: Held by the rank that computes.
+        `turn` is held by the rank that computes.
 
         Raises:
             UnfitError: The model cannot be made for so many ranks, or be run, which it says.
@@ -466,9 +465,7 @@ def _step(
 def _updated(model: Any, grads: dict[str, torch.Tensor]) -> Iterator[None]:
     """The backward pass inside updates the parameters, which have their values again behind it.
 
-    Args:
-        model: A model of an output that can do so.
-        grads: Gets the gradients, which the updates drop.
+    `grads` gets the gradients, which the updates drop.
     """
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 

@@ -91,11 +91,8 @@ def supply(
 ) -> bool:
     """Has a schedule build a small model, where it says none and the full one is too large.
 
-    Args:
-        schedule: The schedule's module.
-        module: The module of the source.
-        largest: How many parameters a model may have to be run.
-        full: The model, where it is built already.
+    `largest` is how many parameters a model may have to be run, and `full` the model, where it is
+    built already.
 
     Returns:
         Whether there is a model that can be run.

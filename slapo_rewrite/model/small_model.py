@@ -264,10 +264,7 @@ def _module(built: Any, by: str) -> nn.Module:
 def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any]:
     """The keyword arguments of one training step.
 
-    Args:
-        schedule: The schedule's module; its `inputs(model)` is called where it is defined.
-        model: The model that they are for.
-        seed: What random numbers start from.
+    The schedule's `inputs(model)` is called where it is defined.
 
     Returns:
         For a Hugging Face model token ids, a mask with padding at the end of the second row, and
@@ -306,12 +303,9 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
 def training_inputs(schedule: Any, model: nn.Module, whole: bool = False) -> dict[str, Any]:
     """The keyword arguments of one training step, without those of the loss.
 
-    Args:
-        schedule: The schedule's module.
-        model: The model that they are for.
-        whole: Whether inputs that the tool makes are those of ordinary training. Otherwise there is
-            no padding mask, as what it holds cannot be looked at on the meta device, and no cache
-            of keys and values, which costs by the layer.
+    With `whole` inputs that the tool makes are those of ordinary training. Otherwise there is no
+    padding mask, as what it holds cannot be looked at on the meta device, and no cache of keys and
+    values, which costs by the layer.
     """
     inputs = model_inputs(schedule, model, step_inputs(schedule, model))
     if not hasattr(schedule, "inputs") and not whole:
@@ -370,11 +364,7 @@ def loss_parameters(schedule: Any) -> dict[str, inspect.Parameter]:
 def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The loss of one step: what `schedule.loss` makes of it, else `outputs.loss`.
 
-    Args:
-        schedule: The schedule's module; its `loss` takes the outputs, and by name what else it
-            needs of the inputs, targets say.
-        outputs: What the model returns.
-        inputs: The arguments of the step.
+    That takes the outputs, and by name what else it needs of the inputs, targets say.
 
     Raises:
         ValueError: There is no loss.

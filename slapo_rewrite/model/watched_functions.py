@@ -119,10 +119,8 @@ def live_functions(
 def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> FunctionType | None:
     """The function that a definition made, at or below what stands under its name.
 
-    Args:
-        function: The definition.
-        value: What a class or a module has under its name; decorators may have put it there.
-        depth: How many functions are looked at, one inside the other.
+    The value is what a class or a module has under its name, where decorators may have put it.
+    `depth` functions are looked at, one inside the other.
 
     Returns:
         None where it is not found: something else took its place.

@@ -34,10 +34,8 @@ Runs = tuple[tuple[Piece, int], ...]
 class Unfolded:
     """The parts of the full model's step.
 
-    Args:
-        plain: What was counted without recomputation.
-        others: What was counted with layers recomputed in one way or another; None where that
-            cannot be.
+    `plain` was counted without recomputation, `others` with layers recomputed in one way or
+    another; None where that cannot be.
     """
 
     def __init__(self, plain: Counted, *others: Counted | None) -> None:
@@ -128,12 +126,9 @@ def in_runs(pieces: Sequence[Piece]) -> Runs:
 def most_held(runs: Runs, rows: int, live: int = 1, *, gradients_stay: bool = False) -> float:
     """The most bytes that a step holds beside parameters and what outlasts it.
 
-    Args:
-        runs: The parts that run on the rank.
-        rows: Rows of a micro-batch.
-        live: How many micro-batches have gone there and not yet back, at most.
-        gradients_stay: Whether gradients come into being in the step and stay; else there is room
-            for their sums already, and they are let go as they are added to these.
+    `live` is how many micro-batches have gone there and not yet back, at most. Gradients come into
+    being in the step and stay, if `gradients_stay`; else there is room for their sums already, and
+    they are let go as they are added to these.
     """
     # What a micro-batch holds between its way there and its way back.
     between = sum(times * piece.forward.net.of(rows) for piece, times in runs)
@@ -195,13 +190,9 @@ def states(precision: str, stage: int, replicas: int, bucket: int = BUCKET) -> S
     """What a parameter takes by the stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     In bfloat16 stage 1 sums gradients in float32. Other sums are of the parameters' dtype, from
-    stage 1 on by buckets, and are copied to float32 where the optimizer takes them.
-
-    Args:
-        precision: `bf16`, `fp16` or `fp32`.
-        stage: 0 to 3: nothing, the optimizer's states, gradients too, parameters too are divided.
-        replicas: By how many ranks.
-        bucket: Elements of a bucket of gradients.
+    stage 1 on by buckets, and are copied to float32 where the optimizer takes them. The stage is 0
+    to 3: nothing, the optimizer's states, gradients too, parameters too are divided by so many
+    replicas; `bucket` is how many elements a bucket of gradients has.
     """
     width = 4 if precision == "fp32" else 2
     # In float32 the parameter needs no copy, but stages 1 and 2 make one of each rank's part.

@@ -55,8 +55,7 @@ class Predicted:
 class SpeedSurrogate:
     """Learns the throughput of points.
 
-    Args:
-        coordinates: A row for each point.
+    The coordinates have a row for each point.
     """
 
     def __init__(self, coordinates: Floats) -> None:
