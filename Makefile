@@ -83,12 +83,13 @@ generated: $(READY)
 	$(BIN)/python -m tests.golden
 
 bench: $(READY)
-	$(BIN)/python benchmark/readability.py
-	$(BIN)/python benchmark/rewrite_time.py
+	$(BIN)/python -m benchmark.readability
+	$(BIN)/python -m benchmark.rewrite_time
 	$(BIN)/python -m benchmark.traffic
 	$(BIN)/python -m benchmark.kernel_facts
 	$(BIN)/python -m benchmark.pipeline_simulation
 	$(BIN)/python -m benchmark.plan_memory
+	$(BIN)/python -m benchmark.plan_time
 	$(BIN)/python -m benchmark.checkpoint_budget
 	$(BIN)/python -m benchmark.release_memory
 	$(BIN)/python -m benchmark.tune_example
@@ -97,4 +98,3 @@ bench: $(READY)
 	$(BIN)/python -m benchmark.tensor_parallel
 	$(BIN)/python -m benchmark.auto_exhaustive
 	$(BIN)/python -m benchmark.auto_against_tp_plan
-	$(BIN)/python benchmark/construction_sites.py

@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -180,7 +180,7 @@ def taken(schedule: Schedule, is_small: bool) -> tuple[dict[str, float], float |
     from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
     from slapo_rewrite.project import Project
 
-    found = Counter[str]()
+    found: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "s.py"
         file.write_text(schedule.text, encoding="utf-8")

@@ -174,7 +174,8 @@ def _parents(columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def outcome(case: Case) -> dict[str, Any]:
     """What `auto` chooses, and the best of all."""
     tried = 0
-    best, seconds = (), case.seconds(())
+    best: tuple[Group, ...] = ()
+    seconds = case.seconds(())
     whole = seconds
     for groups in combinations(case):
         tried += 1

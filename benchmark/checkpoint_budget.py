@@ -27,7 +27,7 @@ from slapo_rewrite.simulate.recompute_search import RecomputeSearch
 
 NAME = "checkpoint_budget"
 BUDGETS = 5
-LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
+LLAMA: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
          "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
 
 

@@ -130,9 +130,9 @@ def measured(
             figures[name] = float(f"{seconds * 1e6:.3g}")
         except Exception as raised:  # a backend that fails must not end the others
             failed[name] = f"{type(raised).__name__}: {raised}"[:200]
-    again, first = figures.pop(AGAIN, math.inf), figures.get("eager", math.inf)
-    if timer.device == "cuda" and not abs(again / first - 1) <= STEADY:
-        return {}, {**failed, AGAIN: f"{again:g} us, and {first:g} us before"}
+    again, eager = figures.pop(AGAIN, math.inf), figures.get("eager", math.inf)
+    if timer.device == "cuda" and not abs(again / eager - 1) <= STEADY:
+        return {}, {**failed, AGAIN: f"{again:g} us, and {eager:g} us before"}
     return figures, failed
 
 

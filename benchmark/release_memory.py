@@ -31,9 +31,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import AdamW
 
 from benchmark import report
-from slapo_rewrite.emit.rewrite import rewrite
+from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.model.costs import OnMeta
-from slapo_rewrite.model.emitted import Emitted, imported
+from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.project import Project
 
 NAME = "release_memory"
 ROWS = 8
@@ -151,16 +152,20 @@ def measured(case: Case) -> float:
         warnings.simplefilter("ignore")
         path = Path(folder) / "s.py"
         path.write_text(text)
-        output = rewrite(source, str(path), case.settings, rehearses=False)
-        with imported(output.files, output.model_file) as emitted:
-            return _counted(case, text, emitted)
+        found: list[float] = []
+        try_out(
+            Project(source, str(path)),
+            case.settings,
+            lambda emitted, shortening: found.append(_counted(case, text, emitted)),
+        )
+        return found[0]
 
 
 def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
     names: dict[str, Any] = {}
     exec(schedule, names)
     with torch.device("meta"), OnMeta(is_gpu=False):
-        live: nn.Module = names["model"](emitted.module)
+        live: Any = names["model"](emitted.module)
         ids = torch.zeros(
             1 if case.what == ONE_ROW else ROWS, MODELS[case.model].tokens, dtype=torch.long
         )
@@ -174,8 +179,8 @@ def _counted(case: Case, schedule: str, emitted: Emitted) -> float:
         if case.what == "eval":
             return _of_forward(live, live.eval(), batch)
         if case.model == "t5":
-            return _of_forward(live, live.encoder.eval(), {"input_ids": ids})  # type: ignore[operator]
-        return _of_forward(live, live.base_model.eval(), batch)  # type: ignore[operator]
+            return _of_forward(live, live.encoder.eval(), {"input_ids": ids})
+        return _of_forward(live, live.base_model.eval(), batch)
 
 
 def _of_forward(whole: nn.Module, model: nn.Module, batch: dict[str, Any]) -> float:
@@ -187,11 +192,11 @@ def _of_forward(whole: nn.Module, model: nn.Module, batch: dict[str, Any]) -> fl
     return float(tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"] - weights)
 
 
-def _of_step(model: nn.Module, batch: dict[str, Any], case: Case) -> float:
+def _of_step(model: Any, batch: dict[str, Any], case: Case) -> float:
     optimizers: list[torch.optim.Optimizer]
     if case.way in ("step_in_backward", "both"):
         make: Any = lambda name, parameter: AdamW([parameter], foreach=False)  # noqa: E731
-        optimizers = list(model.step_in_backward(make).values())  # type: ignore[operator]
+        optimizers = list(model.step_in_backward(make).values())
         updating: list[torch.optim.Optimizer] = []
     else:
         optimizers = updating = [AdamW(model.parameters(), foreach=False)]

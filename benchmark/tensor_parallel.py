@@ -100,8 +100,8 @@ def by_dtensor(size: Size, folder: Path) -> nn.Module:
         parallelize_module,
     )
 
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    columns += ("mlp.gate_proj", "mlp.up_proj")
+    attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    columns = (*attention, "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
     plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
     plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in rows}

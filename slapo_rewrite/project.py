@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import sys
@@ -55,6 +56,12 @@ class Project:
         self.original = self.file
         self.references: dict[Reference, tuple[Directive, ...]] = {}
         self.changes: list[Change] = []
+
+    def anew(self) -> Project:
+        """For another rewrite: what is read and built is shared, what a rewrite changes is not."""
+        other = copy.copy(self)
+        other.directives, other.references, other.changes = [], {}, []
+        return other
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

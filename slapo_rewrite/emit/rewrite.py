@@ -102,13 +102,14 @@ def try_out(
 ) -> None:
     """Carries out a schedule, and tries the output, of which no more is made than that takes.
 
-    Nothing else has been carried out on the project, or will be; `on_ranks` says whether budgets
-    for ranks that share layers choose what is recomputed.
+    Nothing has been carried out on the project, nor is it here; `on_ranks` says whether budgets for
+    ranks that share layers choose what is recomputed.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
-    with _emitting(project, Options(settings, tries=trial, on_ranks=on_ranks)) as emission:
+    options = Options(settings, tries=trial, on_ranks=on_ranks)
+    with _emitting(project.anew(), options) as emission:
         emission.construct()
 
 

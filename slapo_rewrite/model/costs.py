@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +141,32 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
         scores = query.shape[:-1].numel() * key.shape[-2]  # fewer keys' heads are read by several
         # Back: the scores again, and two products for each of the two that there were.
         width, again = query.shape[-1], value.shape[-1]
+        names = (argument.name for argument in func._schema.arguments)
+        if {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"):
+            scores /= 2  # what lies ahead is left out
         return float(2 * scores * ((3 * width + 2 * again) if is_backward else width + again))
-    count = flop_registry.get(func._overloadpacket)
+    # A product that is added to a tensor in place is no other one.
+    product = getattr(torch.ops.aten, func._overloadpacket.__name__.rstrip("_"), None)
+    count = flop_registry.get(func._overloadpacket) or flop_registry.get(product)
     return None if count is None else float(count(*args, **kwargs, out_val=results))
+
+
+def slow_kind(func: Any, matrices: Iterable[Tensor]) -> str | None:
+    """What makes a product slower than others on a GPU; None if nothing does.
+
+    "attention", of one kernel; "masked" where that takes a mask or a bias; "unaligned" where rows
+    begin elsewhere than at multiples of 16 bytes, so that loads are short.
+    """
+    name = func._schema.name
+    if "scaled_dot_product" in name:
+        return "masked" if "efficient" in name else "attention"
+    unaligned = any(
+        size > 1 < stride and stride * matrix.element_size() % 16
+        for matrix in matrices
+        if matrix.dim() > 1
+        for size, stride in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True)
+    )
+    return "unaligned" if unaligned else None
 
 
 class OnMeta(TorchFunctionMode):

@@ -22,7 +22,13 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_rewrite.model.calls import calls_watched
-from slapo_rewrite.model.costs import FREE, PICKING, OnMeta, flops_of
+from slapo_rewrite.model.costs import (
+    FREE,
+    PICKING,
+    OnMeta,
+    flops_of,
+    slow_kind,
+)
 from slapo_rewrite.model.meta_device import KnownOperators, unwatched
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.storages import Storages
@@ -67,6 +73,11 @@ class Place(NamedTuple):
 BEFORE = Place("", 0, False)
 
 
+# How many operators the host starts in the time that a fused operator takes, with the Python around
+# its kernel: chosen with the steps of `benchmark.plan_time` in view.
+LAUNCH = 8
+
+
 @dataclass(eq=False)
 class Part:
     """What a part of a step takes."""
@@ -80,11 +91,12 @@ class Part:
     # The peaks where gradients stay, since there were none before.
     kept_peaks: list[Amount] = field(default_factory=list)
     flops: Amount = NOTHING  # of matrix products and attention
+    slow: dict[str, Amount] = field(default_factory=dict)  # of these, of `slow_kind`s
     moved: Amount = NOTHING  # bytes that all other operators read and write
     # Bytes that collectives of the tensor-parallel group take and give, by kind.
     sent: dict[str, Amount] = field(default_factory=dict)
     calls: int = 0  # how many collectives there are
-    operators: int = 0  # how many operators
+    operators: int = 0  # how many operators, as long as the host takes to start them
 
 
 @dataclass
@@ -156,7 +168,9 @@ class NotLaunched:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
             if _Counter.active is not None:
-                _Counter.active.touches(list(tensors((args, options))))
+                # Of what a kernel does without, another argument holds the place.
+                given = {id(tensor): tensor for tensor in tensors((args, options))}
+                _Counter.active.touches([*given.values()])
 
         return launch
 
@@ -280,14 +294,17 @@ class _Counter(TorchDispatchMode):
             self._made(tensor)
         flops = flops_of(func, args, kwargs, results)
         if flops is not None:
-            part.flops = part.flops.plus(Amount.counted(flops))
+            amount = Amount.counted(flops)
+            part.flops = part.flops.plus(amount)
+            if (kind := slow_kind(func, (*read, *written))) is not None:
+                part.slow[kind] = part.slow.get(kind, NOTHING).plus(amount)
         elif not func.is_view and name not in FREE:
             part.moved = part.moved.plus(_of_all(written + (written if name in PICKING else read)))
 
     def touches(self, given: Sequence[Tensor]) -> None:
         """One operator reads or writes tensors, each once."""
         part = self._part
-        part.operators += 1
+        part.operators += LAUNCH
         part.moved = part.moved.plus(_of_all(given))
 
     def _made(self, tensor: Tensor) -> None:

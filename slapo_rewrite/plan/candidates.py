@@ -64,9 +64,10 @@ class Predicted:
 
 
 COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communication"
+HOST = "the host"
 BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # that a micro-batch may have
+ROWS = tuple(2**n for n in range(11))  # that a micro-batch may have
 
 
 class _StagePart(NamedTuple):
@@ -213,16 +214,22 @@ class Predictor:
         """Seconds of a micro-batch on its way there and back, and of each kind of work."""
         link = self._link(ranks, 1)
         work = dict.fromkeys((COMPUTE, TRAFFIC, TENSOR), 0.0)
-        both = []
+        both, waits = [], 0.0
         for is_forward in (True, False):
             both.append(0.0)
+            operators = 0
             for piece, times in runs:
                 part = piece.forward if is_forward else piece.backward
                 took = self._part_seconds(part, rows, link, ranks)
                 both[-1] += times * sum(took)
+                operators += times * part.operators
                 for kind, value in zip(work, took, strict=True):
                     work[kind] += times * value
-        return both[0], both[1], work
+            # The GPU waits for the host, where that takes longer.
+            waited = max(0.0, operators * self.hardware.device.operator - both[-1])
+            both[-1] += waited
+            waits += waited
+        return both[0], both[1], {**work, HOST: waits}
 
     def _part_seconds(
         self, part: Part, rows: int, link: Link, ranks: int

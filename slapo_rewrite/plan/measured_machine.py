@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from slapo_rewrite.simulate.hardware import Device, Hardware, Link, no_such_products
+from slapo_rewrite.simulate.hardware import Device, Hardware, Link, no_such_products, own_device
 
 ROUNDS = 5
 SMALL, LARGE = 2**12, 2**24  # bytes that are summed
@@ -57,7 +57,7 @@ def measured_machine(node: int, precision: str | None = None) -> Hardware:
         "nodes are taken to be connected as their ranks are",
     )
     link = link or Link(10e-6, bandwidth)
-    device = Device(flops, bandwidth)
+    device = own_device(flops, bandwidth) if kind == "cuda" else Device(flops, bandwidth)
     return Hardware(
         "cpu" if kind == "cpu" else "measure", title, device, memory, link, link, precision, said
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -150,8 +151,8 @@ class _Planner:
             self.progress(f"predicting{' with fusion' * variant.fused}")
             for alike, predictor in self._ways(variant, counted):
                 _predict(alike, predictor, self.wanted.memory, fits, others)
-        # Of what takes as long, the plainest.
-        fits.sort(key=lambda p: (float(f"{p.seconds:.3g}"), p.way.zero, p.way.fused, p.seconds))
+        # Of what takes as long, to a percent, the plainest.
+        fits.sort(key=lambda p: (_percent(p.seconds), p.way.zero, p.way.fused, p.seconds))
         others.sort(key=lambda p: p.memory)
         return fits, others
 
@@ -277,6 +278,11 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
         yield _count(*job) if found is None else found
     for each in running:
         next(each, None)  # it has ended
+
+
+def _percent(seconds: float) -> int:
+    """The same for times that differ by less than a percent, as a rule."""
+    return round(math.log(seconds) * 100)
 
 
 def _predict(

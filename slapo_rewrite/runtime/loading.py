@@ -112,10 +112,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     # A constructor may run layers, whose parts are alike on all ranks as yet.
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
-    divided = shards(model)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            take_part(tensor, divided.get(name), whole[name])
+    model.load_state_dict(whole)
     return model
 
 
@@ -153,18 +150,6 @@ def check_seeds() -> None:
             "the ranks of a tensor-parallel group must be seeded alike before the model is "
             "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
         )
-
-
-@torch.no_grad()
-def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
-    if shard is None:
-        tensor.copy_(full)
-        return
-    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges(rank())]
-    sizes = [piece.shape[shard.axis] for piece in pieces]
-    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
-        part.copy_(piece)
 
 
 def load_pretrained(
@@ -427,26 +412,49 @@ def save_pretrained(
     writes = not dist.is_initialized() or dist.get_rank() == 0
     if writes:
         prepare_folder(model, path)
+    sizes = {name: size_in_bytes(own[name], divided.get(name)) for name in own}
+    # The same memory for all files: what is freed between them may stay with the process.
+    most = max(sum(sizes[n] + ALIGNED for n in names) for names in files.values())
+    memory = torch.empty(most, dtype=torch.uint8, device="cpu" if writes else "meta")
     for file, names in files.items():
-        tensors = {}
+        tensors, end = {}, 0
         for name in names:
-            full = gathered(own[name].detach(), divided.get(name))
-            if writes:
-                tensors[name] = full.cpu().contiguous()
-            del full
+            part, shard = own[name].detach(), divided.get(name)
+            place = memory[end : end + sizes[name]].view(part.dtype)
+            tensors[name] = gather_into(place, part, shard)
+            end += -(-sizes[name] // ALIGNED) * ALIGNED
         if writes:
             tensors = under_original_names(model, tensors)
             by_name |= dict.fromkeys(tensors, file)
             write_checkpoint(tensors, path / file)
     if writes and len(files) > 1:
         index = {
-            "metadata": {
-                "total_size": sum(size_in_bytes(own[n], divided.get(n)) for n in own)
-            },
+            "metadata": {"total_size": sum(sizes.values())},
             "weight_map": by_name,
         }
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     wait_for_group()
+
+
+ALIGNED = 64  # bytes that a tensor begins at a multiple of
+PIECE = 2**21  # bytes that are gathered at a time
+
+
+def gather_into(memory: Tensor, part: Tensor, shard: Shard | None) -> Tensor:
+    """The full tensor, in memory given for its elements; gathered a piece at a time."""
+    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
+        part = part.full_tensor()
+    shape, axis = list(part.shape), 0
+    if shard is not None:
+        shape[shard.axis], axis = shard.size, int(shard.axis == 0)
+    full = memory.view(shape)
+    if shard is None or axis == part.dim():  # nothing to be cut along
+        return full.copy_(gathered(part, shard))
+    length = max(1, PIECE * shape[axis] // max(1, full.nbytes))
+    pieces = torch.split(part, length, axis), torch.split(full, length, axis)
+    for piece, place in zip(*pieces, strict=True):
+        place.copy_(shard.gather(piece))
+    return full
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -57,6 +57,11 @@ class Device:
 
     flops: float  # of matrix products, a second
     bandwidth: float  # bytes of memory read or written, a second
+    # How fast products of each of the `slow_kind`s are beside others.
+    attention: float = 1.0
+    masked: float = 1.0
+    unaligned: float = 1.0
+    operator: float = 0.0  # seconds that the host takes to start one
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,16 @@ def own_table(path: Path) -> dict[str, Any]:
     return {key: {**table[key], **own.get(key, {})} for key in table} | {"gpus": {name: row}}
 
 
+# What a model gets a share of.
+SLOWER = ("attention", "masked", "unaligned")
+REACHED = {
+    "flops": "flops",
+    "attention": "those in attention",
+    "masked": "those in attention with a mask or bias",
+    "unaligned": "those in products whose rows are not aligned to 16 bytes",
+    "bandwidth": "bandwidth",
+    "link": "link",
+}
 OPTIONAL = ("fp32", "tf32", "source")  # of a row
 
 
@@ -179,11 +194,11 @@ def _of_table(table: dict[str, Any], name: str, precision: str | None) -> Hardwa
     flops = row.get("flops" if precision in HALF else precision)
     if flops is None:
         raise no_such_products(row["title"], precision)
-    share = ", ".join(f"{reached[what]:.0%} of {what}" for what in reached)
+    share = ", ".join(f"{reached[what]:.0%} of {said}" for what, said in REACHED.items())
     return Hardware(
         name,
         row["title"],
-        Device(flops * reached["flops"], row["bandwidth"] * reached["bandwidth"]),
+        _device(flops * reached["flops"], row["bandwidth"] * reached["bandwidth"], table),
         row["memory"],
         Link(table["node"]["latency"], row["link"] * reached["link"]),
         Link(network["latency"], network["bandwidth"] * reached["link"]),
@@ -193,14 +208,28 @@ def _of_table(table: dict[str, Any], name: str, precision: str | None) -> Hardwa
             f"{row['bandwidth'] / 1e12:.2f} TB/s, links {row['link'] / 1e9:.0f} GB/s a direction "
             f"({row['source']})",
             f"network {network['bandwidth'] * 8 / 1e9:.0f} Gb/s for each GPU",
-            f"of these figures a model gets {share}",
+            f"of these figures a model gets {share}; the host takes "
+            f"{table['host']['operator'] * 1e6:.0f} us to start an operator",
         ),
     )
 
 
+def _device(flops: float, bandwidth: float, table: dict[str, Any]) -> Device:
+    slower = {what: table["reached"][what] / table["reached"]["flops"] for what in SLOWER}
+    return Device(flops, bandwidth, **slower, operator=table["host"]["operator"])
+
+
+def own_device(flops: float, bandwidth: float) -> Device:
+    """A GPU whose products and memory were measured, and that is else as those of the table."""
+    return _device(flops, bandwidth, _table())
+
+
 def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
     """Seconds of a part of a step that go into products, and into other operators."""
-    return part.flops.of(rows) / device.flops, part.moved.of(rows) / device.bandwidth
+    flops = part.flops.of(rows)
+    for kind, amount in part.slow.items():
+        flops += amount.of(rows) * (1 / getattr(device, kind) - 1)
+    return flops / device.flops, part.moved.of(rows) / device.bandwidth
 
 
 def sent_seconds(part: Part, rows: int, link: Link, ranks: int) -> float:

@@ -101,8 +101,10 @@ def joined(first: Part, second: Part) -> Part:
     def after(peaks: list[Amount], gradients: float) -> list[Amount]:
         return [first.net.plus(peak).plus(Amount(gradients)) for peak in peaks]
 
-    sent = {kind: first.sent.get(kind, NOTHING).plus(second.sent.get(kind, NOTHING))
-            for kind in {**first.sent, **second.sent}}  # fmt: skip
+    def summed(one: dict[str, Amount], other: dict[str, Amount]) -> dict[str, Amount]:
+        kinds = {**one, **other}
+        return {kind: one.get(kind, NOTHING).plus(other.get(kind, NOTHING)) for kind in kinds}
+
     return replace(
         first,
         net=first.net.plus(second.net),
@@ -110,8 +112,9 @@ def joined(first: Part, second: Part) -> Part:
         gradients=first.gradients + second.gradients,
         kept_peaks=[*first.kept_peaks, *after(second.kept_peaks, first.gradients)],
         flops=first.flops.plus(second.flops),
+        slow=summed(first.slow, second.slow),
         moved=first.moved.plus(second.moved),
-        sent=sent,
+        sent=summed(first.sent, second.sent),
         calls=first.calls + second.calls,
         operators=first.operators + second.operators,
     )

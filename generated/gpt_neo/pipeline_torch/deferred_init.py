@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .loading import shards, take_part
-from .shards import rank, world_of, world_size
+from .loading import shards
+from .shards import Shard, rank, world_of, world_size
 
 # What these say of a tensor, or make beside it, does not depend on its values.
 OF_SIZES = {"size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"}
@@ -327,6 +327,18 @@ def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
 
     with world_of(1):
         construct(make, wanted, take)
+
+
+@torch.no_grad()
+def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
+    """Fills a weight with this rank's part of the full one, without a copy between."""
+    if shard is None:
+        tensor.copy_(full)
+        return
+    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges(rank())]
+    sizes = [piece.shape[shard.axis] for piece in pieces]
+    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
+        part.copy_(piece)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

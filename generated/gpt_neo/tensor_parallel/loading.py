@@ -78,10 +78,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     # A constructor may run layers, whose parts are alike on all ranks as yet.
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
-    divided = shards(model)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            take_part(tensor, divided.get(name), whole[name])
+    model.load_state_dict(whole)
     return model
 
 
@@ -105,15 +102,3 @@ def check_seeds() -> None:
             "the ranks of a tensor-parallel group must be seeded alike before the model is "
             "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
         )
-
-
-@torch.no_grad()
-def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
-    if shard is None:
-        tensor.copy_(full)
-        return
-    pieces = [full.narrow(shard.axis, a, b - a) for a, b in shard.ranges(rank())]
-    sizes = [piece.shape[shard.axis] for piece in pieces]
-    for part, piece in zip(torch.split(tensor, sizes, shard.axis), pieces, strict=True):
-        part.copy_(piece)

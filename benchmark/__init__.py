@@ -1,0 +1,1 @@
+"""Measurements of the tool: each is a command, `python -m benchmark.NAME`."""
