@@ -18,11 +18,7 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.commands.answers import DEFECT, DONE, tell
 from slapo_rewrite.commands.plan_command import plan_command
 from slapo_rewrite.commands.rewrite_command import rewrite_command, update_command
-from slapo_rewrite.commands.show_commands import (
-    explain_command,
-    primitives_command,
-    tree_command,
-)
+from slapo_rewrite.commands.show_commands import explain_command, primitives_command, tree_command
 from slapo_rewrite.commands.tune_command import tune_command
 from slapo_rewrite.commands.verify_command import verify_command
 from slapo_rewrite.garbage import collector_paused
@@ -42,8 +38,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
-    Args:
-        arguments: The command line; without it the program's own, which ends afterwards.
+    Without `arguments` it is the program's own, which ends afterwards.
     """
     with collector_paused():
         code = _code(list(sys.argv[1:] if arguments is None else arguments))

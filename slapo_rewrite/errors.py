@@ -74,12 +74,7 @@ class RewriteError(Exception):
     ) -> None:
         """Says what is wrong.
 
-        Args:
-            message: In words.
-            at: Where it is.
-            also: Other places that belong to it; None for one that is not known.
-            hint: What to do about it.
-            cause: Who asked for what is refused; of several, the first is shown as a place.
+        Of several causes the first is shown as a place.
         """
         super().__init__(message)
         self.message = message

@@ -6,12 +6,7 @@ from typing import Any
 # The arguments and results in which a model hands on what it keeps of earlier tokens. A layer that
 # runs twice would fill it twice, and each rank keeps its own heads in it.
 CACHES = (
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-    "cache_params",
-    "past_states",
-    "mems",
+    *("past_key_values", "past_key_value", "layer_past", "cache_params", "past_states", "mems"),
 )
 # What transformers calls it since 5.24; elsewhere the word means other things as well.
 CACHE = "cache"

@@ -209,14 +209,7 @@ def precision_of(name: str) -> str | None:
 def treatment(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> Treatment | None:
-    """How a call treats axes; None where the operation is not known.
-
-    Args:
-        name: The operation, as `name_of` gives it.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        shapes: The whole shapes of the tensors among them, in their order.
-    """
+    """How a call treats axes; None where the operation is not known."""
     row = rows().get(name)
     return None if row is None else row(Call(args, kwargs, shapes))
 

@@ -101,12 +101,7 @@ class Project:
         return None
 
     def plan(self, knobs: dict[str, Any], on_ranks: OnRanks | None = None) -> Plan:
-        """Runs the schedule.
-
-        Args:
-            knobs: By name.
-            on_ranks: Counts what comes of it on one of several ranks.
-        """
+        """Runs the schedule."""
         plan = Plan(self.tree, self.schedule, self.sources, self._changed, on_ranks)
         self.directives = plan.directives
         selection = Selection(plan, [self.tree.root])

@@ -47,13 +47,6 @@ def check_transformed(
 
     So it is with one that they hand something to, and change that afterwards.
 
-    Args:
-        files: The files.
-        node: The module.
-        caches: What it is given and does not get in training, by name.
-        cause: Who asks.
-        left: Arguments that it must not be given in training.
-
     Raises:
         Unsupported: They may.
     """
@@ -199,12 +192,8 @@ def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
 class _Around:
     """What a module around one that is computed again hands to it, or to what that lies in.
 
-    Args:
-        files: The files.
-        node: The module that is computed again.
-        outer: The one around it.
-        caches: What `node` is given and does not get in training, by name.
-        left: Arguments that `node` must not be given in training.
+    `caches` names what `node` is given and does not get in training, `left` the arguments that it
+    must not be given then.
     """
 
     def __init__(
@@ -347,10 +336,8 @@ def transforms(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[as
 def _may_take(call: ast.Call, inner: Node | None) -> bool:
     """Whether a call may be given a module: it is, or what it is given is not plain to see.
 
-    Args:
-        call: The call.
-        inner: The module, a child of the one that makes the call; None for that one itself. What
-            computes with parts of that is done again as a whole.
+    `inner` is a child of the module that makes the call, or None for that one itself: what computes
+    with parts of it is done again as a whole.
     """
     if not call.args:
         return True

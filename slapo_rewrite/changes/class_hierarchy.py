@@ -17,10 +17,8 @@ Found = tuple[ast.FunctionDef, ast.Call | ast.Subscript | ast.BinOp]
 class ClassHierarchy:
     """Looks up what a class has, in its own text or by inheritance.
 
-    Args:
-        file: The model file.
-        sites: Construction sites by the first character of their expression.
-        names: Each class and those of the file that it is derived from.
+    `sites` are by the first character of their expression, and `names` has each class with those of
+    the file that it is derived from.
     """
 
     def __init__(

@@ -24,10 +24,8 @@ from slapo_rewrite.directive import Causes
 class ClassText:
     """Takes what changes in the text of a class.
 
-    Args:
-        imports: Takes the names that the changes refer to.
-        wanted: All that changes, by its place.
-        indices: The elements that each loop makes.
+    `imports` takes the names that the changes refer to, `wanted` is all that changes, by its place,
+    and `indices` has the elements that each loop makes.
     """
 
     causes: Causes = ()  # the directives that ask for what is written

@@ -36,20 +36,14 @@ _ANY_FORWARD = "    def forward(self, *args, **kwargs):"
 
 @dataclass(frozen=True)
 class Subclass:
-    """A subclass in which some statements are others.
+    """A subclass in which some statements are others."""
 
-    Attributes:
-        base: The class it is derived from, as it is after its own edits.
-        doc: The docstring's one line.
-        relatives: Where a module is that a site outside of loops makes, by the site.
-        optional: The sites that not all of its instances go through.
-    """
-
-    base: str
+    base: str  # the class it is derived from, as it is after its own edits
     name: str
-    doc: str
+    doc: str  # the docstring's one line
+    # Where a module is that a site outside of loops makes, by the site.
     relatives: Mapping[int, str] = field(default_factory=dict)
-    optional: Collection[int] = ()
+    optional: Collection[int] = ()  # the sites that not all of its instances go through
 
 
 class ClassWriter:
@@ -69,11 +63,7 @@ class ClassWriter:
     ) -> str:
         """A subclass in which only the changes at `extra` stand.
 
-        Args:
-            new: The subclass.
-            whole: Everything that its instances want, so that a statement is repeated as a whole.
-            extra: What the class itself does not do.
-            indices: The elements that each loop makes.
+        `whole` is everything that its instances want, so that a statement is repeated as a whole.
         """
         class_name = new.base
         borders: set[Place] = {place for place in extra if isinstance(place, AtForward)}

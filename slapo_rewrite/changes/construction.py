@@ -17,7 +17,6 @@ from slapo_rewrite.changes.elements import membership
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.places import AtSite, Place
-from slapo_rewrite.changes.weights import written
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.build import (
     code,
@@ -32,7 +31,7 @@ from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.layers import Layer, Unit
-from slapo_rewrite.runtime.weights import Weight
+from slapo_rewrite.runtime.weights import Concat, Original, Split, Transpose, Weight
 
 
 @dataclass(frozen=True)
@@ -473,3 +472,19 @@ def _deciding(
 def _numbers(index: str) -> tuple[int, ...]:
     """The element's numbers, those of the outer lists first."""
     return tuple(int(n) for n in index.split(".") if n.isdecimal()) or (0,)
+
+
+def written(weight: Weight, reference: Callable[[str], str]) -> str:
+    """The expression that makes a weight, by what the output calls the functions for that."""
+    match weight:
+        case Original(name):
+            return f'"{name}"'
+        case Concat(sources, axis):
+            shown = ", ".join(written(source, reference) for source in sources)
+            return f"{reference('concat')}({shown}{f', axis={axis}' if axis else ''})"
+        case Split(source, parts, index, axis):
+            place = f"parts={parts!r}, index={index}{f', axis={axis}' if axis else ''}"
+            return f"{reference('split')}({written(source, reference)}, {place})"
+        case Transpose(source):
+            return f"{reference('transpose')}({written(source, reference)})"
+    raise TypeError(f"not a weight: {weight!r}")

@@ -73,13 +73,8 @@ class IndexSets:
     ) -> list[Region]:
         """What shares divide the elements of a site into; none where they are told by numbers.
 
-        Where there are shares and it goes by numbers all the same, that is noted.
-
-        Args:
-            site: What makes the elements.
-            causes: Who treats them differently.
-            groups: The elements that are treated alike.
-            counted: Whether the site's own `count` is needed.
+        Where there are shares and it goes by numbers all the same, that is noted. The elements of
+        each group are treated alike; `counted` says whether the site's own `count` is needed.
         """
         lists = self._lists.get(site.file.span(site.value)[0], {})
         shares = [s for c in causes for s in c.shares if s.path in lists]
@@ -206,15 +201,7 @@ def sliced(container: str, start: Fraction, stop: Fraction) -> str:
 def membership(
     variable: str, numbers: set[int], total: int, regions: Sequence[Region], count: ast.expr | None
 ) -> str:
-    """An expression that is true for some of the elements.
-
-    Args:
-        variable: What counts them.
-        numbers: The elements.
-        total: How many there are.
-        regions: What shares divide them into, if there are shares.
-        count: Says how many there are, likewise.
-    """
+    """An expression that is true for some of the elements."""
     if not regions or count is None or not any(numbers & region.numbers for region in regions):
         return _numbered(variable, sorted(numbers), total)
     is_simple = isinstance(count, ast.Name | ast.Attribute | ast.Call)

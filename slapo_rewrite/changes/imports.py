@@ -166,13 +166,7 @@ class Imports:
         return self.outside("torch", "ops", causes) if known is None else f"{known}.ops"
 
     def define(self, name: str, body: str, causes: Causes) -> str:
-        """A function of the model file without arguments, behind its imports.
-
-        Args:
-            name: What it is called; another name where that is taken.
-            body: Its statements.
-            causes: The directives that need it.
-        """
+        """A function of the model file without arguments, by this name if it is free."""
 
         def is_taken(other: str) -> bool:
             return self._taken(other) or self._defined.get(other, (body,))[0] != body
@@ -199,11 +193,7 @@ class Imports:
         return name in self._locals
 
     def taken_along(self, module: str) -> list[str]:
-        """The names that another import of a module of the output brings in, asked for once.
-
-        Args:
-            module: The module, as it is imported: `.layers`.
-        """
+        """The names that another import of `.layers`, of the output, brings in, asked for once."""
         name = module.removeprefix(".")
         if name in self._along or name not in self.helpers:
             return []
@@ -219,9 +209,8 @@ class Imports:
     def edits(self, inlined: str | None = None) -> list[Edit]:
         """The import lines: a package's after others of that package, helpers last.
 
-        Args:
-            inlined: What stands in the place of the helpers' import lines, where the helpers'
-                definitions become part of the file.
+        `inlined` stands in the place of the helpers' import lines, where the helpers' definitions
+        become part of the file.
         """
         edits, line_length = [], self.file.line_length
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]

@@ -18,12 +18,7 @@ _PURE = {"getattr", "hasattr", "int", "float", "len", "max", "min", "round", "ab
 
 
 class Late:
-    """Expressions for attributes at a statement of a constructor.
-
-    Args:
-        function: The constructor.
-        statement: Where the expressions are to stand.
-    """
+    """Expressions for attributes at a statement of a constructor."""
 
     def __init__(self, file: SourceFile, function: ast.FunctionDef, statement: ast.stmt) -> None:
         self.file, self.function, self.line = file, function, statement.lineno

@@ -178,13 +178,6 @@ def place_casts(
     """Casts in the methods in which values change their precision.
 
     A class is the same for modules in which a cast changes nothing as for those that need it.
-
-    Args:
-        to: Takes them.
-        found: The casts.
-        dtype: What half precision is.
-        is_half: Whether a module computes its products so.
-        causes: Who asked.
     """
     for cast in sorted(found.casts, key=repr):
         method = CASTS[dtype] if cast.to == HALF else "float"

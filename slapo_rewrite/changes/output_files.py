@@ -207,14 +207,7 @@ class OutputFiles:
         return self.main if is_torch(file.name) else self._open(file)
 
     def use_at(self, making: SourceFile, home: SourceFile, name: str, original: str) -> UseSubclass:
-        """The change by which one file makes a class of another, or of its own.
-
-        Args:
-            making: The file with the construction site.
-            home: The file that has the class in the output.
-            name: The class.
-            original: The one that it is derived from, or that it is.
-        """
+        """The change by which one file makes a class of another, or of its own."""
         if home is making:
             return UseSubclass(name, original)
         is_above = any(m.startswith(f"{making.name}.") for m in home.imports.values())
@@ -261,17 +254,21 @@ class OutputFiles:
                     self._same.setdefault(mine.number, {})[other.number] = other
 
 
-def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
-    """Tells the path of the module that stands for one in an element of a list, or its own.
-
-    Args:
-        siblings: For the first of several elements that are alike: the names of all of them.
-    """
-    elements = {
+def stands_for(siblings: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """By the path of each of several elements that are alike, that of the first of them."""
+    return {
         joined_path(path.rpartition(".")[0], name): path
         for path, names in siblings.items()
         for name in names
     }
+
+
+def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
+    """Tells the path of the module that stands for one in an element of a list, or its own.
+
+    `siblings` has for the first of several elements that are alike the names of all of them.
+    """
+    elements = stands_for(siblings)
 
     @functools.cache  # what is above, once for all that is below
     def told(path: str) -> str:

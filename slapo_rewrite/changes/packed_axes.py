@@ -60,12 +60,9 @@ class _BlockWriter:
     ) -> Packed | PackedSizes | None:
         """What is given for `parts`; None for one block.
 
-        Args:
-            shard: What was asked.
-            full: The size of the axis.
-            size: The expression for it where the tensor is made.
-            places: The calls that take the blocks apart, and the subscripts, each with the number
-                of the slice that does.
+        `full` is the size of the axis, and `size` the expression for it where the tensor is made;
+        `places` are the calls that take the blocks apart, and the subscripts, each with the number
+        of the slice that does.
         """
         count = self.count = len(shard.parts)
         pieces, ends = self._taken_apart(places)
@@ -241,12 +238,8 @@ def place_blocks(
 ) -> Packed | PackedSizes | None:
     """How the blocks of a tensor are written at its site, or in its own class; None for one block.
 
-    Args:
-        to: Has the files and what follows from the sharded sizes.
-        node: The layer, or the module whose own parameter it is.
-        shard: What was asked.
-        site: Where it is made; None where a class of its own makes it.
-        size: The expression there for the size of the axis.
+    The site is None where a class of its own makes the tensor; `size` is the expression there for
+    the size of the axis.
 
     Raises:
         UnfollowableSize: Blocks were seen in a small model only, which may have others.

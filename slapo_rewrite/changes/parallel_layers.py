@@ -30,11 +30,7 @@ def place_layer(
 ) -> None:
     """Splits a layer where it is made, or in its own class; one in another's place is made there.
 
-    Args:
-        to: Takes the change.
-        node: The layer.
-        layer: What takes its place.
-        other: Gives what takes the place of that, where it has to do more.
+    `other` gives what takes the place of that, where it has to do more.
 
     Raises:
         RewriteError: Nothing that can be followed makes it.
@@ -120,9 +116,8 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
 def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> ast.expr | None:
     """What an expression of a class comes to, in the words of the call that makes an instance.
 
-    Returns:
-        None where it is not made of the constructor's parameters alone, as they came in, or where
-        what these are given may be another thing the second time.
+    None where it is not made of the constructor's parameters alone, as they came in, or where what
+    these are given may be another thing the second time.
     """
     maker = sources.maker(owner.cls)
     constructor, call = maker.constructor, site.call

@@ -30,21 +30,9 @@ class BehindParameter(Change):
     name: str  # the parameter
 
     def insert(
-        self,
-        text: ClassText,
-        place: AtParameter | AtSite,
-        function: str,
-        arguments: str,
-        why: str,
+        self, text: ClassText, place: AtParameter | AtSite, function: str, arguments: str, why: str
     ) -> None:
-        """Writes the call.
-
-        Args:
-            text: The class.
-            place: What makes the parameter.
-            function: The function, of `tensor_parallel`.
-            arguments: Those that follow the module and the parameter's name.
-            why: The reason, for the record.
+        """Writes the call, with arguments behind the module and the parameter's name.
 
         Raises:
             UnfollowableConstruction: A loop makes the layer.

@@ -24,14 +24,7 @@ LIBRARY = "LibraryModel"
 
 
 def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
-    """Gives the models of transformers that hold a module a base class for their checkpoints.
-
-    Args:
-        files: Take the changes.
-        node: The module, which may be a model itself.
-        kind: `ORIGINAL` or `MAPPED`, which does more.
-        causes: The directives behind it.
-    """
+    """Gives the models of transformers that hold a module a base class, `ORIGINAL` or `MAPPED`."""
     _mix_in(files, node, kind, causes)
     _mix_in(files, node, LIBRARY, causes)
 
@@ -42,13 +35,8 @@ def keep_all_treatments(
     """Has transformers treat every model specially that it did, once anything is called for.
 
     It converts their checkpoints, or initialises what others have to initialise themselves.
-
-    Args:
-        tree: The module tree.
-        files: What changes in them takes the model's classes out of transformers.
-        before: Who else does.
-        called: All that is called for, were it for a share of layers that is none: a knob that
-            says no more than that does not change the weights that training starts with.
+    `called` is all that is called for, were it for a share of layers that is none: a knob that says
+    no more than that does not change the weights that training starts with.
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))

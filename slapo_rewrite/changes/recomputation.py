@@ -37,31 +37,16 @@ from slapo_rewrite.model.tree import Node, Tree
 
 @dataclass(frozen=True)
 class Recomputed(Requested):
-    """Activations are computed again in the backward pass: a module's, or those of a part of one.
+    """Activations are computed again in the backward pass, those of a module or of a part of it."""
 
-    Attributes:
-        kept: What is kept all the same.
-        updates_buffers: Whether it updates buffers as it runs.
-        draws: Whether it draws random numbers of Python or NumPy.
-        caches: Those that the module and modules inside of it take.
-        left: Arguments that the module must not be given where it is computed again.
-    """
-
-    kept: SavePolicy = None
-    updates_buffers: bool = False
-    draws: bool = False
-    caches: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    kept: SavePolicy = None  # what is kept all the same
+    updates_buffers: bool = False  # whether it updates buffers as it runs
+    draws: bool = False  # whether it draws random numbers of Python or NumPy
+    caches: tuple[str, ...] = ()  # those that the module and modules inside of it take
+    left: tuple[str, ...] = ()  # arguments that it must not be given where it is computed again
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
-        """The same, once it is known that it may be done, and what it takes.
-
-        Args:
-            to: Has the tree and the files.
-            node: The module.
-            twice: What of it runs twice.
-            cause: Who asks.
-        """
+        """The same, once it is known that some modules may run twice, and what that takes."""
         check_repeats(to.files, twice, cause)
         return replace(
             self,
@@ -233,11 +218,7 @@ def without_caches(
 ) -> list[str]:
     """Lines that leave a function without the caches it was given, none where there are none.
 
-    Args:
-        function: The function.
-        used: Its names that count.
-        caches: Those that its module takes, and that what it calls takes, which may be among its
-            `**kwargs`.
+    Of its names those that are `used` count; the caches may be among its `**kwargs`.
     """
     off = {KEEPS_TOKENS: False}
     lines = [f"{name} = {off.get(name)}" for name in caches if name in used]

@@ -28,11 +28,6 @@ def place_gradients(
 ) -> None:
     """Adds up the gradients of every whole parameter that meets parts, wherever its like does.
 
-    Args:
-        to: Takes the changes; says which parameters meet parts, and where they are read.
-        owners: The directives behind what is sharded, by the module that has it.
-        holders: The nearest of these modules, by the path of every module below one.
-
     Raises:
         RewriteError: There is no place for it.
     """

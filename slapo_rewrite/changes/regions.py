@@ -36,13 +36,9 @@ MAX_NAME = 40
 
 @dataclass(frozen=True)
 class Region(Requested):
-    """In a method: some of its statements, by the calls that they make.
+    """In a method: some of its statements, by the calls that they make."""
 
-    Attributes:
-        part: The statements.
-    """
-
-    part: Subgraph
+    part: Subgraph  # the statements
 
     order = 3
     is_parallel = False

@@ -260,11 +260,6 @@ def place_sizes(
 ) -> None:
     """What follows from the shards, on every module that holds sharded parameters.
 
-    Args:
-        to: Takes the changes.
-        owners: The directives behind what is sharded, by the module that has it.
-        holders: The nearest of these modules, by the path of every module below one.
-
     Raises:
         UnfollowableSize: Something that depends on a sharded size stands in no class.
     """

@@ -16,7 +16,7 @@ from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.sinking import is_alone
-from slapo_rewrite.code.syntax import end_position, local_assignments, position
+from slapo_rewrite.code.syntax import assignments, end_position, position
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
 
@@ -65,7 +65,7 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
             at=sync.cause.at,
             hint="put the sync on a module around it, or state it without `of`",
         )
-    bound = list(local_assignments(forward, sync.value))
+    bound = [each.statement for each in assignments(forward, sync.value)]
     if (
         len(bound) != 1
         or not isinstance(bound[0], _SIMPLE[:3])

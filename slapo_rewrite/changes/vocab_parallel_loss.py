@@ -111,9 +111,7 @@ class _Gathers:
     """Gathers of logits on every way through a method that leaves a loss out, and in eval mode.
 
     A training step that computes a loss has no use for whole logits; an evaluation may have.
-
-    Args:
-        calls: The calls in it that compute losses of the logits, in their order.
+    `calls` are those that compute losses of the logits, in their order.
 
     Raises:
         Unsupported: There are several losses, and a condition leaves out some of them.

@@ -47,9 +47,8 @@ class Signature:
     def bind(self, arguments: Iterable[tuple[str, V]]) -> BoundArguments[V]:
         """Says for which parameter each argument is.
 
-        Args:
-            arguments: As they stand in a call: each with its name, which is '' where it has none,
-                `*` or `**` where it stands for several.
+        They are as they stand in a call: each with its name, which is '' where it has none, `*` or
+        `**` where it stands for several.
         """
         found = BoundArguments[V](self)
         number = 0
@@ -112,10 +111,8 @@ def arguments_by(call: ast.Call, *names: str) -> dict[str, ast.expr]:
 def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
     """The expression that a call gives a parameter, its default where the call does not give it.
 
-    Of `*args` it is a tuple of those that the call gives.
-
-    Returns:
-        None where that cannot be told: a star argument may hide it, or there is no such parameter.
+    Of `*args` it is a tuple of those that the call gives. None where that cannot be told: a star
+    argument may hide it, or there is no such parameter.
     """
     signature = Signature.of(function, bound=first_parameter(function) in ("self", "cls"))
     bound = signature.bind(given_by(call))

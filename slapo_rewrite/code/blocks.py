@@ -44,10 +44,8 @@ def with_statements(
 ) -> ast.FunctionDef:
     """A function with other statements, in which those that stay are the same objects.
 
-    Args:
-        function: The function.
-        instead: What stands in the place of a statement, which is given as it was and with what
-            stands in its own blocks by now.
+    `instead` gives what stands in the place of a statement, for it as it was and for it with what
+    stands in its own blocks by now.
     """
 
     def replaced(body: Iterable[ast.stmt]) -> list[ast.stmt]:

@@ -130,7 +130,10 @@ def _binds(node: cst.BinaryOperation) -> int:
 
 def expression(template: str, **operands: Operand) -> cst.BaseExpression:
     """An expression with nodes, or texts of expressions, in the places of its `{names}`."""
-    made: cst.BaseExpression = _filled(_expression(_named(template, operands)), operands)
+    places = {name: f"{_PLACEHOLDER}{name}" for name in operands}
+    filling = _Filling({places[name]: operand for name, operand in operands.items()})
+    parsed: Any = _expression(template.format_map(places))
+    made: cst.BaseExpression = parsed.visit(filling)
     return made
 
 
@@ -195,21 +198,14 @@ def _appended(args: Iterable[cst.Arg], added: cst.Arg) -> list[cst.Arg]:
     return [*before, last.with_changes(comma=separator), added]
 
 
-def _named(template: str, operands: Mapping[str, Operand]) -> str:
-    return template.format_map({name: f"{_PLACEHOLDER}{name}" for name in operands})
-
-
 @functools.lru_cache(maxsize=256)
 def _expression(text: str) -> cst.BaseExpression:
     return cst.parse_expression(text)
 
 
-def _filled(node: Any, operands: Mapping[str, Operand]) -> Any:
-    """A parsed template with the operands in their places, all of it new."""
-    return node.visit(_Filling({f"{_PLACEHOLDER}{k}": v for k, v in operands.items()}))
-
-
 class _Filling(cst.CSTTransformer):
+    """Puts operands in their places in a parsed template, all of it new."""
+
     def __init__(self, operands: Mapping[str, Operand]) -> None:
         super().__init__()
         self.operands = operands

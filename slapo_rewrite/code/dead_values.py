@@ -71,9 +71,7 @@ class _Deaths:
     def inside(self, body: Sequence[ast.stmt], outer: Collection[str] = ()) -> Iterator[Death]:
         """Those of a block.
 
-        Args:
-            body: The block.
-            outer: Names that are dropped behind the statement that it is part of.
+        `outer` names are dropped behind the statement that it is part of.
         """
         for statement in body:
             behind = self._behind(statement) - set(outer)

@@ -100,13 +100,7 @@ def edited(file: SourceFile, edits: Mapping[ast.stmt, Sequence[Edit]]) -> dict[a
 
 
 def substituted(file: SourceFile, node: ast.expr | ast.stmt, texts: Mapping[ast.expr, str]) -> str:
-    """The text of an expression or a simple statement with others in the places of parts of it.
-
-    Args:
-        file: The file.
-        node: What is written.
-        texts: Expressions by those in it that they take the place of.
-    """
+    """The text of an expression or a simple statement with others in the places of parts of it."""
     found: list[cst.CSTNode] = []
 
     def keep(made: cst.CSTNode) -> cst.CSTNode:

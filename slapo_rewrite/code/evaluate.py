@@ -79,10 +79,7 @@ _DISPLAYS: Mapping[type[ast.AST], Callable[..., Any]] = {
 def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
     """What an expression is worth by what its operands are; None where it is of another kind.
 
-    Args:
-        expr: The expression.
-        of: What an operand is worth.
-        calls: Whether a call whose worth is unknown may be left out where a test is decided.
+    With `calls` a call whose worth is unknown may be left out where a test is decided.
     """
     match expr:
         case ast.Constant(value=value):

@@ -67,9 +67,7 @@ class SourceFile:
     def read(cls, path: Path, name: str | None = None) -> SourceFile:
         """Reads and parses a file.
 
-        Args:
-            path: The file.
-            name: Its dotted module name; made from the packages around it where None.
+        Without a `name` its dotted module name is made from the packages around it.
 
         Raises:
             SourceError: It cannot be read, is not UTF-8, or does not parse.
@@ -78,8 +76,7 @@ class SourceFile:
             data = path.read_bytes()
         except OSError as error:
             raise errors.SourceError(
-                f"cannot read `{path}`: {error.strerror or error}",
-                hint=near_files(path),
+                f"cannot read `{path}`: {error.strerror or error}", hint=near_files(path)
             ) from error
         text = _decode(data, path)
         bom = "\ufeff" if text.startswith("\ufeff") else ""
@@ -137,9 +134,7 @@ class SourceFile:
     def offset(self, line: int, col_utf8: int) -> int:
         """The character offset into `text` of a position as `ast` gives it.
 
-        Args:
-            line: 1-based.
-            col_utf8: 0-based, in UTF-8 bytes.
+        Lines count from 1, columns from 0 and in UTF-8 bytes.
         """
         start = self._starts[line - 1]
         if self._ascii:
@@ -207,8 +202,7 @@ class SourceFile:
     def qualified(self, expr: ast.expr) -> str | None:
         """The dotted absolute name that a name or attribute expression means at module level.
 
-        Returns:
-            None for other expressions, and for names that the module level does not bind.
+        None for other expressions, and for names that the module level does not bind.
         """
         tail: list[str] = []
         while isinstance(expr, ast.Attribute):

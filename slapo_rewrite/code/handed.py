@@ -37,15 +37,10 @@ ANY_OF_SELF = "self.*"  # the attribute of a name that is worked out
 
 @dataclass(frozen=True)
 class _State:
-    """What is known at a statement.
+    """What is known at a statement."""
 
-    Attributes:
-        means: The values that a name may mean.
-        handed: The values that were handed on.
-    """
-
-    means: Mapping[str, _Values]
-    handed: _Values = _NONE
+    means: Mapping[str, _Values]  # the values that a name may mean
+    handed: _Values = _NONE  # the values that were handed on
 
     def of(self, key: str) -> _Values:
         """The values of a name, or of an attribute of `self`."""
@@ -71,16 +66,13 @@ class _State:
 
 @dataclass
 class Handed:
-    """Follows what a function hands on.
+    """Follows what a function hands on."""
 
-    Attributes:
-        handed: The expressions that are handed on by an expression.
-        changed: The arguments that a call changes in place.
-        absent: Whether an argument of a call is None, whatever it says.
-    """
-
+    # The expressions that are handed on by an expression.
     handed: Callable[[ast.expr], Iterable[ast.expr]] = lambda _: ()
+    # The arguments that a call changes in place.
     changed: Callable[[ast.Call], Iterable[ast.expr]] = lambda _: ()
+    # Whether an argument of a call is None, whatever it says.
     absent: Callable[[ast.Call, ast.expr], bool] = lambda *_: False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _held: dict[object, _Values] = field(default_factory=dict)  # by lists and dictionaries
@@ -155,11 +147,7 @@ class Handed:
         return state
 
     def _bound(
-        self,
-        targets: Iterable[ast.expr],
-        value: ast.expr,
-        state: _State,
-        is_element: bool = False,
+        self, targets: Iterable[ast.expr], value: ast.expr, state: _State, is_element: bool = False
     ) -> _State:
         means = dict(state.means)
         for target in targets:

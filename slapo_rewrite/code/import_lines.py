@@ -45,10 +45,7 @@ def is_remarked(file: SourceFile, node: ast.stmt) -> bool:
 def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Edit:
     """Text below an import; below the file's docstring, or above all of it, where it has none.
 
-    Args:
-        file: The file.
-        statement: The import.
-        text: Begins with as many line breaks as part it from the import.
+    It begins with as many line breaks as part it from the import.
     """
     if statement is not None:
         place = past_comment(file, file.span(statement)[1])

@@ -41,13 +41,6 @@ def inline_edits(
 ) -> list[Edit]:
     """The edits that put `forward` in the place of the calls of the module at a path.
 
-    Args:
-        file: The file that defines both classes.
-        methods: Those of the class that holds the module.
-        path: Of the module in it.
-        forward: The module's own.
-        cause: The directive that asks for it.
-
     Raises:
         Unsupported: It cannot be written there without changing what is computed.
     """

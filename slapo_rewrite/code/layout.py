@@ -14,9 +14,7 @@ from slapo_rewrite.code.build import reindented
 @functools.cache
 def _mode(line_length: int) -> black.Mode:
     return black.Mode(
-        line_length=line_length,
-        string_normalization=False,
-        target_versions={TargetVersion.PY311},
+        line_length=line_length, string_normalization=False, target_versions={TargetVersion.PY311}
     )
 
 
@@ -59,13 +57,8 @@ def fitting_at(text: str, indent: int, line_length: int) -> str:
 def fitted(text: str, indent: int, line_length: int, comment: str = "", before: str = "") -> str:
     """A statement as it is where it fits, else as `formatted` gives it.
 
-    Args:
-        text: The statement.
-        indent: The column at which it stands.
-        line_length: The file's own.
-        comment: What follows it on its last line.
-        before: What stood there, whose lines stay where each is only written otherwise; those that
-            `black` made are its to make again.
+    `comment` follows on its last line. Lines of what stood there `before` stay where each is only
+    written otherwise; those that `black` made are its to make again.
     """
     first, *others = f"{text}{comment}".split("\n")
     fits = all(len(line) <= line_length for line in (" " * indent + first, *others))

@@ -57,10 +57,8 @@ def package_of(path: Path) -> str:
 def locate(source: str) -> tuple[Path, str]:
     """The file and the dotted module name that a SOURCE argument means.
 
-    Nothing is imported where the dotted name can be followed through folders.
-
-    Args:
-        source: The path of a Python file, or the dotted name of an importable module.
+    Nothing is imported where the dotted name can be followed through folders. It is the path of a
+    Python file, or the dotted name of an importable module.
 
     Raises:
         SourceError: There is no such file or module.

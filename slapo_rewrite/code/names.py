@@ -15,10 +15,8 @@ def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
     """The paths below `self` that an expression of a method may mean, each once.
 
     A local name is followed to what it is bound to: `act = self.up`, a tuple of modules, a loop
-    over one. A path is written as in the module tree: `mlp.0.up`.
-
-    Returns:
-        () where it is nothing of `self`, or where that cannot be told.
+    over one. A path is written as in the module tree: `mlp.0.up`. () where it is nothing of `self`,
+    or where that cannot be told.
     """
     return tuple(dict.fromkeys(_paths(expr, method, 0)))
 

@@ -79,13 +79,7 @@ def compound(*parts: str) -> str:
 
 
 def or_else(file: SourceFile, branch: ast.If, text: str) -> Edit:
-    """A branch above another, which is taken where the first one is not: `elif`.
-
-    Args:
-        file: The file.
-        branch: The other.
-        text: The first, an `if` without `else`.
-    """
+    """A branch above another, which is taken where the first one is not: `elif`."""
     start, column = file.span(branch)[0], branch.col_offset
     above = at_column(text, column, file.line_length)
     return Edit(start, start, f"{above}\n{' ' * column}el")
@@ -121,14 +115,7 @@ def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
 
 
 def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Edit:
-    """A definition behind another of the same block.
-
-    Args:
-        file: The file.
-        definition: The other one.
-        text: The new one.
-        gap: How many blank lines part them.
-    """
+    """A definition behind another of the same block, parted by so many blank lines."""
     end = past_comment(file, file.span(definition)[1])
     pad = " " * definition.col_offset
     body = pad + reindented(text.strip("\n"), 0, definition.col_offset)

@@ -47,12 +47,8 @@ def apply_edits(
 ) -> tuple[str, list[Change]]:
     """`text` with every edit carried out, and the lines that each one wrote.
 
-    Insertions at one place stand in the order in which they are given.
-
-    Args:
-        text: The text.
-        edits: What changes in it.
-        earlier: Lines of it that edits before these wrote; they come first in the result.
+    Insertions at one place stand in the order in which they are given. Lines that edits before
+    these wrote come first in the result.
 
     Raises:
         ConflictingEdits: Two edits replace the same text.

@@ -41,15 +41,10 @@ def orders(
 ) -> Iterator[tuple[tuple[ast.stmt, ...], list[tuple[ast.stmt, ...]]]]:
     """Runs of statements that may change places, each with its other orders.
 
-    Two statements that read one value keep their order: backwards, what they add to its gradient
-    is added up in that order.
-
-    Args:
-        file: The file.
-        function: The function.
-        is_pure: Whether an operation of torch, or a method of tensors, gives a value and no more.
-        is_known: Whether what is called or read of `self` does no more either.
-        are_apart: Whether what is at two paths below `self` has no parameters in common.
+    Two statements that read one value keep their order: backwards, what they add to its gradient is
+    added up in that order. `is_pure` says whether an operation gives a value and no more,
+    `is_known` whether what is called or read of `self` does no more either, and `are_apart` whether
+    what is at two paths below `self` has no parameters in common.
     """
     names = local_names(function)
     is_value = functools.partial(_is_value, file, names, is_pure, is_known)
@@ -136,10 +131,7 @@ def _is_value(
 
 
 def _depend(
-    one: ast.stmt,
-    other: ast.stmt,
-    names: frozenset[str],
-    are_apart: Callable[[str, str], bool],
+    one: ast.stmt, other: ast.stmt, names: frozenset[str], are_apart: Callable[[str, str], bool]
 ) -> bool:
     """Whether two statements, the first of which comes first, have to stay in this order."""
     reads, bound = (
@@ -157,9 +149,7 @@ def _paths(statement: ast.stmt) -> list[str]:
 
 
 def _sorted(
-    done: tuple[ast.stmt, ...],
-    left: Sequence[ast.stmt],
-    ordered: set[tuple[ast.stmt, ast.stmt]],
+    done: tuple[ast.stmt, ...], left: Sequence[ast.stmt], ordered: set[tuple[ast.stmt, ast.stmt]]
 ) -> Iterator[tuple[ast.stmt, ...]]:
     """The orders that keep what is ordered, the given one first."""
     if not left:

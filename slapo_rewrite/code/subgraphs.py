@@ -13,21 +13,17 @@ from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import local_names
+from slapo_rewrite.code.syntax import position
+from slapo_rewrite.code.text import within
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of one method, and the run of statements around them.
-
-    Attributes:
-        method: The method.
-        run: Consecutive statements of one block.
-        calls: The calls, in the order of the text.
-    """
+    """Calls of one method, and the run of statements around them."""
 
     method: ast.FunctionDef
-    run: tuple[ast.stmt, ...]
-    calls: tuple[ast.Call, ...]
+    run: tuple[ast.stmt, ...]  # consecutive statements of one block
+    calls: tuple[ast.Call, ...]  # in the order of the text
 
     @property
     def is_single(self) -> bool:
@@ -77,7 +73,7 @@ def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls 
     found = [call for name, call in called_names(method) if wanted_names([name], wanted)]
     if not found:
         return None
-    found.sort(key=lambda call: (call.lineno, call.col_offset))
+    found.sort(key=position)
     return Calls(method, tuple(_around(method.body, found)), tuple(found))
 
 
@@ -86,22 +82,14 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
     holding = [
         number
         for number, statement in enumerate(body)
-        if any(_holds(statement, call) for call in calls)
+        if any(within(statement, call) for call in calls)
     ]
     run = body[holding[0] : holding[-1] + 1]
     if len(run) == 1:
         for block in blocks(run[0]):
-            if all(any(_holds(s, call) for s in block) for call in calls):
+            if all(any(within(s, call) for s in block) for call in calls):
                 return _around(block, calls)
     return run
-
-
-def _holds(statement: ast.stmt, call: ast.Call) -> bool:
-    first = (statement.lineno, statement.col_offset)
-    last = (statement.end_lineno or 0, statement.end_col_offset or 0)
-    return first <= (call.lineno, call.col_offset) and (
-        (call.end_lineno or 0, call.end_col_offset or 0) <= last
-    )
 
 
 # What draws random numbers beside torch, and what begins with those of the system where no seed is
@@ -118,26 +106,15 @@ MUTATING = {
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why statements cannot be a method of their own that runs twice.
+    """Why statements cannot be a method of their own that runs twice."""
 
-    Attributes:
-        node: What stands in the way.
-        words: What it does.
-        hint: What to do about it.
-    """
-
-    node: ast.stmt | ast.expr
-    words: str
-    hint: str
+    node: ast.stmt | ast.expr  # what stands in the way
+    words: str  # what it does
+    hint: str  # what to do about it
 
 
 def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | None:
-    """The first thing in a run that leaves it, or that must not happen twice.
-
-    Args:
-        run: The statements.
-        inputs: The local names whose values come from before.
-    """
+    """The first thing in a run that leaves it, or must not happen twice to its inputs."""
     given = {"self", *inputs}
     for statement in statements(run):
         if (found := _leaving(run, statement)) or (found := _changing(statement, given)):
@@ -154,10 +131,7 @@ def change_of_given(
 ) -> Obstacle | None:
     """The first thing in a method that changes an argument, or adds to what `self` holds.
 
-    Args:
-        method: The method.
-        given: The arguments that it must leave as they are.
-        buffers: Attributes that it may add to.
+    It must leave the arguments in `given` as they are, and may add to the attributes in `buffers`.
     """
     given = set(given)
     for statement in statements(tuple(method.body)):
@@ -311,9 +285,7 @@ def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
 def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obstacle | None:
     """What a statement, without its blocks, changes in place of what must stay.
 
-    Args:
-        statement: The statement.
-        root: The name of what must stay that an expression is part of; None for anything else.
+    `root` gives the name of what must stay that an expression is part of; None for anything else.
     """
     words = "changes `{}` in place"
     if isinstance(statement, ast.AugAssign) and root(statement.target):

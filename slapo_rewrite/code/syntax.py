@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
+from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.text import bound_by
 
@@ -39,8 +40,7 @@ def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
         case ast.Name(id=name), ast.Call(func=ast.Name(id="range"), args=[first, _]):
             return name if is_zero(first) else None
         case ast.Tuple(elts=[ast.Name(id=name), _]), ast.Call(func=ast.Name(id="enumerate")):
-            starts = [*iterable.args[1:], *(k.value for k in iterable.keywords)]
-            return name if all(is_zero(s) for s in starts) else None
+            return name if all(map(is_zero, values_given(iterable)[1:])) else None
         case ast.Tuple(elts=elts), ast.Call(func=ast.Name(id="zip"), args=args):
             counters = (counter_of(t, a) for t, a in zip(elts, args, strict=False))
             return next((c for c in counters if c), None)
@@ -81,21 +81,6 @@ def is_zero(expr: ast.expr) -> bool:
     return isinstance(expr, ast.Constant) and expr.value == 0
 
 
-def local_assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.stmt]:
-    """The statements of a function that bind a local name, in the order of the text."""
-    for node in ast.walk(function):
-        match node:
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.For():
-                bound = _bound_names(node)
-            case ast.If(test=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
-                named = (n for n in ast.walk(value) if isinstance(n, ast.NamedExpr))
-                bound = bound_in(*(n.target for n in named))
-            case _:
-                continue
-        if name in bound:
-            yield node
-
-
 @dataclass(frozen=True)
 class Assignment:
     """A statement that binds a local name."""
@@ -129,10 +114,8 @@ def _bindings(
                 value = statement.value
                 used = names_in(*[value] if value else ())
                 yield Assignment(statement, guards, looped and not names.isdisjoint(used))
-            case ast.AugAssign() | ast.With() | ast.AsyncWith() | ast.Import() | ast.ImportFrom():
-                yield Assignment(statement, guards, looped)
-                yield from _bindings(getattr(statement, "body", []), guards, looped)
             case ast.If():
+                yield Assignment(statement, guards, looped)  # by `:=`
                 yield from _bindings(statement.body, (*guards, (statement.test, True)), looped)
                 yield from _bindings(statement.orelse, (*guards, (statement.test, False)), looped)
             case ast.For() | ast.AsyncFor() | ast.While():
@@ -145,6 +128,15 @@ def _bindings(
                 for handler in statement.handlers:
                     yield from _bindings(handler.body, (*guards, (unsure, True)), looped)
                 yield from _bindings([*statement.orelse, *statement.finalbody], guards, looped)
+            case ast.Match():
+                for case in statement.cases:
+                    unsure = ast.copy_location(ast.Name("<undecided>", ast.Load()), statement)
+                    yield from _bindings(case.body, (*guards, (unsure, True)), looped)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass
+            case _:
+                yield Assignment(statement, guards, looped)
+                yield from _bindings(getattr(statement, "body", []), guards, looped)
 
 
 def _bound_names(statement: ast.stmt) -> Set[str]:
@@ -163,6 +155,8 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
             return bound_in(*(i.optional_vars for i in items if i.optional_vars))
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             return {bound_by(a) for a in names}
+        case ast.If(test=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+            return bound_in(*(n.target for n in ast.walk(value) if isinstance(n, ast.NamedExpr)))
     return set()
 
 

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.commands.answers import (
-    DONE,
-    NO,
-    answered,
-    shows_colours,
-    tidy,
-    warn,
-    working,
-)
+from slapo_rewrite.commands.answers import DONE, NO, answered, shows_colours, tidy, warn, working
 from slapo_rewrite.commands.verify_command import verified
 from slapo_rewrite.commands.work_out import is_auto, work_out
 
@@ -198,11 +190,7 @@ def _put(out: Path, output: Output, support: Path | None, merges: bool, force: b
     merge = Merged(output.files, [], {})
     if merges and (out / record.NAME).is_file():
         merge = merged(out, output.files)
-    how: dict[str, Any] = {
-        "force": force,
-        "replacing": merge.replacing,
-        "inputs": output.inputs,
-    }
+    how: dict[str, Any] = {"force": force, "replacing": merge.replacing, "inputs": output.inputs}
     if support is None:
         write(out, merge.files, **how)
     else:

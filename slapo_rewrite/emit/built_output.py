@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -188,12 +189,8 @@ class BuiltOutput:
 
 def _made_within(node: Node, meant: Collection[str]) -> bool:
     """Whether a module is made by one of torch's that has another class."""
-    owner = node.owner
-    while owner is not None and is_torch(owner.cls.__module__):
-        if owner.path in meant:
-            return True
-        owner = owner.owner
-    return False
+    makers = itertools.takewhile(lambda owner: is_torch(owner.cls.__module__), node.owners())
+    return any(owner.path in meant for owner in makers)
 
 
 def _names_anew(live: Any) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
+from slapo_rewrite.changes.output_files import stands_for
 from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
@@ -54,18 +55,14 @@ class Construction:
     def tried(self, trial: Trial | None) -> None:
         """Builds the output's model, and tries it.
 
-        Args:
-            trial: What it is tried with, for which a few of the layers that are alike will do; None
-                to run a small model of it against the original's.
+        For a trial a few of the layers that are alike will do; without one a small model of it is
+        run against the original's.
 
         Raises:
             RewriteError: It fails, or is not what was scheduled, or not the model any more.
         """
         draft, project = self.draft, self.project
-        with (
-            project.timed("construct"),
-            imported_beside(draft, self.copies, self.anew) as emitted,
-        ):
+        with project.timed("construct"), imported_beside(draft, self.copies, self.anew) as emitted:
             if trial is not None and (short := self._short(emitted)) is not None:
                 trial(emitted, short)
                 return
@@ -79,12 +76,7 @@ class Construction:
     def _short(self, emitted: Emitted) -> Shortening | None:
         """Which layers were made where few were, and nothing is wrong with these; else None."""
         siblings = Representatives(self.project.tree, self.plan.states).siblings
-        first = {
-            f"{path.rpartition('.')[0]}.{name}": path
-            for path, own in siblings.items()
-            for name in own
-        }
-        short = Shortening.of(self.project.tree, first).by(emitted.instead_of)
+        short = Shortening.of(self.project.tree, stands_for(siblings)).by(emitted.instead_of)
         try:
             built = self._built(emitted, short)
         except (errors.RewriteError, FailedOutput):  # it may be for want of the others

@@ -102,14 +102,7 @@ def _version(text: str) -> list[int]:
 def is_current(
     out: Path, content: Mapping[str, Any], request: Request, shared: Path | None
 ) -> bool:
-    """Whether nothing that went into an output has changed, nor what came out.
-
-    Args:
-        out: The output folder.
-        content: Its record.
-        request: What it is to be made of.
-        shared: The folder that holds its helpers, if there is one.
-    """
+    """Whether nothing that went into an output has changed, nor what came out."""
     if not is_requested(content, request) or any(
         not record.holds(out / name, record.as_left(content, name)) for name in content["files"]
     ):
@@ -194,13 +187,7 @@ def changed_modules(modules: Sequence[str]) -> list[str]:
 def up_to_date(out: Path, request: Request, shared: Path | None) -> list[str] | None:
     """The warnings that go with an output which a rewrite would leave as it is.
 
-    Args:
-        out: The output folder.
-        request: What it is to be made of.
-        shared: The folder that holds its helpers, if there is one.
-
-    Returns:
-        None where it has to be rewritten, or hand edits were carried over to it.
+    None where it has to be rewritten, or hand edits were carried over to it.
     """
     try:
         content = record.read(out)

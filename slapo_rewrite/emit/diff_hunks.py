@@ -87,8 +87,7 @@ def ended_lines(text: str) -> list[str]:
 def original_text(diff: str, name: str, text: str) -> str | None:
     """What a rewritten file was made of, its imports absolute.
 
-    Returns:
-        None where the diff is of another text.
+    None where the diff is of another text.
     """
     lines = ended_lines(text)
     # Backwards, so that places stay what they are.

@@ -17,9 +17,7 @@ from slapo_rewrite.emit.write import hand_edited
 def explain(out: Path, place: str | None) -> str:
     """The causes of one line of an output, or of every change in it.
 
-    Args:
-        out: The output folder.
-        place: `FILE:LINE`, or a line of the model file; None for everything.
+    A place is `FILE:LINE`, or a line of the model file.
 
     Raises:
         NotAnOutput: The folder has no record.

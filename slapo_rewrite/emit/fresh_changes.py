@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,38 +47,18 @@ def fresh_in(out: Path, output: Output) -> list[Fresh]:
     """
     before = record.written_files(out)
     diff = record.text_at(out / "rewrite.diff")
-    originals = {
-        name: text
-        for name in output.originals
-        if name in before and (text := original_text(diff, name, before[name])) is not None
-    }
     now = {name: text for name, text in output.files.items() if name.endswith(".py")}
-    return fresh(before, now, originals, {n: o.absolute for n, o in output.originals.items()})
-
-
-def fresh(
-    before: Mapping[str, str],
-    now: Mapping[str, str],
-    originals_before: Mapping[str, str],
-    originals_now: Mapping[str, str],
-) -> list[Fresh]:
-    """What is new in the files of an output.
-
-    Args:
-        before: The files as they were written, by name.
-        now: As they are to be written.
-        originals_before: What those that are rewritten were made of.
-        originals_now: What they are made of.
-    """
     found = []
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if old == new:
             continue
         count = 0
-        if old is not None and new is not None and name in originals_before:
-            original = originals_before[name], originals_now.get(name, originals_before[name])
-            old, count = _with_sources_own(old, new, *original)
+        if old is not None and new is not None and name in output.originals:
+            source = original_text(diff, name, old)
+            if source is not None:
+                own = output.originals[name].absolute
+                old, count = _with_sources_own(old, new, source, own)
         found.append(Fresh(name, old, new, count))
     return found
 

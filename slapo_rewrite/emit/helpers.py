@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 
 import black
 
@@ -15,6 +14,7 @@ from slapo_rewrite.changes.imports import KERNELS
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
+from slapo_rewrite.emit.kernels import RUNTIME as RUNTIME
 from slapo_rewrite.emit.used_definitions import (
     MARK,
     Definitions,
@@ -31,43 +31,14 @@ from slapo_rewrite.schedule.load import ScheduleFile
 MODULES = "modules"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
-    "annotations",
-    "remaking",
-    "recomputation",
-    "shards",
-    "guards",
-    "packed_axes",
-    "tensor_parallel",
-    "vocab_parallel_loss",
-    "rng",
-    "conv1d",
-    "replicated",
-    "grouped_query",
-    "convolution",
-    "embedding_bag",
-    "multihead_attention",
-    "transformer_layers",
-    "normalization",
-    "mixed_norms",
-    "mixed_precision",
-    "mixed_conv1d",
-    "mixed_parallel",
-    "mixed_parallel_conv1d",
-    "mixed_parallel_convolution",
-    "mixed_parallel_norms",
-    "weights",
-    "loading",
-    "deferred_init",
-    "distributed_checkpoint",
-    "lora",
-    "pretrained",
-    "backward_steps",
-    "stages",
-    "checkpoints",
-    "deepspeed_pipeline",
-    "torch_pipeline",
-)
-RUNTIME = Path(__file__).resolve().parents[1] / "runtime"
+    "annotations", "remaking", "recomputation", "shards", "guards", "packed_axes",
+    "tensor_parallel", "vocab_parallel_loss", "rng", "conv1d", "replicated", "grouped_query",
+    "convolution", "embedding_bag", "multihead_attention", "transformer_layers", "normalization",
+    "mixed_norms", "mixed_precision", "mixed_conv1d", "mixed_parallel", "mixed_parallel_conv1d",
+    "mixed_parallel_convolution", "mixed_parallel_norms", "weights", "loading", "deferred_init",
+    "distributed_checkpoint", "lora", "pretrained", "backward_steps", "stages", "checkpoints",
+    "deepspeed_pipeline", "torch_pipeline",
+)  # fmt: skip
 
 # What an output offers beside what the model file itself calls.
 SURFACE = {
@@ -110,10 +81,8 @@ def helper_files(
 ) -> dict[str, str]:
     """The helper files, by name.
 
-    Args:
-        used: Names that the model file uses of each helper module.
-        schedule: Where the classes and functions of `modules` are defined.
-        header: A comment that says what made the file.
+    `used` has the names that the model file uses of each helper module; the schedule defines the
+    classes and functions of `modules`.
 
     Raises:
         ScheduleError: The schedule's own code cannot be copied.
@@ -124,9 +93,7 @@ def helper_files(
 def library_files(uses: Mapping[str, Iterable[str]], header: str) -> dict[str, str]:
     """The helper files, by name, without the schedule's own code.
 
-    Args:
-        uses: Names by helper module; what is not known any more is left out.
-        header: A comment that says what made the files.
+    What is not known any more is left out.
     """
     known: dict[str, set[str]] = {}
     for module, names in uses.items():
@@ -154,11 +121,6 @@ def _laid_out(helpers: Mapping[str, Picked], header: str) -> dict[str, str]:
 
 def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: SourceFile) -> str:
     """The helpers as one text, to stand behind the imports of the model file.
-
-    Args:
-        used: Names that the model file uses of each helper module.
-        schedule: Where the classes and functions of `modules` are defined.
-        file: The model file.
 
     Raises:
         NameTaken: The model file has another meaning for a name that the helpers need.
@@ -282,9 +244,7 @@ def _runtime_text(module: str) -> str:
 def runtime_library(module: str, features: Collection[str] | None = None) -> Definitions:
     """A runtime module, whose definitions can be taken out one by one.
 
-    Args:
-        module: The module.
-        features: What is in use, as FEATURES says; None: all that there is.
+    `features` are those in use, as FEATURES says; without them it is all that there is.
     """
     marks = _features()[1][module]
     return _with_features(module, marks if features is None else marks.intersection(features))

@@ -57,12 +57,6 @@ def _is_of_library(value: Any, cls: type) -> bool:
 def check_run(emitted: Emitted, draft: Draft, built: Tree, original: ModuleType) -> None:
     """Every method that changed, and those of every new class, are the ones that run.
 
-    Args:
-        emitted: The output, imported.
-        draft: The output.
-        built: Its module tree.
-        original: The module that was rewritten: what is in it is no new class.
-
     Raises:
         Unsupported: One is not.
     """

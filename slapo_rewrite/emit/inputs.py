@@ -36,11 +36,8 @@ def may_change(path: Path, known: Collection[str]) -> bool:
     """Whether a file of the user's may do something else at another time, its text being the same.
 
     It may read files, look at the clock or the environment, or print: deny by default, so it is
-    taken to unless its text rules that out.
-
-    Args:
-        path: The file.
-        known: The modules and packages whose hashes or versions are known.
+    taken to unless its text rules that out. `known` are the modules and packages whose hashes or
+    versions are known.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
@@ -69,13 +66,7 @@ def own_modules(
 ) -> dict[str, Path]:
     """The user's own modules that source and schedule import, however indirectly.
 
-    Args:
-        source: The source.
-        schedule: The schedule's file, as parsed.
-        loaded: The modules that were imported for the first time while both were.
-
-    Returns:
-        Their files by their dotted names.
+    Their files by their dotted names.
     """
     found: dict[str, Path] = {}
     waiting = [*loaded, *_prefixes(source.name), *imported(schedule, None)]
@@ -98,17 +89,12 @@ def own_modules(
 
 
 def imported(tree: ast.Module, file: SourceFile | None) -> Iterator[str]:
-    """The dotted names that may be modules which a file imports.
-
-    Args:
-        tree: The file, as parsed.
-        file: What its relative imports are relative to.
-    """
+    """The dotted names that may be modules which a file imports; relative ones if it is given."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _prefixes(alias.name)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and (file is not None or not node.level):
             base = file.resolve_import(node) if file is not None else node.module or ""
             yield from _prefixes(base)
             yield from (f"{base}.{alias.name}" for alias in node.names)

@@ -68,8 +68,7 @@ def by_backend(
 ) -> dict[str, set[str]]:
     """The names that are used of each helper module, those of `kernels` apart by their backend.
 
-    Returns:
-        The names, with keys such as `kernels.eager` for those that are no Triton kernels.
+    Those that are no Triton kernels have keys such as `kernels.eager`.
     """
     known = {(r.module[1:], r.written): r.backend for r in references if r.module.startswith(".")}
     found: dict[str, set[str]] = {}
@@ -83,8 +82,7 @@ def by_backend(
 def picked_files(uses: Mapping[str, Iterable[str]]) -> dict[str, Picked]:
     """The files that hold what rules call, by name.
 
-    Args:
-        uses: Names by helper module and backend, as `by_backend` gives them.
+    The uses are as `by_backend` gives them.
 
     Raises:
         KeyError: There is no function of one of the names.
@@ -105,10 +103,8 @@ def picked(
 ) -> Picked:
     """The public functions of these names and all that they need, as one file.
 
-    Args:
-        names: Those that launch kernels.
-        eager: Those in PyTorch's operations alone.
-        compiled: Those in these operations that `torch.compile` compiles.
+    Those in `names` launch kernels, those in `eager` are in PyTorch's operations alone, and those
+    in `compiled` are in these operations and compiled by `torch.compile`.
 
     Raises:
         KeyError: There is none of one of the names.

@@ -31,10 +31,6 @@ class Merged:
 def merged(out: Path, files: Mapping[str, str]) -> Merged:
     """The files with the hand edits of `out` in them.
 
-    Args:
-        out: An output folder, whose record holds its files as they were written.
-        files: The files that are to be written.
-
     Raises:
         NotAnOutput: The folder has no record.
         OutputEdited: A file was edited whose written form is not known, or which is no longer made,

@@ -36,17 +36,9 @@ def record_text(
 ) -> str:
     """The text of `rewrite.json`.
 
-    Args:
-        project: The source and the schedule.
-        draft: The output.
-        options: How it is written.
-        plan: The primitive calls, and what became of the rules that they asked for.
-        inferred: Further directives: the collectives that were inferred.
-        knobs: Every knob's value.
-        files: The other files as they are written.
-        absolute: The lines of rewritten files with imports that were made absolute.
-        copies: The other files that are rewritten, by their names in the output.
-        own: The user's modules that source and schedule import, by their names.
+    `inferred` are the collectives that were inferred, `absolute` the lines of rewritten files with
+    imports that were made absolute, `copies` the other files that are rewritten, and `own` the
+    user's modules that source and schedule import.
     """
     directives = [*plan.directives, *inferred]
     depth = needed_depth(directives)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 from slapo_rewrite import errors
@@ -16,6 +16,31 @@ from slapo_rewrite.model.short_build import Shortening
 from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.primitives.base import Count, DoesNotFit
 from slapo_rewrite.project import Project
+
+
+def forked(work: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """What a process works out, one by one, that goes on from this one and begins at once.
+
+    It ends where the work does, or fails.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def send() -> None:
+        with suppress(BaseException), closing(sender):
+            for each in work():
+                sender.send(each)
+
+    def received() -> Iterator[Any]:
+        with suppress(EOFError):
+            while True:
+                yield receiver.recv()
+        process.join()
+
+    process = context.Process(target=send)
+    process.start()
+    sender.close()
+    return received()
 
 
 class OneRank:
@@ -45,28 +70,20 @@ class OneRank:
         """
         if sys.platform != "linux":
             raise DoesNotFit("a budget for several ranks is counted on Linux alone")
-        context = multiprocessing.get_context("fork")
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=self._send, args=(sender, ranks, count))
-        process.start()
-        sender.close()
-        try:
-            found, why = receiver.recv()
-        except EOFError:
-            found, why = None, "the process that counts ended"
-        process.join()
+        told = [*forked(lambda: [self._told(ranks, count)])]
+        found, why = told[0] if told else (None, "the process that counts ended")
         if why is not None:
             raise DoesNotFit(why)
         return found
 
-    def _send(self, sender: Any, ranks: int, count: Count) -> None:
-        with closing(sender):
-            try:
-                sender.send((self._counted(ranks, count), None))
-            except errors.RewriteError as error:
-                sender.send((None, error.message))
-            except Exception as error:  # the model's own code
-                sender.send((None, first_line(error)))
+    def _told(self, ranks: int, count: Count) -> tuple[Any, str | None]:
+        """What was counted, or why it was not."""
+        try:
+            return self._counted(ranks, count), None
+        except errors.RewriteError as error:
+            return None, error.message
+        except Exception as error:  # the model's own code
+            return None, first_line(error)
 
     def _counted(self, ranks: int, count: Count) -> Any:
         found: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import keyword
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.code.locate import locate as locate_source
 from slapo_rewrite.emit import record
+from slapo_rewrite.emit.inputs import imported
 from slapo_rewrite.emit.write import check_apart
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
@@ -113,25 +115,15 @@ def _imported(module: str, files: Iterable[Path]) -> set[str]:
     package, dot, _ = module.partition(".")
     found = {*sys.stdlib_module_names, *IMPORTED, *([package] if dot else [])}
     for file in files:
-        try:
-            nodes = list(ast.walk(ast.parse(file.read_bytes())))
-        except (OSError, SyntaxError, ValueError):
-            continue  # which is told in its turn, with its place
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # told in its turn
+            found |= {
+                name.partition(".")[0] for name in imported(ast.parse(file.read_bytes()), None)
+            }
     return found
 
 
 def _another(out: Path, wanted: str) -> str:
-    """What to do instead.
-
-    Args:
-        out: The folder, as the user gave it.
-        wanted: What it is to be called, but for what no name can have.
-    """
+    """What to do instead."""
     name = re.sub(r"\W", "_", unicodedata.normalize("NFKC", wanted)).replace("__main__", "main")
     name = f"out_{name}" if not name.isidentifier() else name
     name = f"{name}_" if keyword.iskeyword(name) else name

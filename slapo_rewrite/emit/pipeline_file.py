@@ -26,13 +26,7 @@ def pipeline_text(
 ) -> PipelineText:
     """What `pipeline.py` holds, and the helpers that it needs.
 
-    Args:
-        project: The source and the schedule.
-        cuts: Where stages end.
-        files: The output's other files.
-        model_file: The name of the rewritten model file.
-        single_file: Whether there is to be one file only.
-        sliced: What lets ranks hold slices of the values between layers.
+    `sliced` is what lets ranks hold slices of the values between layers.
 
     Raises:
         CannotCut: No stage can end there.

@@ -101,11 +101,9 @@ SHAPE: Any = {
             "inferred?": str,
             "outcome?": str,
             "shares?": [str],
-        },
+        }
     ],
-    "changes?": [
-        {"file": str, "lines": ([int], type(None)), "directives": [int], "why": str},
-    ],
+    "changes?": [{"file": str, "lines": ([int], type(None)), "directives": [int], "why": str}],
     "rules?": [
         {
             "directive": int,
@@ -115,7 +113,7 @@ SHAPE: Any = {
             "left?": {"*": str},
             "nearest?": str,
             "lacking?": [str],
-        },
+        }
     ],
     "warnings?": [str],
     "verification?": (
@@ -138,11 +136,7 @@ SHAPE: Any = {
     ),
     "written?": {"*": str},
 }
-SUPPORT_SHAPE: Any = {
-    "tool": {"digest": str},
-    "outputs": {"*": {"*": [str]}},
-    "files": {"*": str},
-}
+SUPPORT_SHAPE: Any = {"tool": {"digest": str}, "outputs": {"*": {"*": [str]}}, "files": {"*": str}}
 # A Python file of an output has less; what is packed may grow by far more.
 MOST_BYTES = 32 << 20
 
@@ -271,12 +265,7 @@ def with_verification(text: str, verification: Mapping[str, Any]) -> str:
 
 
 def with_merged(text: str, merged: Mapping[str, str]) -> str:
-    """The text of a record with what its files became by edits that were carried over.
-
-    Args:
-        text: The record.
-        merged: The texts of the files that hold such edits, by name.
-    """
+    """The text of a record with what its files became by edits that were carried over."""
     content = json.loads(text)
     written = content.pop("written")
     kept = {"merged": {n: digest(t) for n, t in merged.items()}} if merged else {}

@@ -29,10 +29,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def imported_beside(draft: Draft, copies: SiblingFiles, anew: Sequence[str]) -> Iterator[Emitted]:
     """Imports an output, without the decorators that do not stand to run beside the original.
 
-    Args:
-        draft: The output. Such decorators are left out of its texts.
-        copies: Which files are rewritten.
-        anew: Modules that are imported anew where a file fails.
+    Those are left out of the draft's texts. `anew` are modules that are imported anew where a file
+    fails.
 
     Raises:
         BrokenOutput: A file cannot be imported, or its model fails, at a line that the tool wrote.

@@ -30,13 +30,7 @@ from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
 from slapo_rewrite.emit.one_rank import OneRank
-from slapo_rewrite.emit.rewritten_text import (
-    carried,
-    check_text,
-    idle_names,
-    rewritten,
-    used_in,
-)
+from slapo_rewrite.emit.rewritten_text import carried, check_text, idle_names, rewritten, used_in
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.emit.source_diff import Original, whole_diff
 from slapo_rewrite.emit.support_folder import use_support
@@ -108,11 +102,8 @@ def try_out(
 ) -> None:
     """Carries out a schedule, and tries the output, of which no more is made than that takes.
 
-    Args:
-        project: The source and the schedule, on which nothing has been carried out; nor is it here.
-        settings: Knobs, as `name=value`.
-        trial: What the output is tried with, imported and built.
-        on_ranks: Whether budgets for ranks that share layers choose what is recomputed.
+    Nothing has been carried out on the project, nor is it here; `on_ranks` says whether budgets for
+    ranks that share layers choose what is recomputed.
 
     Raises:
         RewriteError: Something in the source, the schedule or the knobs is wrong.

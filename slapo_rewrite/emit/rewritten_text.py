@@ -27,12 +27,9 @@ def rewritten(
 ) -> tuple[str, list[Change]]:
     """The text of a file with its edits, and without the imports that they leave idle.
 
-    Args:
-        file: The file as it is before the last edits.
-        edits: Every edit of it.
-        own: What changed in its classes and functions.
-        earlier: Lines that edits before these wrote.
-        original: The file before all edits, where that is another one.
+    The file is as it is before the last edits; `own` is what changed in its classes and functions,
+    `earlier` are the lines that edits before these wrote, and `original` is the file before all
+    edits, where that is another one.
     """
     text, _ = apply_edits(file.text, edits)
     idle = idle_imports(file, text, [*own, *earlier], original, {e.start for e in edits})
@@ -70,12 +67,8 @@ def idle_imports(
 ) -> list[Edit]:
     """Takes out imported names that the original uses and the rewritten text no longer does.
 
-    Args:
-        file: The file as it is before the last edits.
-        text: The rewritten text.
-        edits: What changed in it.
-        original: The file before all edits, where that is another one.
-        places: Where text changes: new imports stand behind one that may go.
+    Text changes at `places`: new imports stand behind an import that may go. `original` is the file
+    before all edits, where that is another one.
     """
     idle = idle_names(original or file, text) & file.imports.keys()
     causes = merged_causes(*(e.causes for e in edits))

@@ -57,10 +57,6 @@ class SiblingFiles:
     def check_made(self, tree: Tree, before: Iterable[Change] = ()) -> None:
         """Every instance of a class that changed must be made by a file of the output.
 
-        Args:
-            tree: The module tree.
-            before: What changed in the model file before the edits.
-
         Raises:
             UnfollowableConstruction: Something makes one that knows the original's class alone.
         """
@@ -75,8 +71,9 @@ class SiblingFiles:
                     self._check_made(node, self._causes(module))
                 continue
             why = merged_causes(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
-            holder: Node | None = node if why else None
-            while holder is not None and holder.owner is not None and id(holder) not in seen:
+            for holder in (node, *node.owners()) if why else ():
+                if holder.owner is None or id(holder) in seen:
+                    break
                 # What holds what changed must be the output's as well.
                 seen.add(id(holder))
                 alike = holder.kind, holder.owner.kind
@@ -84,15 +81,9 @@ class SiblingFiles:
                     may_know[alike] = self._may_know(holder)
                 if not may_know[alike]:
                     self._check_made(holder, why)
-                holder = holder.owner
 
     def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
         """The output's model must be made of the classes that changed, and not of the originals.
-
-        Args:
-            emitted: The output's module tree.
-            tree: The original's.
-            before: What changed in the model file before the edits.
 
         Raises:
             UnfollowableConstruction: The original's class is still there.
@@ -244,10 +235,6 @@ class SiblingFiles:
 
         What the file uses of a copy beyond what it imports is imported along with that.
 
-        Args:
-            file: A file of the output.
-            idle: Names that it imports and does not use any more.
-
         Raises:
             SourceError: A relative import in a file that lies in no package.
             Unsupported: A use that hides what it takes from a copied file.
@@ -267,11 +254,7 @@ class SiblingFiles:
         return edits
 
     def _redirected(
-        self,
-        file: SourceFile,
-        node: ast.ImportFrom,
-        imports: Imports | None,
-        idle: Set[str],
+        self, file: SourceFile, node: ast.ImportFrom, imports: Imports | None, idle: Set[str]
     ) -> Iterator[Edit]:
         base = file.resolve_import(node)
         groups: dict[str, list[ast.alias]] = {}

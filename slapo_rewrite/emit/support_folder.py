@@ -39,12 +39,8 @@ def use_support(
 ) -> dict[str, str]:
     """The files of an output that has its helpers in a support folder, those by their path from it.
 
-    Args:
-        folder: The support folder's name.
-        uses: What the output uses of it.
-        files: The files of an output that has all its helpers beside it, by name.
-        changes: The lines of them that the schedule caused, which move along.
-        lengths: The line lengths of those that black does not lay out at its default.
+    The `changes` are the lines that the schedule caused, which move along; `lengths` the line
+    lengths of files that black does not lay out at its default.
     """
     helpers = helpers_of(uses)
     modules = {Path(name).stem for name in helpers}
@@ -186,15 +182,6 @@ def write_both(
 
     At every moment the folder holds what the output imports from it: first it has what the output
     used and will use, last what it uses alone.
-
-    Args:
-        out: The output folder.
-        files: Its files.
-        folder: The support folder.
-        uses: What the output uses of it.
-        force: Overwrite files that were edited by hand, and those of another tool.
-        replacing: As `write` takes it.
-        inputs: As `write` takes it.
 
     Raises:
         OutputEdited: A file was edited by hand, or other outputs need files of an earlier tool.

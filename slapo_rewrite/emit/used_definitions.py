@@ -50,11 +50,8 @@ class Definitions:
     def pick(self, names: Iterable[str], compiled: Collection[str] = ()) -> Picked:
         """The definitions of `names`, and of what they refer to, in the file's order.
 
-        Names that the file hands on (`import name as name`) are imported.
-
-        Args:
-            names: The names.
-            compiled: The functions among them that `torch.compile` is to compile.
+        Names that the file hands on (`import name as name`) are imported. `torch.compile` is to
+        compile the `compiled` ones.
 
         Raises:
             KeyError: The file neither defines nor hands on one of the names.
@@ -275,8 +272,7 @@ def add_import(imports: dict[str, set[str]], module: str, alias: ast.alias) -> N
 def import_groups(imports: Mapping[str, set[str]]) -> list[str]:
     """Import lines, the standard library's first.
 
-    Args:
-        imports: Names by module, '' for the module itself.
+    The names are by module; '' is for the module itself.
     """
     standard: list[str] = []
     others: list[str] = []

@@ -18,28 +18,8 @@ from slapo_rewrite.fusion.loss_fork import Fork
 from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch, layout_reader, share_dropped
 
 __all__ = [
-    "BY_KERNEL",
-    "BY_OPERATIONS",
-    "SHIFTS",
-    "Alternative",
-    "Calling",
-    "Conditions",
-    "Declined",
-    "Example",
-    "Fork",
-    "MultiSiteRewrite",
-    "Numerics",
-    "Packing",
-    "Refusal",
-    "Renamed",
-    "Rule",
-    "RuleMatch",
-    "Twice",
-    "fork_of",
-    "head_of",
-    "labels_of",
-    "last_axis",
-    "layout_reader",
-    "loss_of",
-    "share_dropped",
-]
+    "BY_KERNEL", "BY_OPERATIONS", "SHIFTS", "Alternative", "Calling", "Conditions", "Declined",
+    "Example", "Fork", "MultiSiteRewrite", "Numerics", "Packing", "Refusal", "Renamed", "Rule",
+    "RuleMatch", "Twice", "fork_of", "head_of", "labels_of", "last_axis", "layout_reader",
+    "loss_of", "share_dropped",
+]  # fmt: skip

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import functools
+import importlib
+import inspect
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from slapo_rewrite.changes.imports import TRITON
+from slapo_rewrite import errors
+from slapo_rewrite.bundle import rules_folder
+from slapo_rewrite.changes.imports import EAGER, TRITON, WRITTEN
+from slapo_rewrite.fusion.kernel_forms import in_torch, kernel_function
+from slapo_rewrite.fusion.last_axis import features_of
 from slapo_rewrite.fusion.rule import Rule, RuleMatch
+from slapo_rewrite.model.tree import Node
+from slapo_rewrite.simulate.hardware import known_gpus
 
 
 @dataclass(frozen=True)
@@ -22,13 +36,7 @@ class Backends(Protocol):
     """Chooses for each place."""
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """What carries out a function.
-
-        Args:
-            rule: Whose function it is.
-            kernel: The dotted name of the kernel that the rule calls.
-            found: Where.
-        """
+        """What carries out a rule's function, by the dotted name of its kernel, at a match."""
         ...
 
 
@@ -41,3 +49,236 @@ class Always:
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
         """That one."""
         return Choice(self.backend)
+
+
+MEASURED = "measured"
+# A measurement says something of sizes up to twice and down to half of its own.
+REACH = 2.0
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Row:
+    """How long a function takes, forwards and backwards."""
+
+    kernel: str  # the function
+    width: int  # the length of its rows: features, the size of a head, or the vocabulary
+    rows: int  # how many rows there were
+    dtype: str  # of its operands
+    microseconds: Mapping[str, float]  # by backend
+
+    @property
+    def fastest(self) -> str:
+        """The backend that takes least time; of two alike, the one that comes first."""
+        return min(WRITTEN, key=lambda backend: self.microseconds.get(backend, math.inf))
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured on a device."""
+
+    name: str  # what schedules call the device
+    device: str = ""  # what the device calls itself; empty where nothing was measured on it
+    measured: str = ""  # the day
+    rows: tuple[Row, ...] = ()  # the measurements
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """The table in a file; `rules/measured/README.md` says how it is written."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = tuple(Row(**row) for row in content["measurements"])
+        return cls(path.stem, content["device"], content["measured"], rows)
+
+    def nearest(self, kernel: str, width: int, dtype: str) -> Row | None:
+        """The measurement of the nearest size, by their ratio, at most `REACH` away."""
+        known = [
+            row
+            for row in self.rows
+            if (row.kernel, row.dtype) == (kernel, dtype)
+            and width <= REACH * row.width <= REACH * REACH * width
+        ]
+        return min(
+            known, key=lambda row: (abs(math.log(row.width / width)), row.width), default=None
+        )
+
+
+def tables() -> dict[str, Table]:
+    """The tables that there are, by their devices' names in schedules."""
+    paths = sorted((rules_folder() / "measured").glob("*.json"))
+    return {path.stem: _read(path, path.stat().st_mtime_ns) for path in paths}
+
+
+@functools.cache
+def _read(path: Path, written: int) -> Table:
+    return Table.read(path)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fastest of what was measured at a match's size, else PyTorch's operations."""
+
+    table: Table  # what was measured
+    # What is trained in; None where that is the dtype of the model's parameters.
+    dtype: str | None = None
+
+    def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
+        """The fastest backend, with the figures."""
+        name, width = kernel.rpartition(".")[2], rule.width(found) or features_of(found)
+        dtype = self.dtype or _dtype(found.node)
+        if width is None:
+            return Choice(EAGER, f"{EAGER}: how wide the rows of `{name}` are is not known here")
+        size = f"{width} wide in {dtype}"
+        row = self.table.nearest(name, width, dtype)
+        if row is None:
+            words = f"no measurement of `{name}` for {self.table.name} at {size}"
+            return Choice(EAGER, f"{EAGER}: {words}")
+        figures = ", ".join(f"{b} {row.microseconds[b]:g}" for b in row.microseconds)
+        words = f"us measured on {self.table.name} ({self.table.measured}) at {row.width} wide"
+        said = f"{row.fastest}: of {figures} {words}, for {size}"
+        return Choice(row.fastest, said)
+
+
+def measured(device: object, dtype: object) -> Measured:
+    """What is chosen by for a device.
+
+    With None the device is the GPU at hand, and the dtype what the model's parameters have.
+
+    Raises:
+        BadArgument: There is no such device or dtype, or no GPU at hand.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise errors.BadArgument(
+            f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}",
+            hint=errors.did_you_mean(str(dtype), DTYPES),
+        )
+    known = tables()
+    table = _at_hand(known) if device is None else known.get(str(device))
+    if table is None and device not in known_gpus():
+        names = [*dict.fromkeys((*known, *known_gpus()))]
+        raise errors.BadArgument(
+            f"there is no device {device!r}",
+            hint=errors.did_you_mean(str(device), names) or "there are " + ", ".join(names),
+        )
+    return Measured(table or Table(str(device)), None if dtype is None else str(dtype))
+
+
+def _at_hand(known: Mapping[str, Table]) -> Table:
+    """The table of this machine's GPU; an empty one where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise errors.BadArgument(
+            "there is no GPU here to choose for",
+            hint=f'say what is trained on: backend="{MEASURED}", device="h100"',
+        )
+    name = torch.cuda.get_device_name()
+    return next((t for t in known.values() if t.device == name), Table(name))
+
+
+def _dtype(node: Node) -> str:
+    """That of a module's parameters, or of those around it."""
+    parameters = (p for above in node.outwards() for p in above.live.parameters())
+    return next((str(p.dtype).removeprefix("torch.") for p in parameters), DTYPES[0])
+
+
+# Of the largest value, in float32: sums in another order stay below it.
+LIMIT = 1e-4
+ROWS, WIDTH = 6, 8
+
+
+@dataclass
+class Plugged:
+    """Functions of a module, each looked at before it is called for the first time."""
+
+    module: types.ModuleType
+    _checked: set[str] = field(default_factory=set)
+
+    def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
+        """The module, once its function is known to be another form of a kernel.
+
+        Raises:
+            BadArgument: It has none of this name, or with other parameters.
+            OtherNumbers: It computes something else, or fails, on a CPU.
+        """
+        if kernel not in self._checked:
+            self._check(kernel)
+            self._checked.add(kernel)
+        return Choice(self.module.__name__)
+
+    def _check(self, kernel: str) -> None:
+        home, name = self.module.__name__, kernel.rpartition(".")[2]
+        function = getattr(self.module, name, None)
+        if not callable(function):
+            public = [each for each in vars(self.module) if not each.startswith("_")]
+            raise errors.BadArgument(
+                f"`{home}` has no function `{name}`, which the rule calls",
+                hint=errors.did_you_mean(name, public)
+                or f"define it there, or apply by it the rules that it has functions for: "
+                f's.apply(..., backend="{home}")',
+            )
+        want, have = (_parameters(f) for f in (kernel_function(kernel), function))
+        if want != have:
+            raise errors.BadArgument(
+                f"`{home}.{name}` does not take what `{name}` takes",
+                hint=f"it has to be called so: {name}({', '.join(want)})",
+            )
+        self._check_numbers(kernel, function)
+
+    def _check_numbers(self, kernel: str, function: Callable[..., Any]) -> None:
+        from slapo_rewrite.model.kernel_samples import Maker, largest_error, samples
+
+        home, name = self.module.__name__, kernel.rpartition(".")[2]
+        reference = in_torch(kernel)
+        assert reference is not None, f"{kernel} has no other form"
+        for sample in samples(name, Maker(ROWS, WIDTH)):
+            given = ", ".join([*(["..."] if sample.args else []), *sample.kwargs])
+            try:
+                error, what = largest_error(function, reference, sample)
+            except Exception as failed:
+                raise errors.OtherNumbers(
+                    f"`{home}.{name}({given})` fails on a CPU: {type(failed).__name__}: {failed}",
+                    hint="outputs are run on CPUs, too: have it call PyTorch's operations where "
+                    f"its own kernel does not run, as `{kernel}` does",
+                ) from failed
+            if error > LIMIT:
+                raise errors.OtherNumbers(
+                    f"`{home}.{name}({given})` computes something else than `{name}`: {what} "
+                    f"differs by {error:.1e} of the largest value",
+                    hint="on small inputs in float32, on a CPU; what it should compute says "
+                    f"`{reference.__module__}.{name}`",
+                )
+
+
+def plugged(name: str) -> Plugged | None:
+    """The module of a dotted name; None where there is none.
+
+    Raises:
+        BadArgument: Importing it fails.
+    """
+    try:
+        return Plugged(importlib.import_module(name))
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise _failing(name, error) from error
+    except Exception as error:
+        raise _failing(name, error) from error
+
+
+def _failing(name: str, error: Exception) -> errors.BadArgument:
+    return errors.BadArgument(
+        f"the module `{name}` cannot be imported: {type(error).__name__}: {error}"
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a function as they are written, annotations apart."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    shown = [str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters]
+    by_name = [n for n, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY]
+    if by_name and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        shown.insert(by_name[0], "*")
+    return shown

@@ -107,10 +107,7 @@ class MultiSiteRewrite(Protocol):
         ...
 
     def edits(
-        self,
-        text: str,
-        what: str,
-        spell: Callable[[str], str],
+        self, text: str, what: str, spell: Callable[[str], str]
     ) -> dict[ast.stmt, ReplaceStatement]:
         """What changes, by statement."""
         ...

@@ -22,9 +22,8 @@ from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.claims import Claim, Renamed, Skipped, by_text, misuse
-from slapo_rewrite.fusion.idle_names import idle_statements
 from slapo_rewrite.fusion.method_users import Sharing
-from slapo_rewrite.fusion.replacements import Writing, apart, replacements
+from slapo_rewrite.fusion.replacements import Writing, apart, idle_statements, replacements
 from slapo_rewrite.fusion.rule import graph_in
 from slapo_rewrite.fusion.spelled_names import Spelling
 from slapo_rewrite.groups import grouped
@@ -94,9 +93,8 @@ class Engine:
     def _stop(self, group: list[Claim], claiming: Collection[str]) -> Skipped | None:
         """Why a text cannot be changed for those modules that claim it.
 
-        Args:
-            group: The claims that would have it alike.
-            claiming: The modules that would have it changed in any way.
+        The group would have it alike; `claiming` are the modules that would have it changed in any
+        way.
         """
         first = group[0]
         match = first.match
@@ -249,9 +247,8 @@ class Engine:
     ) -> list[Edit]:
         """Changes of the methods that modules run, in place or in subclasses.
 
-        Args:
-            by_path: The changes by module path and statement.
-            claims: What the constructors of the modules' classes are to make things for.
+        `by_path` has them by module path and statement, `claims` what the constructors of the
+        modules' classes are to make things for.
         """
         functions: dict[ast.stmt, Lines] = {}
         asked = {path: id(changes) for path, changes in by_path.items()}

@@ -12,20 +12,9 @@ from slapo_rewrite.code.build import parenthesised, reindented
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.syntax import position
-from slapo_rewrite.patterns.replacement import gives
+from slapo_rewrite.patterns.replacement import gives, is_nested
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Graph, Value
-
-_SYMBOLS = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.Div: "/",
-    ast.MatMult: "@",
-    ast.Pow: "**",
-    ast.FloorDiv: "//",
-    ast.Mod: "%",
-}
 
 
 @dataclass
@@ -46,10 +35,7 @@ class Moved:
 def moved(match: Match, graph: Graph, method: bool) -> Moved:
     """Takes the statements of a match out.
 
-    Args:
-        match: The match.
-        graph: The values of its function.
-        method: Whether the new function is a method: it sees the module's attributes by itself.
+    As a `method` the new function sees the module's attributes by itself.
 
     Raises:
         NoMatch: They need a local variable that holds something else where the result is.
@@ -132,7 +118,7 @@ class _Moving:
             statement = result.site.statement
             assert statement is not None
             names = [name for name, value in held.items() if value in (result, result.site)]
-            if (not names and statement in moved) or self._is_nested(result):
+            if (not names and statement in moved) or is_nested(result, results):
                 raise errors.NoMatch(
                     "a result has no name that it keeps",
                     at=self.file.at(result.site.node),
@@ -144,11 +130,6 @@ class _Moving:
             texts[id(result)] = names[-1] if names else self._text(result.site.node, statement)
         body = [line for _, own_lines in sorted(lines, key=itemgetter(0)) for line in own_lines]
         return [*body, f"return {', '.join(texts[id(result)] for result in results)}"]
-
-    def _is_nested(self, result: Value) -> bool:
-        """Whether a result is computed inside the text of another."""
-        others = (r.site.node for r in self.match.results if r is not result)
-        return any(node is result.site.node for other in others for node in ast.walk(other))
 
     def _read_as(self, result: Value, nodes: Iterable[ast.AST]) -> list[str]:
         """The names by which some texts read a result."""
@@ -166,7 +147,9 @@ class _Moving:
         """What `x += y` gives."""
         left = self._text(node.target, node)
         right = parenthesised(self._text(node.value, node))
-        return f"{parenthesised(left)} {_SYMBOLS[type(node.op)]} {right}"
+        operands = ast.Name("x"), ast.Name("y")
+        symbol = ast.unparse(ast.BinOp(operands[0], node.op, operands[1])).strip("xy")
+        return f"{parenthesised(left)}{symbol}{right}"
 
     def _lines(self, statement: ast.stmt) -> list[str]:
         """A statement with its comments, as it stands in the new function."""

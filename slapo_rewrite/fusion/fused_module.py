@@ -56,10 +56,6 @@ class Packed:
 def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> Rewrite:
     """Subclasses that each hold one module in the place of several calls on one operand.
 
-    Args:
-        engine: What the change belongs to.
-        groups: The calls, those of a module together, and what takes their place.
-
     Raises:
         NoMatch: They do not stand side by side.
         Unsupported: They are no linear layers, or modules of one class call different ones.
@@ -189,10 +185,7 @@ class _Made:
 
         def text(argument: str, otherwise: str) -> str:
             expression = given.get(argument)
-            names = (
-                [n for n in ast.walk(expression) if isinstance(n, ast.Name)] if expression else []
-            )
-            if expression is None or not all(n.id in known for n in names):
+            if expression is None or not names_in(expression) <= known:
                 return otherwise
             return site.file.segment(expression)
 
@@ -250,11 +243,8 @@ def _side_by_side(
 
     `q = self.q(x).view(...)  ->  q, k, v = self.qkv(x).chunk(3, dim=-1); q = q.view(...)`
 
-    Args:
-        engine: What the change belongs to.
-        group: The calls, in the order of the text.
-        name: The module that gives all results, one after another along the last axis.
-        sizes: The attributes that say how long each is; None where all are equally long.
+    The module of that name gives all results, one after another along the last axis; `sizes` are
+    the attributes that say how long each is, None where all are equally long.
 
     Raises:
         NoMatch: The calls do not stand side by side.

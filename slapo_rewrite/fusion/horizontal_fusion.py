@@ -29,9 +29,7 @@ class Packing(Rule):
     def packed(self, group: Sequence[Match], graph: Graph) -> str | None:
         """What the layer is called that takes the place of some; None where the rule packs none.
 
-        Args:
-            group: Calls of linear layers of one module on one operand, in the order of the text.
-            graph: The values of the function that they stand in.
+        The group has calls of linear layers of one module on one operand, in the order of the text.
         """
         raise NotImplementedError
 

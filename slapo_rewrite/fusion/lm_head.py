@@ -73,10 +73,7 @@ class _Way:
 def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
     """The head that a loss's logits come from.
 
-    Args:
-        found: The loss.
-        logits: What it takes.
-        rows: Whether it takes rows of them: they must have been made so.
+    `rows` says whether it takes rows of them: they must have been made so.
 
     Raises:
         Declined: There is none, or something else happens on the way.
@@ -131,8 +128,8 @@ def _before(value: Value, way: _Way) -> Value:
     raise Declined(f"{described(value)} stands between the output layer and the loss")
 
 
-def _is(value: Value, name: str) -> bool:
-    return value.operation == "name" and value.literal == name
+def _is(value: Value, literal: str, operation: str = "name") -> bool:
+    return value.operation == operation and value.literal == literal
 
 
 def _index(value: Value) -> str:
@@ -214,7 +211,7 @@ def labels_of(value: Value) -> Labels:
                 pass
             case "view" | "reshape" if _is_row(given[1]):
                 pass
-            case "to" if len(given) == 2 and _is_device(given[1]):
+            case "to" if len(given) == 2 and _is(given[1], "device", "member"):
                 pass
             case "item" if not shift and any(_index(value) in ends for ends in SHIFTS.values()):
                 shift = _index(value)
@@ -232,10 +229,6 @@ def _is_row(shape: Value) -> bool:
     return shape.number and shape.operation in ("mul", "item")
 
 
-def _is_device(value: Value) -> bool:
-    return value.operation == "member" and value.literal == "device"
-
-
 def depending(value: Value, on: Value) -> list[Value]:
     """Those of a value, and of what it is computed from, that need another."""
     every = sorted(value.walk(), key=lambda v: v.order)
@@ -247,14 +240,18 @@ def depending(value: Value, on: Value) -> list[Value]:
     return [v for v in every if id(v) in found]
 
 
+def named(value: Value, held: Mapping[str, Value]) -> str | None:
+    """The first local name that holds a value."""
+    return next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
+
+
 def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
     """A head's input as text.
 
     Raises:
         Declined: It is computed inside a module, in a way that cannot be written from outside.
     """
-    name = next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
-    if name is not None:
+    if (name := named(value, held)) is not None:
         return name
     if value.called is None:
         return f"{_function(value, held, file)}({written(value.arguments[0][1], held, file)})"

@@ -11,7 +11,7 @@ from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in
 from slapo_rewrite.code.text import within
-from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, written
+from slapo_rewrite.fusion.lm_head import Declined, Head, Labels, depending, named, written
 from slapo_rewrite.fusion.loss_fork import Fork
 from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.canonical_ops import by_module
@@ -100,23 +100,21 @@ class _Forking:
         """The `if` around the loss, the block in it, and the name that is not None there."""
         if holder is loss:
             return None
-        match holder:
-            case ast.If(test=test, body=body) if loss in body and (name := _not_none(test)):
-                pass
-            case ast.If(test=test, orelse=body) if loss in body and (name := _none(test)):
-                pass
-            case _:
-                raise Declined("the loss is not computed right below `if labels is not None:`")
-        assert isinstance(holder, ast.If)
-        self._check_same(name, head, holder)
-        return holder, body, name
+        if isinstance(holder, ast.If):
+            for body, how in ((holder.body, ast.IsNot), (holder.orelse, ast.Is)):
+                if loss in body and (name := _compared(holder.test, how)):
+                    self._check_same(name, head, holder)
+                    return holder, body, name
+        raise Declined("the loss is not computed right below `if labels is not None:`")
 
     def _left_without(self, block: list[ast.stmt], making: ast.stmt, holder: ast.stmt) -> str:
         """The name without which the function ends between logits and loss."""
         between = block[block.index(making) + 1 : block.index(holder)]
         for statement in between:
             match statement:
-                case ast.If(test=test, body=[*_, ast.Return()], orelse=[]) if name := _none(test):
+                case ast.If(test=test, body=[*_, ast.Return()], orelse=[]) if name := _compared(
+                    test, ast.Is
+                ):
                     self._check_same(name, making, statement)
                     self.passed = statement
                     return name
@@ -237,8 +235,7 @@ class _Forking:
         held = {n: v for n, v in held.items() if n not in own}
         if self.head.around:
             return written(hidden, held, self.graph.file), ""
-        name = next((n for n, v in held.items() if v is hidden and not n.startswith("self.")), None)
-        if name is not None:
+        if (name := named(hidden, held)) is not None:
             return name, ""
         assert isinstance(call.node, ast.Call)
         given = values_given(call.node)
@@ -253,19 +250,15 @@ class _Forking:
         """The statements without the first ones, where only those give the labels a name."""
         tainted = [value.site.statement for value in self.tainted.values()]
         for number, statement in enumerate(losing):
-            if self._label_name(statement) is not None:
+            if named(self.labels.value, self.graph.names[statement]) is not None:
                 return losing[number:]
             if any(each is not None and within(statement, each) for each in tainted):
                 break
         return losing
 
-    def _label_name(self, place: ast.stmt) -> str | None:
-        value, held = self.labels.value, self.graph.names[place]
-        return next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
-
     def _labels(self, place: ast.stmt) -> str:
         """The labels as text."""
-        name = self._label_name(place)
+        name = named(self.labels.value, self.graph.names[place])
         if name is None:
             said = described(self.labels.value)
             raise Declined(f"the labels, {said}, have no name where the ways part")
@@ -286,18 +279,11 @@ def _gives(statement: ast.stmt, call: ast.AST) -> bool:
     return False
 
 
-def _not_none(test: ast.expr) -> str:
-    """The name that a test asks to be something: `labels is not None`."""
+def _compared(test: ast.expr, how: type[ast.cmpop]) -> str:
+    """The name that a test compares with None: `labels is not None`."""
     match test:
-        case ast.Compare(ast.Name(name), [ast.IsNot()], [ast.Constant(None)]):
-            return name
-    return ""
-
-
-def _none(test: ast.expr) -> str:
-    match test:
-        case ast.Compare(ast.Name(name), [ast.Is()], [ast.Constant(None)]):
-            return name
+        case ast.Compare(ast.Name(name), [operator], [ast.Constant(None)]):
+            return name if isinstance(operator, how) else ""
     return ""
 
 

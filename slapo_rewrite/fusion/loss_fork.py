@@ -51,8 +51,7 @@ class Fork:
     def condition(self, is_plain: str) -> str:
         """Where the loss is computed without logits.
 
-        Args:
-            is_plain: How the function is written that looks for hooks and adapters.
+        `is_plain` is how the function is written that looks for hooks and adapters.
         """
         function = self.graph.function
         assert function is not None
@@ -73,31 +72,17 @@ class Fork:
             return self.guard
         return self.losing[0]
 
-    def edits(
-        self,
-        text: str,
-        what: str,
-        spell: Callable[[str], str],
-    ) -> Changes:
+    def edits(self, text: str, what: str, spell: Callable[[str], str]) -> Changes:
         """What changes, by statement.
 
-        Args:
-            text: The call that takes the place of head and loss.
-            what: What it is, in a word.
-            spell: Gives the text for a dotted name.
+        `text` is the call that takes the place of head and loss.
         """
         condition = "" if self.alone else self.condition(spell(IS_PLAIN))
         return _Writer(self, text, condition, what).changes()
 
 
 class _Writer:
-    def __init__(
-        self,
-        fork: Fork,
-        text: str,
-        condition: str,
-        what: str,
-    ) -> None:
+    def __init__(self, fork: Fork, text: str, condition: str, what: str) -> None:
         self.fork, self.text, self.what, self.condition = fork, text, what, condition
         self.file = fork.graph.file
 

@@ -19,8 +19,7 @@ from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.pattern_classes import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.pattern import Pattern, pattern_of
-from slapo_rewrite.patterns.pattern_ops import named_operations
+from slapo_rewrite.patterns.pattern import Pattern, named_operations, pattern_of
 from slapo_rewrite.patterns.search import Match, Matches, Miss, Scope, find_calls, scopes_of
 
 KERNELS = Always()
@@ -219,9 +218,3 @@ def compiled(alternative: Alternative) -> Pattern:
 
 
 read = functools.cache(template_of)
-
-
-def spots(miss: Miss) -> Iterator[errors.Span]:
-    """The places of a miss: in the model, then in the pattern."""
-    for spot in (*miss.stop.spots, *([miss.stop.wanted] if miss.stop.wanted else [])):
-        yield spot.file.at(spot.node, spot.note)

@@ -71,11 +71,8 @@ class Sharing:
     @functools.cached_property
     def _homes(self) -> dict[int, tuple[ast.FunctionDef, str | None]]:
         """The function and the class of each node of the file that stands in a function."""
-        every: list[tuple[ast.FunctionDef, str | None]] = [
-            (function, None) for function in self.file.functions.values()
-        ]
-        for name in self.file.classes:
-            every += [(method, name) for method in self.file.methods(name)]
+        of_classes = [(m, name) for name in self.file.classes for m in self.file.methods(name)]
+        every = [*((function, None) for function in self.file.functions.values()), *of_classes]
         return {
             id(node): (function, owner)
             for function, owner in every

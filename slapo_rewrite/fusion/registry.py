@@ -18,10 +18,8 @@ PACKAGE = "slapo_rewrite.rules.fusions"
 def rules() -> dict[str, Rule]:
     """Every rule by its name, those that `apply_all` tries first before the others."""
     folder = _package(PACKAGE, rules_folder())
-    found: list[Rule] = []
-    for path in sorted(folder.glob("*.py")):
-        if path.stem != "__init__":
-            found += _defined(f"{PACKAGE}.{path.stem}")
+    names = sorted(path.stem for path in folder.glob("*.py"))
+    found = (rule for n in names if n != "__init__" for rule in _defined(f"{PACKAGE}.{n}"))
     return {rule.name: rule for rule in sorted(found, key=lambda r: (-r.rank, r.name))}
 
 

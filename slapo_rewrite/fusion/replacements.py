@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
+from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import unique
+from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.patterns.replacement import Replaced
+from slapo_rewrite.patterns.value_graph import Graph
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,7 @@ def _lines(replaced: Replaced) -> tuple[int, int]:
 
 
 def replacements(file: SourceFile, writings: Sequence[Writing]) -> dict[ast.stmt, ReplaceStatement]:
-    """What puts expressions in the places of matches, by statement.
-
-    Args:
-        file: The file of the matches.
-        writings: The expressions; no two take the place of the same text.
-    """
+    """What puts expressions in the places of matches, each in another, by statement."""
     edits: dict[ast.stmt, list[Edit]] = {}
     above: dict[ast.stmt, list[str]] = {}
     here: dict[ast.stmt, list[Writing]] = {}
@@ -99,3 +97,69 @@ def replacements(file: SourceFile, writings: Sequence[Writing]) -> dict[ast.stmt
             statement, writing.what, gone=True, moved=writing.moved
         )
     return changes
+
+
+def idle_statements(
+    graph: Graph, replaced: Collection[ast.AST], removed: Collection[ast.stmt], read: Set[str]
+) -> list[ast.stmt]:
+    """Statements of a function that compute, without an effect, what nothing reads any more.
+
+    Other text takes the place of what is `replaced`, and reads the names `read`; the `removed`
+    statements go already.
+    """
+    if graph.function is None:  # the modules of an `nn.Sequential`
+        return []
+    blocks = [graph.function.body, *every_block(graph.function)]
+    nodes = list(ast.walk(graph.function))
+    gone = {id(inner) for node in (*replaced, *removed) for inner in ast.walk(node)}
+    found: list[ast.stmt] = []
+    while True:
+        idle = next(
+            (
+                statement
+                for block in blocks
+                for statement in block
+                if id(statement) not in gone
+                and (name := _named(statement)) is not None
+                and name not in read
+                and _is_idle(name, nodes, gone)
+                and _is_pure(statement, graph)
+                and is_alone(graph.file, statement)
+                and any(id(other) not in gone for other in block if other is not statement)
+            ),
+            None,
+        )
+        if idle is None:
+            return found
+        found.append(idle)
+        gone |= {id(inner) for inner in ast.walk(idle)}
+
+
+def _named(statement: ast.stmt) -> str | None:
+    """The one name that a statement binds, where it does nothing else."""
+    match statement:
+        case (
+            ast.Assign(targets=[ast.Name(name)])
+            | ast.AnnAssign(target=ast.Name(name), value=ast.expr())
+        ):
+            return name
+        case ast.Import(names=[alias]) | ast.ImportFrom(names=[alias]):
+            return alias.asname or alias.name
+    return None
+
+
+def _is_idle(name: str, nodes: Collection[ast.AST], gone: Set[int]) -> bool:
+    """Whether a name was read, and is read by nothing but what goes."""
+    named = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
+    updated = {id(n.target) for n in nodes if isinstance(n, ast.AugAssign)}
+    reads = [n for n in named if not isinstance(n.ctx, ast.Store) or id(n) in updated]
+    return bool(reads) and all(id(n) in gone for n in reads)
+
+
+def _is_pure(statement: ast.stmt, graph: Graph) -> bool:
+    """Whether nothing but the name that it gives comes of a statement."""
+    made = [value for value in graph.values if value.statement is statement]
+    return all(v.pure and not v.random and v.overwrites is None for v in made) and not any(
+        isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
+        for node in ast.walk(statement)
+    )

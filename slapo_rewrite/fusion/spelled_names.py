@@ -29,10 +29,6 @@ class Spelling:
     def __call__(self, dotted: str, backend: str = "") -> str:
         """The text for a dotted name, `torch.nn.functional.gelu -> nn.functional.gelu`.
 
-        Args:
-            dotted: The name.
-            backend: What carries out a function that rules call.
-
         Raises:
             NameTaken: The file means something else by the names that it needs.
         """

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature
+from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.evaluate import Constant
 from slapo_rewrite.code.facts import Resolver, live_names
@@ -89,8 +90,7 @@ def template_of(function: Callable[..., object]) -> Template:
     """
     unwrapped = inspect.unwrap(function)
     file, node, name = located(unwrapped)
-    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    match body:
+    match body_of(node):
         case [ast.Return(value=ast.expr() as value)]:
             pass
         case _:

@@ -87,11 +87,7 @@ class Inference:
     ) -> States | None:
         """What is asked, with a collective that may be what was missing; None if none may be.
 
-        Args:
-            states: What is asked of each module path.
-            layers: The layers that are split.
-            error: What does not fit.
-            at_value: A collective at a value that would mend it, where such may be added.
+        `at_value` is a collective at a value that would mend it, where such may be added.
         """
         if isinstance(error, NeverRuns):
             return self._moved_out(states, layers, error)
@@ -225,12 +221,7 @@ def _does(sync: Sync, remedy: MissingCollective) -> bool:
 
 
 def named(states: States, number: int) -> tuple[States, list[Directive]]:
-    """The states with a directive of its own for each inferred collective, and these directives.
-
-    Args:
-        states: What is asked of each module path.
-        number: The first directive's number.
-    """
+    """The states with a directive of its own for each inferred collective, and these directives."""
     found: dict[tuple[int, str | None, str], Directive] = {}
 
     def name(sync: Sync) -> Sync:

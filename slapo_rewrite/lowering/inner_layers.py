@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Shard, Sync
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Sync
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.layers import Inner, inner_of
 from slapo_rewrite.model.tree import Node, Tree
@@ -74,16 +74,12 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
             elif path == path_of("out_proj"):
                 syncs.append(sync)  # of the attention's own output
     joined = tuple(
-        _named(shards[key], f"{key[0]}.{key[1]}"[len(node.path) :].lstrip(".")) for key in wanted
+        replace(shards[key], name=f"{key[0]}.{key[1]}"[len(node.path) :].lstrip("."), parts=(1,))
+        for key in wanted
     )
     for path in asked:
         states.pop(path, None)
     states[node.path] = replace(found.get(node.path, EMPTY), shards=joined, syncs=tuple(syncs))
-
-
-def _named(shard: Shard, name: str) -> Shard:
-    """A shard by the name that it has from the layer on."""
-    return replace(shard, name=name, parts=(1,))
 
 
 def _is_inside(node: Node, path: str, sync: Sync) -> bool:

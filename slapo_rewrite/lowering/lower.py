@@ -307,9 +307,6 @@ class _Lowering:
     def _follow(self, run: Callable[[ShardingRequest], ShardingResult]) -> ShardingResult:
         """What follows from the sharded sizes, once the syncs left to be inferred are there.
 
-        Args:
-            run: Follows a model with what is asked.
-
         Raises:
             CannotRun: The model does not run.
             UnfollowableSize: Something does not fit.

@@ -111,11 +111,8 @@ class Mixing:
     ) -> Mixed | None:
         """What follows; None where nothing is asked.
 
-        Args:
-            siblings: The elements that each first one of its kind stands for.
-            shortened: The model with one element of each kind.
-            step_inputs: Makes the keyword arguments of one training step.
-            small: Makes a small model with weights, and the keyword arguments of a step of it.
+        Each first element of its kind stands for its siblings; `shortened` is the model with one
+        element of each kind.
 
         Raises:
             Unsupported: The model cannot be computed so.

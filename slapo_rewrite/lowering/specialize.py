@@ -34,10 +34,6 @@ def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
     A class comes before those that make its instances, since what an instance is made of may have
     another name afterwards, and is settled first in the file that defines it.
 
-    Args:
-        tree: The module tree.
-        files: What was collected for the files; take the names that the edits refer to.
-
     Raises:
         RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
@@ -62,9 +58,8 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
     holding: dict[str, Causes] = {}
 
     def hold(node: Node | None, why: Iterable[Causes]) -> None:
-        while node is not None:
-            holding[node.path] = merged_causes(holding.get(node.path, ()), *why)
-            node = node.owner
+        for each in (node, *node.owners()) if node is not None else ():
+            holding[each.path] = merged_causes(holding.get(each.path, ()), *why)
 
     for output in files:
         based: dict[str, Causes] = {}

@@ -47,12 +47,7 @@ _Wrappers = Sequence[tuple[Change, Causes]]
 class SubclassChoice:
     """Names the subclasses, and has the places that make the instances pick them.
 
-    Args:
-        changes: What was collected; takes what becomes of the instances' places.
-        writer: Writes the subclasses.
-        imports: Takes the names that the edits refer to.
-        files: The files; another one may make the instances.
-        held: The modules that classes make, with what makes each, by the path of who holds that.
+    `held` are the modules that classes make, with what makes each, by the path of who holds that.
     """
 
     def __init__(
@@ -166,17 +161,7 @@ class SubclassChoice:
         edits: list[Edit],
         mixed: str = "",
     ) -> str:
-        """The subclass that wraps the `forward` of a class, written where there is none yet.
-
-        Args:
-            base: The class that is wrapped, however it is called.
-            class_name: The class whose `forward` it has.
-            shown: How the base is called here.
-            wrappers: What goes around.
-            put: Puts the text of a class where it belongs, for who asked and why.
-            edits: Take that.
-            mixed: What its bases begin with.
-        """
+        """The subclass that wraps the `forward` of a class, written where there is none yet."""
         for what, causes in wrappers:
             own = shown.rpartition(".")[2]
             key = (base, own, what)

@@ -81,14 +81,12 @@ def is_looked_up(sources: Sources, node: Node) -> bool:
 
     Not by a lookup that can be written out.
     """
-    holder: Node | None = node
-    while holder is not None and holder.owner is not None:
-        if holder.cls.__module__ == sources.main.name:
+    for holder in (node, *node.owners()):
+        if holder.owner is not None and holder.cls.__module__ == sources.main.name:
             if (site := known_site(sources, holder)) is None:
                 return False
             root = site.file.imports.get(called_root(site) or "")
             elsewhere = site.file is sources.main and looked_up(sources, holder, root)
             if elsewhere and lookup_of(sources, site, holder) is None:
                 return True
-        holder = holder.owner
     return False

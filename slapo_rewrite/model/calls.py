@@ -19,9 +19,8 @@ def calls_watched(
 ) -> Iterator[None]:
     """Has functions told of each call of modules meanwhile.
 
-    Args:
-        watched: Modules, each with what is told before it runs (itself, the arguments, the keyword
-            arguments) and what is told afterwards (itself, the arguments, the result).
+    Each is told before its module runs (itself, the arguments, the keyword arguments), and
+    afterwards (itself, the arguments, the result).
     """
     watched = list(watched)
     handles: list[Any] = []

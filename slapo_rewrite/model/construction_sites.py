@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.syntax import count_of, local_assignments
+from slapo_rewrite.code.syntax import assignments, count_of
 from slapo_rewrite.model.constructor_values import (
     Frame,
     Guard,
@@ -203,9 +203,8 @@ _cache: weakref.WeakKeyDictionary[SourceFile, dict[tuple[str, bool], _Found]] = 
 def find_sites(file: SourceFile, class_name: str) -> dict[str, list[Site]]:
     """The construction sites in a class's own `__init__` and in the methods it calls.
 
-    Returns:
-        Path pattern -> sites in the order in which they are carried out. Elements that a loop makes
-        share one pattern, `layer.*`.
+    They are by path pattern, in the order in which they are carried out. Elements that a loop makes
+    share one pattern, `layer.*`.
     """
     return _find(file, class_name, later=False)
 
@@ -265,7 +264,8 @@ class _Emitter:
         variable: tuple[ast.stmt, ...] = ()
         if isinstance(made.expr, ast.Call) and isinstance(made.expr.func, ast.Name):
             name = made.expr.func.id
-            variable = tuple(local_assignments(made.frame.function, name))
+            bound = (each.statement for each in assignments(made.frame.function, name))
+            variable = tuple(s for s in bound if not isinstance(s, ast.Import | ast.ImportFrom))
         return Site(
             file=self.file,
             class_name=self.class_name,

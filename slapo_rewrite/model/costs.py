@@ -42,10 +42,6 @@ def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 
     These are the items of its lists and what stands beside the lists, as far as they have
     parameters and are called once.
-
-    Args:
-        model: On the meta device.
-        inputs: Keyword arguments of one training step.
     """
     pieces = {path: module for path, module in _pieces(model) if list(module.parameters())}
     called = calls_of(model, inputs, pieces)
@@ -56,13 +52,7 @@ def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 def calls_of(
     model: nn.Module, inputs: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> list[str]:
-    """Which of some modules a training step calls, in order, by what they go by.
-
-    Args:
-        model: On the meta device.
-        inputs: Keyword arguments of one training step.
-        modules: The modules that are asked about.
-    """
+    """Which of some modules a training step calls, in order, by what they go by."""
     called: list[str] = []
     watched = [
         (module, lambda *_, path=path: called.append(path), None)
@@ -188,9 +178,7 @@ class OnMeta(TorchFunctionMode):
     """Answers what asks for values, and makes one operator of what is one on a GPU.
 
     Inside, what a model makes without naming a device (`torch.arange(n)`) has no values either.
-
-    Args:
-        is_gpu: Whether it is a GPU that the step is to run on; a CPU has other operators.
+    `is_gpu` says whether it is a GPU that the step is to run on; a CPU has other operators.
     """
 
     def __init__(self, is_gpu: bool = True) -> None:

@@ -55,17 +55,11 @@ class Emitted:
     parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def tree(
-        self,
-        make: Callable[[types.ModuleType], nn.Module],
-        world: int = 1,
-        short: Shortening = ALL,
+        self, make: Callable[[types.ModuleType], nn.Module], world: int = 1, short: Shortening = ALL
     ) -> Tree:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
 
-        Args:
-            make: That function.
-            world: Of how many ranks it is built as the first one; alone where they do not fit.
-            short: Which layers are made.
+        It is built as the first of `world` ranks; alone where they do not fit.
 
         Raises:
             FailedOutput: A line of the output raises.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_config, small_model
@@ -39,12 +40,9 @@ class DoesNotRun(Exception):
 class FoldedStep:
     """A step of a model, to be counted in one way or several.
 
-    Args:
-        model: The model, on the meta device; it is in the dtype afterwards.
-        layers: The layers that are left in each list.
-        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
-        dtype: Of parameters and activations.
-        kernels: The modules whose kernels are taken to run as on a GPU; None to count as on a CPU.
+    The model is in the dtype afterwards. Without `sequence` rows are as long as the schedule's
+    `inputs` make them. `kernels` are the modules whose kernels are taken to run, as on a GPU;
+    without them it is counted as on a CPU.
 
     Raises:
         DoesNotRun: There are no inputs for it, or the rows are too long.
@@ -75,14 +73,12 @@ class FoldedStep:
             DoesNotRun: It does not run.
         """
         is_gpu = self.kernels is not None
+        loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
             with launching_nothing(self.kernels or ()) if is_gpu else nullcontext():
-                return counted_step(self.model, self.inputs, self._loss, self.layers, is_gpu=is_gpu)
+                return counted_step(self.model, self.inputs, loss, self.layers, is_gpu=is_gpu)
         except Exception as error:  # the model's own code
             raise DoesNotRun(first_line(error)) from error
-
-    def _loss(self, outputs: Any) -> Tensor:
-        return small_model.loss_of(self.schedule, outputs, self.given)
 
 
 @contextmanager

@@ -79,10 +79,8 @@ class Record:
 class _Recorder(TorchDispatchMode):
     """Notes storages and calls.
 
-    Args:
-        functions: The functions that are watched, by number.
-        deaths: The names that they drop, by number.
-        outside: What is there all the time.
+    `functions` are watched, `deaths` are the names that they drop, both by number; what is
+    `outside` is there all the time.
     """
 
     def __init__(
@@ -165,14 +163,6 @@ def recorded(
     training: bool,
 ) -> Record:
     """What a forward pass holds, with some names dropped.
-
-    Args:
-        tree: The module tree, on the meta device.
-        inputs: The arguments of the model.
-        file: The file whose functions are watched.
-        lives: The functions.
-        deaths: The names.
-        training: Whether it is one with gradients, in training; in eval mode else, without.
 
     Raises:
         CannotMeasure: The model does not run.

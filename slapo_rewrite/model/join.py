@@ -31,7 +31,6 @@ from slapo_rewrite.model.site_candidates import (
     can_be_numbered,
     element_of,
     holder_at,
-    holders_of,
     is_elsewhere,
     is_missed,
     last_certain,
@@ -86,16 +85,8 @@ def resolve(
 ) -> object | None:
     """What an expression came to at the site of a module, or of a parameter of it.
 
-    Args:
-        sources: The source files.
-        expr: The expression.
-        site: The site.
-        node: The module.
-        remembers: Whether names mean what they meant while the model was built, where the source
-            does not tell.
-
-    Returns:
-        None where that cannot be told.
+    With `remembers` names mean what they meant while the model was built, where the source does not
+    tell. None where that cannot be told.
     """
     holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
     try:
@@ -114,12 +105,8 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
     """Whether what makes a module looks its class up elsewhere, and would not see another one.
 
     It sees one where the expression names the class, where the class came in as a value, and where
-    the module is a copy of another one.
-
-    Args:
-        sources: The source files.
-        node: The module.
-        root: The module that defines what the expression begins with, if that is imported.
+    the module is a copy of another one. The root is the module that defines what the expression
+    begins with, if that is imported.
     """
     site = known_site(sources, node)
     return (
@@ -142,8 +129,7 @@ def called_root(site: Site) -> str | None:
 class _Search:
     """One search; knows the modules it is in the middle of, so that it ends.
 
-    Args:
-        remembers: As for `resolve`.
+    `remembers` is as for `resolve`.
     """
 
     def __init__(self, sources: Sources, remembers: bool = False) -> None:
@@ -189,7 +175,7 @@ class _Search:
 
         What a module further up puts in its place runs later, so it comes first.
         """
-        for holder, sites in self._sites(node.path, holders_of(node), node.owner, later):
+        for holder, sites in self._sites(node, node.path, node.owner, later):
             found = [c for c in sites if can_be_numbered(c)]
             if holder is not node.owner:
                 found = [c for c in found if self._fits(c, node) is not False]
@@ -197,10 +183,11 @@ class _Search:
             yield found
 
     def _sites(
-        self, path: str, holders: Iterable[Node], owner: Node | None, later: bool
+        self, node: Node, path: str, owner: Node | None, later: bool
     ) -> Iterator[tuple[Node, list[Candidate]]]:
-        """The sites of a path, by the module above it whose class has them."""
-        for holder in holders:
+        """The sites of a path at a module, by the module that has them, the outermost first."""
+        itself = [] if node.is_container or path == node.path else [node]
+        for holder in reversed([*itself, *node.owners()]):
             maker = self.sources.maker(holder.cls)
             if holder is owner or later or maker.has_deep:
                 matched = (maker.later if later else maker).match(holder.below(path))
@@ -313,10 +300,8 @@ class _Search:
     def _given(self, node: Node, found: Candidate, copied: bool = False) -> Site | None:
         """The expression that makes a module in the call of the constructor it is given to.
 
-        Args:
-            node: The module.
-            found: What it is in the class that keeps it: an argument of the constructor.
-            copied: Whether each element of a list is a copy of that, and not an element of it.
+        `found` is what the module is in the class that keeps it: an argument of the constructor.
+        With `copied` each element of a list is a copy of that, and not an element of it.
         """
         if not isinstance(found.site.value, ast.Name) or found.holder.parent is None:
             return None
@@ -402,9 +387,8 @@ class _Search:
     def _parameter(self, node: Node, name: str) -> Site:
         full = joined_path(node.path, name)
         direct = node.owner if node.is_container else node
-        holders = [*holders_of(node), *([] if node.is_container else [node])]
         for later in (False, True):
-            for holder, sites in self._sites(full, holders, direct, later):
+            for holder, sites in self._sites(node, full, direct, later):
                 possible = last_certain(self._possible(sites))
                 if len({id(c.site.value) for c in possible}) > 1:
                     raise self._ambiguous(holder, possible)

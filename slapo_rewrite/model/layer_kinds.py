@@ -51,10 +51,7 @@ def kinds_of(node: Node) -> list[Any]:
     }
     apart -= {key for key in apart if _is_number(*key, found)}
     return [
-        (
-            child.kind,
-            frozenset((b, n, each[b][n]) for b, n in apart if b in each and n in each[b]),
-        )
+        (child.kind, frozenset((b, n, each[b][n]) for b, n in apart if b in each and n in each[b]))
         for child, each in zip(children, found, strict=True)
     ]
 
@@ -103,9 +100,8 @@ class Fold:
 def folds_of(lists: Iterable[Node], apart: Mapping[str, Any] | None = None) -> dict[str, Fold]:
     """What is left of each list: of each kind the first layers.
 
-    Args:
-        lists: The lists; those of one length are taken apart alike, as one number says of them.
-        apart: What else tells layers apart, by their paths.
+    Lists of one length are taken apart alike, as one number says of them; `apart` has what else
+    tells layers apart, by their paths.
     """
     lists, apart = list(lists), apart or {}
     found = {}

@@ -228,10 +228,7 @@ SPLITS: dict[str, dict[tuple[str, int], Split]] = {
         ("bias", 0): _COLUMN,
         ("weight", 1): _ROW,
     },
-    "torch.nn.modules.sparse.Embedding": {
-        ("weight", 0): _VOCABULARY,
-        ("weight", 1): _EMBEDDING,
-    },
+    "torch.nn.modules.sparse.Embedding": {("weight", 0): _VOCABULARY, ("weight", 1): _EMBEDDING},
     "torch.nn.modules.sparse.EmbeddingBag": {("weight", 0): _BAG},
     # The weight of transformers' Conv1D is that of a linear layer, transposed.
     "transformers.pytorch_utils.Conv1D": {

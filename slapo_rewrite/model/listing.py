@@ -59,9 +59,7 @@ def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[tuple[s
 def runs(node: Node, shapes: Mapping[int, object]) -> list[tuple[Node, Node]]:
     """Neighbouring children, numbered ones that are alike put together, as first and last.
 
-    Args:
-        node: Whose children.
-        shapes: What is equal for those that are alike, by a node's `id`.
+    `shapes` has what is equal for those that are alike, by a node's `id`.
     """
     found: list[tuple[Node, Node]] = []
     for child in node.children.values():
@@ -79,12 +77,9 @@ def _shape(node: Node, shapes: dict[int, _Shape], sources: Sources) -> _Shape:
     """What a row says of a module, and what the rows below it say."""
     inner = tuple((name, _shape(child, shapes, sources)) for name, child in node.children.items())
     cls = f"{node.cls.__module__}.{node.cls.__qualname__}"
-    shapes[id(node)] = cls, _parameters(node), _place(node, sources), inner
+    parameters = ", ".join(f"{n} {list(p.shape)}" for n, p in node.parameters.items())
+    shapes[id(node)] = cls, parameters, _place(node, sources), inner
     return shapes[id(node)]
-
-
-def _parameters(node: Node) -> str:
-    return ", ".join(f"{n} {list(p.shape)}" for n, p in node.parameters.items())
 
 
 def _place(node: Node, sources: Sources) -> str:

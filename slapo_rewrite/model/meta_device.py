@@ -47,11 +47,8 @@ def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 def answer_to(func: Callable[..., Any], args: Any, says: bool = False) -> Any:
     """What an operation says that asks for values which are not there; None for any other.
 
-    Args:
-        func: The operation.
-        args: Its arguments.
-        says: The answer to yes-or-no questions of a tensor without values. A coin that `forward`
-            tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+    `says` is the answer to yes-or-no questions of a tensor without values. A coin that `forward`
+    tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
     """
     if func in QUESTIONS:
         return says if isinstance(args[0], torch.Tensor) and args[0].is_meta else None

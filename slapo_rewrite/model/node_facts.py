@@ -12,15 +12,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.code.evaluate import Constant, is_plain
-from slapo_rewrite.code.facts import (
-    Fact,
-    Function,
-    Other,
-    Property,
-    Submodule,
-    Tensor,
-    dotted,
-)
+from slapo_rewrite.code.facts import Fact, Function, Other, Property, Submodule, Tensor, dotted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.join import known_site
 from slapo_rewrite.model.sources import Sources

@@ -44,13 +44,6 @@ def paying_order(
 ) -> Order | None:
     """An order of the statements of one run in which calls hold less; None where there is none.
 
-    Args:
-        tree: The module tree, on the meta device.
-        file: The file.
-        lives: Its functions.
-        users: The modules that run a function.
-        given: Arguments of the model, of each length that counts.
-
     Raises:
         CannotMeasure: The model does not run.
     """

@@ -65,12 +65,7 @@ class Way:
 
 
 def paying(ways: Sequence[Way], deaths: Mapping[Death, ast.FunctionDef]) -> list[Death]:
-    """As few names as lower the most that calls of their functions hold as much as all of them do.
-
-    Args:
-        ways: The ways through the model.
-        deaths: The names that were dropped, with their functions.
-    """
+    """As few names as lower the most that calls of functions hold as much as all of them do."""
     sizes: dict[Death, int] = {}
     for way in ways:
         for gain in way.gains():

@@ -63,21 +63,15 @@ def counted_ways(
 ) -> CountedWays:
     """Counts a step, with the chosen layers recomputed in every way that may pay.
 
-    Args:
-        schedule: The schedule's module.
-        tree: The model, on the meta device.
-        chosen: The paths of the layers that may be recomputed, elements of lists.
-        sequence: How many tokens a row has; None for what the schedule's `inputs` give.
-        dtype: Of parameters and activations.
-        seconds: What a part of a step takes.
-        kernels: Modules with kernels, beside those of the tool.
-        is_gpu: Whether it is to be counted as on a GPU.
+    `chosen` are paths of elements of lists, `kernels` modules beside those of the tool. Without
+    `sequence` rows are as long as the schedule's `inputs` make them.
 
     Raises:
         DoesNotRun: The step does not run without values, or there are no inputs for it.
     """
     lists = lists_of(tree)
-    folds = folds_of(lists, {path: path in chosen for node in lists for path in _paths(node)})
+    elements = (child.path for node in lists for child in node.children.values())
+    folds = folds_of(lists, {path: path in chosen for path in elements})
     with without_dynamo():
         model, layers = _short_copy(tree, folds)
         own = {
@@ -119,10 +113,6 @@ def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
     for path, times in counts.items():
         if times > 1:
             raise DoesNotRun(f"`{path}` is called {times} times")
-
-
-def _paths(node: Node) -> Iterator[str]:
-    return (child.path for child in node.children.values())
 
 
 def _short_copy(

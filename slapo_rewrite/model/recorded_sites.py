@@ -46,12 +46,9 @@ def recorded_site(sources: Sources, node: Node) -> Site | None:
 
     Its path begins at the nearest module above that has the function as a method, or else at the
     root. Of the numbers in it those are a `*` that a loop around the call counts, in all of the
-    lists that the call fills.
-
-    Returns:
-        None where that was not noted, where what is called there is not named as a class, where it
-        stands in no function, or in a file that is not rewritten, and for all but the first path of
-        a module.
+    lists that the call fills. None where that was not noted, where what is called there is not
+    named as a class, where it stands in no function, or in a file that is not rewritten, and for
+    all but the first path of a module.
     """
     scope = construction_calls.scope_of(node.live, 0)
     name = str(scope.get("__name__")) if scope is not None else ""
@@ -72,7 +69,10 @@ def recorded_site(sources: Sources, node: Node) -> Site | None:
         kind=RECORDED,
         statement=file.statement_of(call.node),
         value=call.node,
-        steps=tuple(_step(loop, frame, loop in counted) for loop in call.loops),
+        steps=tuple(
+            Loop(loop, frame, _counter(loop), first=0 if loop in counted else None)
+            for loop in call.loops
+        ),
         frame=frame,
         order=0,
         container=node.is_container,
@@ -88,10 +88,6 @@ def _value(named: ast.expr, scope: Mapping[str, Any]) -> object:
     if isinstance(named, ast.Attribute):
         return getattr(_value(named.value, scope), named.attr, None)
     return scope.get(named.id) if isinstance(named, ast.Name) else None
-
-
-def _step(loop: _Loop, frame: Frame, is_counted: bool) -> Loop:
-    return Loop(loop, frame, _counter(loop), first=0 if is_counted else None)
 
 
 def _counter(loop: _Loop) -> str | None:

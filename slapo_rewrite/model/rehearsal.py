@@ -104,13 +104,7 @@ def rehearse(
             compared all the same.
     """
     casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
-    with (
-        _quiet(),
-        _without_dropout(),
-        small_model.one_thread(),
-        small_model.drawing(0),
-        casts,
-    ):
+    with _quiet(), _without_dropout(), small_model.one_thread(), small_model.drawing(0), casts:
         try:
             references = _references(schedule, original, depth) if sizes else []
         except DoesNotRunError:
@@ -274,8 +268,7 @@ class _Rank:
     def __call__(self, turn: threading.Lock) -> Step:
         """The step, with the original's weights.
 
-        Args:
-            turn: Held by the rank that computes.
+        `turn` is held by the rank that computes.
 
         Raises:
             UnfitError: The model cannot be made for so many ranks, or be run, which it says.
@@ -356,7 +349,8 @@ def _reference(
             inputs = small_model.training_inputs(schedule, model, whole)
             inputs = in_dtype(inputs, dtype)
             elements = sum(tensor.numel() for tensor in tensors(inputs))
-            if _size(model) > MOST_OF_SMALL or elements > MOST_ELEMENTS:
+            size = sum(p.numel() for p in model.parameters())
+            if size > MOST_OF_SMALL or elements > MOST_ELEMENTS:
                 raise TooLargeError
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -394,13 +388,6 @@ def _check_start(
 ) -> None:
     """In one process the output draws the weights that the original draws.
 
-    Args:
-        drawn: What the original draws; None where that is still to be found out.
-        depth: How many layers a small model has that nobody else defines, at least.
-        schedule: The schedule's module.
-        original: The module of the original source.
-        output: The output.
-
     Raises:
         OtherStartError: It draws others, as where a constructor asks for a module's very class.
     """
@@ -421,10 +408,6 @@ def _check_start(
             again = _drawn(schedule, original, depth)[1]
             if torch.equal(again[name], want):
                 raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
-
-
-def _size(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:
@@ -482,9 +465,7 @@ def _step(
 def _updated(model: Any, grads: dict[str, torch.Tensor]) -> Iterator[None]:
     """The backward pass inside updates the parameters, which have their values again behind it.
 
-    Args:
-        model: A model of an output that can do so.
-        grads: Gets the gradients, which the updates drop.
+    `grads` gets the gradients, which the updates drop.
     """
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 

@@ -126,8 +126,7 @@ def repeated(model: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[None
 class _Calls:
     """The calls of one layer in a round over its places.
 
-    Args:
-        times: How many places it stands in.
+    It stands in so many of them.
     """
 
     def __init__(self, layer: nn.Module, times: int) -> None:

@@ -36,12 +36,7 @@ class Shortening:
 
     @classmethod
     def of(cls, tree: Tree, apart: Mapping[str, Any] | None = None) -> Shortening:
-        """What one model tells of others that are built by the same code.
-
-        Args:
-            tree: Its tree.
-            apart: What else tells layers apart, by their paths.
-        """
+        """What one model tells of others that are built by the same code."""
         folds = folds_of(lists_of(tree), apart)
         return cls(folds, _wanted(tree, folds))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slapo_rewrite.code.dataflow import stays_as_it_is
@@ -29,19 +28,9 @@ class Candidate:
     certain: bool = False  # whether the tests around it are known to let it make the module
 
 
-def holders_of(node: Node) -> Iterator[Node]:
-    """The modules above a node that are not containers, the outermost first."""
-    above: list[Node] = []
-    holder = node.owner
-    while holder is not None:
-        above.append(holder)
-        holder = holder.owner
-    yield from reversed(above)
-
-
 def holder_at(node: Node, site: Site) -> Node | None:
     """The module above a node whose class holds the site."""
-    for holder in holders_of(node):
+    for holder in reversed([*node.owners()]):
         is_class = site.class_name in {c.__name__ for c in holder.cls.__mro__}
         if is_class and _matched(site, holder, node) is not None:
             return holder

@@ -19,12 +19,6 @@ def sized_inputs(
 
     The first axis of a tensor is the batch's. Those further axes that are as long as the second
     one of the first tensor of whole numbers are the tokens'.
-
-    Args:
-        schedule: The schedule's module.
-        model: The model that they are for.
-        rows: How many rows; None for as many as there are.
-        tokens: How many tokens; None likewise.
     """
     made = small_model.training_inputs(schedule, model)
     found = [value for value in made.values() if isinstance(value, Tensor) and value.dim()]

@@ -91,11 +91,8 @@ def supply(
 ) -> bool:
     """Has a schedule build a small model, where it says none and the full one is too large.
 
-    Args:
-        schedule: The schedule's module.
-        module: The module of the source.
-        largest: How many parameters a model may have to be run.
-        full: The model, where it is built already.
+    `largest` is how many parameters a model may have to be run, and `full` the model, where it is
+    built already.
 
     Returns:
         Whether there is a model that can be run.
@@ -119,15 +116,8 @@ def small_build(
 ) -> Build | None:
     """What builds a small model of the class that a schedule builds, from any module that has it.
 
-    Args:
-        schedule: The schedule's module.
-        module: The module of the source.
-        full: What the schedule's `model` gives of it.
-        most: How many parameters it may have.
-
-    Returns:
-        It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
-        smaller numbers give a model of the same classes that takes the inputs.
+    It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
+    smaller numbers give a model of the same classes that takes the inputs.
     """
     own = type(full)
     if vars(module).get(own.__name__) is not own:

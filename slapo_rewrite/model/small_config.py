@@ -68,10 +68,8 @@ def small_config(
 ) -> Any:
     """A copy of a Hugging Face config, small but consistent, without dropout.
 
-    Args:
-        config: The config.
-        depth: How many layers it has, at least; None for as many.
-        kept: Of lists with so many layers, which of them it has; then `depth` says nothing.
+    It has at least `depth` layers, or all of them with None. `kept` says of lists with so many
+    layers which of them it has; then `depth` says nothing.
     """
     small = copy.deepcopy(config)
     _shrink(small, depth, kept or {})
@@ -79,29 +77,40 @@ def small_config(
 
 
 def deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of a config with as many layers as another one, of the same kinds.
-
-    Args:
-        small: The config.
-        full: The other one.
-        kept: Of lists with so many layers, which of them it is to have.
-    """
+    """A copy of a config with as many layers as another one, of the same kinds."""
     found = copy.deepcopy(small)
-    mapped = getattr(full, "attribute_map", {}).get("num_hidden_layers")
-    counts = {n: v for n, v in vars(full).items() if (n in _LAYERS or n == mapped) and v}
     for name, value in vars(full).items():
         own = getattr(found, name, None)
         if hasattr(value, "to_dict") and hasattr(own, "to_dict"):
             setattr(found, name, deepened(own, value, kept))
-        elif name in counts:
-            setattr(found, name, len(kept.get(value, range(value))))
-        elif name in _NUMBERS_OF_LAYERS and value:
-            count = next(iter(counts.values()), 0)
-            setattr(found, name, _renumbered(value, kept.get(count, range(count))))
-        elif isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values():
-            picked = (value[i] for i in kept.get(len(value), range(len(value))))
-            setattr(found, name, type(value)(picked))
+    _take_layers(found, full, kept)
     return found
+
+
+def _take_layers(config: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> None:
+    """Gives a config those layers of another one, of its own class, that are kept."""
+    counts = _counts(full)
+    count = next(iter(counts.values()), 0)
+    for name, value in [*vars(full).items()]:
+        if name in counts:
+            setattr(config, name, len(kept.get(value, range(value))))
+        elif name in _NUMBERS_OF_LAYERS and value:
+            setattr(config, name, _renumbered(value, kept.get(count, range(count))))
+        elif _is_per_layer(value, counts):
+            picked = (value[i] for i in kept.get(len(value), range(len(value))))
+            setattr(config, name, type(value)(picked))
+
+
+def _counts(config: Any) -> dict[str, int]:
+    """The numbers of layers that a config says, by what it calls them."""
+    mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
+    said = ((n, v) for n, v in vars(config).items() if n in _LAYERS or n == mapped)
+    return {name: value for name, value in said if isinstance(value, int) and value}
+
+
+def _is_per_layer(value: Any, counts: Mapping[str, int]) -> bool:
+    """Whether a value of a config is a list with an entry for each layer."""
+    return isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
 
 
 def _renumbered(numbers: Any, kept: Sequence[int]) -> Any:
@@ -221,32 +230,17 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
 
 def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
     """So many layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
-    mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
-    counts = {
-        name: value
-        for name, value in vars(config).items()
-        if (name in _LAYERS or name == mapped) and isinstance(value, int) and value
-    }
+    counts = _counts(config)
     if not counts:
         return
-    per_layer = {
-        name: list(value)
-        for name, value in vars(config).items()
-        if isinstance(value, (list, tuple)) and len(value) > 2 and len(value) in counts.values()
-    }
+    per_layer = {n: list(v) for n, v in vars(config).items() if _is_per_layer(v, counts)}
     count = next(iter(counts.values()))
     given = _given_out(config, count)
     if depth is not None:
         depth = max(depth, len(given))
     numbered = {n: getattr(config, n) for n in _NUMBERS_OF_LAYERS if getattr(config, n, None)}
     if depth is None or layers:
-        for name, numbers in numbered.items():
-            setattr(config, name, _renumbered(numbers, layers.get(count, range(count))))
-        for name, values in per_layer.items():
-            picked = (values[i] for i in layers.get(len(values), range(len(values))))
-            setattr(config, name, type(getattr(config, name))(picked))
-        for name, value in counts.items():
-            setattr(config, name, len(layers.get(value, range(value))))
+        _take_layers(config, config, layers)
         _renumber_out(config, given, len(layers.get(count, range(count))))
         return
     kept = list(range(depth))

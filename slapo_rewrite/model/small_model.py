@@ -131,16 +131,10 @@ def _scaled(packed: Sequence[Any]) -> Iterator[None]:
 def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     """The twin of the model that `schedule` describes, built from `module`.
 
-    Args:
-        schedule: The schedule's module.
-        module: The module being rewritten, or what it was rewritten to.
-        depth: How many layers a smaller config has, at least, if its model has as many.
-
-    Returns:
-        `schedule.verify_model(module)` where that is defined, or its class with its config and more
-        layers, if it has too few and the config says how many; else the same Hugging Face class
-        with a smaller config; else what `small_arguments` found for the schedule; else
-        `schedule.model(module)` itself.
+    `schedule.verify_model(module)` where that is defined, or its class with its config and more
+    layers, if it has too few and the config says how many; else the same Hugging Face class with a
+    smaller config; else what `small_arguments` found for the schedule; else
+    `schedule.model(module)` itself.
 
     Raises:
         ValueError: The model is too large to be run as it is, and has no config to make smaller.
@@ -205,21 +199,12 @@ def _lengths(model: nn.Module) -> dict[str, int]:
 
 
 def build_deep(
-    schedule: Any,
-    module: Any,
-    full: nn.Module,
-    kept: Mapping[int, Sequence[int]] | None = None,
+    schedule: Any, module: Any, full: nn.Module, kept: Mapping[int, Sequence[int]] | None = None
 ) -> nn.Module:
     """A twin with all layers of the full model: `verify_model`'s if it has them, else a made one.
 
     Every pipeline stage has layers then, as it has in the full model. What is made has the config
     of `verify_model`'s but for the layers, or is made smaller by itself. Else `build_small`'s.
-
-    Args:
-        schedule: The schedule's module.
-        module: The module being rewritten, or what it was rewritten to.
-        full: The full model, built from that module.
-        kept: Of lists with so many layers, which of them one that is made has.
     """
     if hasattr(schedule, "verify_model"):
         small = build_small(schedule, module)
@@ -262,10 +247,7 @@ def shrunk(
 ) -> nn.Module:
     """A small model of the same Hugging Face class.
 
-    Args:
-        full: The model, also on the meta device.
-        depth: How many layers it has, at least; None for as many.
-        kept: Of lists with so many layers, which of them it has.
+    `depth` and `kept` are as for `small_config`.
     """
     small = small_config(full.config, depth, kept)
     if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
@@ -282,10 +264,7 @@ def _module(built: Any, by: str) -> nn.Module:
 def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any]:
     """The keyword arguments of one training step.
 
-    Args:
-        schedule: The schedule's module; its `inputs(model)` is called where it is defined.
-        model: The model that they are for.
-        seed: What random numbers start from.
+    The schedule's `inputs(model)` is called where it is defined.
 
     Returns:
         For a Hugging Face model token ids, a mask with padding at the end of the second row, and
@@ -324,12 +303,9 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
 def training_inputs(schedule: Any, model: nn.Module, whole: bool = False) -> dict[str, Any]:
     """The keyword arguments of one training step, without those of the loss.
 
-    Args:
-        schedule: The schedule's module.
-        model: The model that they are for.
-        whole: Whether inputs that the tool makes are those of ordinary training. Otherwise there is
-            no padding mask, as what it holds cannot be looked at on the meta device, and no cache
-            of keys and values, which costs by the layer.
+    With `whole` inputs that the tool makes are those of ordinary training. Otherwise there is no
+    padding mask, as what it holds cannot be looked at on the meta device, and no cache of keys and
+    values, which costs by the layer.
     """
     inputs = model_inputs(schedule, model, step_inputs(schedule, model))
     if not hasattr(schedule, "inputs") and not whole:
@@ -388,11 +364,7 @@ def loss_parameters(schedule: Any) -> dict[str, inspect.Parameter]:
 def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The loss of one step: what `schedule.loss` makes of it, else `outputs.loss`.
 
-    Args:
-        schedule: The schedule's module; its `loss` takes the outputs, and by name what else it
-            needs of the inputs, targets say.
-        outputs: What the model returns.
-        inputs: The arguments of the step.
+    That takes the outputs, and by name what else it needs of the inputs, targets say.
 
     Raises:
         ValueError: There is no loss.

@@ -95,28 +95,17 @@ class Part:
 
 @dataclass
 class Profile:
-    """What a step takes.
+    """What a step takes."""
 
-    Attributes:
-        forward: Its parts on the way there.
-        backward: Likewise on the way back.
-        order: The forward parts as they come.
-        between: By the place of a layer, bytes of what it gives to what follows.
-        parameters: By the place of a layer, or of what is before it, the parameters that are used
-            there for the first time: their names, sizes in bytes.
-        tied: Bytes of parameters that are used in several places, by their names.
-        buffers: Bytes of buffers.
-        largest: Bytes of the largest parameter.
-    """
-
-    forward: dict[Place, Part] = field(default_factory=dict)
-    backward: dict[Place, Part] = field(default_factory=dict)
+    forward: dict[Place, Part] = field(default_factory=dict)  # its parts on the way there
+    backward: dict[Place, Part] = field(default_factory=dict)  # likewise on the way back
+    # By the place of a layer, bytes of what it gives to what follows.
     between: dict[Place, Amount] = field(default_factory=dict)
-    users: dict[str, list[Place]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    buffers: int = 0
-    inputs: Amount = NOTHING
+    users: dict[str, list[Place]] = field(default_factory=dict)  # where each parameter is used
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of each parameter
+    counts: dict[str, int] = field(default_factory=dict)  # elements of each parameter
+    buffers: int = 0  # bytes of buffers
+    inputs: Amount = NOTHING  # bytes of what the step is given
 
 
 def counted_step(
@@ -129,12 +118,8 @@ def counted_step(
 ) -> Profile:
     """Counts one step.
 
-    Args:
-        model: On the meta device, in the dtype that it is trained in.
-        inputs: Keyword arguments of a step, of `ROWS` rows, on the meta device.
-        loss: Makes the loss of what the model returns.
-        layers: The layers of each list, by its path.
-        is_gpu: Whether it is to be counted as on a GPU, in that one's operators.
+    The model and the inputs, which have `ROWS` rows, are on the meta device, in the dtype of
+    training.
     """
     counter = _Counter(model, inputs)
     with counter.follows(model, layers), OnMeta(is_gpu), counter:

@@ -77,12 +77,9 @@ class Step:
 def worst(want: Step, have: Step, rounded: Step | None = None) -> tuple[float, str, str]:
     """The largest difference, with its name and what it is of.
 
-    Args:
-        want: What the original computes.
-        have: What is compared with it.
-        rounded: What the original computes with its weights rounded: what differs there as well is
-            left out. A gradient that is zero but for rounding (a key's bias before a softmax) is
-            off by any share where a part of the model computes in single precision.
+    `rounded` is what the original computes with its weights rounded: what differs there as well is
+    left out. A gradient that is zero but for rounding (a key's bias before a softmax) is off by any
+    share where a part of the model computes in single precision.
     """
     found = _differences(want, have)
     own = {(name, what): gap for gap, name, what in _differences(want, rounded or want)}

@@ -12,9 +12,7 @@ from torch import Tensor
 class Storages:
     """Numbers storages as they are first seen, and tells when each is let go.
 
-    Args:
-        outside: Tensors that are there all the time, whose storages do not count.
-        let_go: Is told the number of a storage.
+    Tensors `outside` are there all the time, and their storages do not count.
     """
 
     def __init__(self, outside: Iterable[Tensor], let_go: Callable[[int], None]) -> None:

@@ -33,11 +33,7 @@ def built_in_place(
 ) -> nn.Module:
     """The new module on the meta device, called with what its construction site would give it.
 
-    Args:
-        sources: The source files.
-        node: The module that it takes the place of.
-        make: The new class, or a function that returns a module.
-        arguments: The arguments as source; None for those of the original.
+    The arguments are source; with None they are those of the original.
 
     Raises:
         WrongArguments: They do not fit.
@@ -96,10 +92,8 @@ class Misfit(Exception):
 def check_weights(original: nn.Module, new: nn.Module, weights: Mapping[str, Weight]) -> None:
     """Refuses a map by which weights would be lost, invented or of another shape.
 
-    Args:
-        original: On the meta device.
-        new: On the meta device.
-        weights: What the new module's tensors are made of, by name; others keep their names.
+    Both modules are on the meta device; tensors of the new one that `weights` does not name keep
+    their names.
 
     Raises:
         Misfit: In words.

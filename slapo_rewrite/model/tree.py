@@ -37,12 +37,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
     """
     try:
         construction_calls.forget()
-        with (
-            without_dynamo(),
-            on_meta(),
-            torch.no_grad(),
-            construction_calls.recorded(),
-        ):
+        with without_dynamo(), on_meta(), torch.no_grad(), construction_calls.recorded():
             model = make(module)
     except errors.RewriteError:
         raise
@@ -138,6 +133,13 @@ class Node:
         while node is not None:
             yield node
             node = node.parent
+
+    def owners(self) -> Iterator[Node]:
+        """The module whose class makes it, the one whose class makes that, and so on."""
+        node = self.owner
+        while node is not None:
+            yield node
+            node = node.owner
 
     @property
     def root(self) -> Node:

@@ -119,10 +119,8 @@ def live_functions(
 def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> FunctionType | None:
     """The function that a definition made, at or below what stands under its name.
 
-    Args:
-        function: The definition.
-        value: What a class or a module has under its name; decorators may have put it there.
-        depth: How many functions are looked at, one inside the other.
+    The value is what a class or a module has under its name, where decorators may have put it.
+    `depth` functions are looked at, one inside the other.
 
     Returns:
         None where it is not found: something else took its place.
@@ -144,14 +142,7 @@ def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> Functi
 def watching(
     file: SourceFile, lives: Sequence[Live], deaths: Sequence[Death], watcher: Watcher
 ) -> Iterator[None]:
-    """Functions tell of their calls, and drop names, for as long as it lasts.
-
-    Args:
-        file: The file that has them.
-        lives: The functions; the watcher knows them by their number here.
-        deaths: The names, likewise.
-        watcher: Is told.
-    """
+    """Functions tell of their calls, and drop names, for as long as it lasts."""
     numbers = {death: number for number, death in enumerate(deaths)}
     before: list[tuple[FunctionType, CodeType]] = []
     setattr(builtins, _WATCHER, watcher)

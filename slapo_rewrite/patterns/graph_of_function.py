@@ -35,15 +35,11 @@ def graph_of(
 ) -> Graph:
     """The values of a function.
 
-    Args:
-        file: The file that it stands in.
-        function: The function.
-        facts: Of the module whose method it is.
-        method: Whether its first parameter is that module.
-        resolve: What names mean that it does not bind; the file's module level where None.
-        pattern: Whether it is a pattern: the module's own parameters stand for any then.
-        given: Arguments that are taken as constants; where it is not None, of a branch whose way
-            is known, only that way is followed, as if the branch were not there.
+    The first parameter of a `method` is the module whose facts these are. `resolve` says what names
+    mean that it does not bind; without it they mean what they do at the file's module level. In a
+    `pattern` the module's own parameters stand for any. Arguments in `given` are taken as
+    constants; where it is not None, of a branch whose way is known only that way is followed, as if
+    the branch were not there.
     """
     graph = Graph(file, function)
     flow = Flow(graph, facts, resolve or names_of(file), pattern=pattern)

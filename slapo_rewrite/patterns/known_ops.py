@@ -26,13 +26,8 @@ from slapo_rewrite.patterns.value_graph import Value, equal
 Given = Sequence[tuple[str, Value]]
 
 _FOLDED: dict[str, Callable[..., float]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "pow": operator.pow,
-    "neg": operator.neg,
-    "math.sqrt": math.sqrt,
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "pow", "neg")},
+    **{"div": operator.truediv, "math.sqrt": math.sqrt},
 }
 
 

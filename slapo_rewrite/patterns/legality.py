@@ -38,20 +38,10 @@ class Judge(Standing):
     def stop(self) -> Mismatch | None:
         """Why the match cannot be one call at the place of its result; None where it can."""
         checks = (
-            self._hidden,
-            self._within,
-            self._idle,
-            self._nameless,
-            self._written,
-            self._used_elsewhere,
-            self._branched,
-            self._random,
-            self._rebound,
-            self._repeated,
-            self._bound_inside,
-            self._changed,
-            self._left,
-        )
+            self._hidden, self._within, self._idle, self._nameless, self._written,
+            self._used_elsewhere, self._branched, self._random, self._rebound, self._repeated,
+            self._bound_inside, self._changed, self._left,
+        )  # fmt: skip
         return next((stop for check in checks if (stop := check()) is not None), None)
 
     def _stop(self, reason: str, *spots: Note, wanted: Value | None = None) -> Mismatch:
@@ -149,10 +139,9 @@ class Judge(Standing):
             if wanted.is_leaf:
                 continue
             expected = (*around, *self._expected(wanted))
-            if not _same_arms(value.regions, expected):
-                arm = next((a for a, b in _zipped(value.regions, expected) if a != b), None)
-                arm = arm or next(b for a, b in _zipped(value.regions, expected) if a != b)
-                assert arm is not None
+            if value.regions != expected:
+                arms = itertools.zip_longest(value.regions, expected)
+                arm = next(one or other for one, other in arms if one != other)
                 stop = self._stop(
                     f"{region(arm[0])} lies between",
                     _spot(value, "computed here"),
@@ -357,22 +346,6 @@ def _is_readable(value: Value) -> bool:
 
 def _spot(value: Value, note: str) -> Note:
     return Note(value.file, value.node, note)
-
-
-def _same_arms(ones: tuple[Arm, ...], others: tuple[Arm, ...]) -> bool:
-    return len(ones) == len(others) and all(
-        a is b and x == y for (a, x), (b, y) in zip(ones, others, strict=True)
-    )
-
-
-def _zipped(
-    ones: tuple[Arm, ...], others: tuple[Arm, ...]
-) -> Iterable[tuple[Arm | None, Arm | None]]:
-    for number in range(max(len(ones), len(others))):
-        yield (
-            ones[number] if number < len(ones) else None,
-            others[number] if number < len(others) else None,
-        )
 
 
 def given_by(call: Value) -> list[Value]:

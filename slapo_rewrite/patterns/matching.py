@@ -135,7 +135,7 @@ class Matcher:
     def _pairs(self, wanted: Value, value: Value, so_far: Bindings) -> Iterator[Bindings]:
         held = so_far.held.get(wanted)
         if held is not None:
-            if self._same(held, value):
+            if self.graph.same(held, value):
                 yield so_far if wanted.is_leaf else so_far.hold(wanted, value)
             else:
                 self._differs(wanted, value, so_far, held)
@@ -213,9 +213,6 @@ class Matcher:
         (wanted, value), *others = pairs
         for pairing in self._pairs(wanted, value, so_far):
             yield from self._all(others, pairing)
-
-    def _same(self, one: Value, other: Value) -> bool:
-        return self.graph.same(one, other)
 
     def _differs(
         self, wanted: Value, value: Value, so_far: Bindings, held: Value | None = None

@@ -6,6 +6,7 @@ import ast
 import builtins
 import functools
 import inspect
+import math
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +16,17 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import all_arguments
 from slapo_rewrite.code.facts import Facts, NoFacts, live_names
 from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.patterns.canonical_ops import SYNONYMS, operations
 from slapo_rewrite.patterns.graph_of_function import graph_of
-from slapo_rewrite.patterns.value_graph import Graph, Value, described, reached, walk
+from slapo_rewrite.patterns.value_graph import Graph, Value, described, walk
 
 _REFUSED = {
-    ast.Lambda: "a lambda",
-    ast.ListComp: "a comprehension",
-    ast.SetComp: "a comprehension",
-    ast.DictComp: "a comprehension",
-    ast.GeneratorExp: "a generator",
-    ast.Await: "an `await`",
-    ast.Yield: "a `yield`",
-    ast.YieldFrom: "a `yield`",
-    ast.NamedExpr: "an assignment inside an expression",
-    ast.Starred: "a star-argument",
+    ast.Lambda: "a lambda", ast.ListComp: "a comprehension", ast.SetComp: "a comprehension",
+    ast.DictComp: "a comprehension", ast.GeneratorExp: "a generator", ast.Await: "an `await`",
+    ast.Yield: "a `yield`", ast.YieldFrom: "a `yield`",
+    ast.NamedExpr: "an assignment inside an expression", ast.Starred: "a star-argument",
     ast.JoinedStr: "a string with values in it",
-}
+}  # fmt: skip
 
 
 def call_module(path: str, *operands: Any) -> Any:
@@ -58,12 +54,14 @@ class Pattern:
     @functools.cached_property
     def size(self) -> int:
         """How many operations it has, those of functions that it calls among them."""
-        return sum(not value.is_leaf and value.inner is None for value in reached(self.roots))
+        every = walk(self.roots, through=True)
+        return sum(not value.is_leaf and value.inner is None for value in every)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
         """The operations that stand wherever it matches."""
-        own = (v for v in reached(self.roots) if not v.is_leaf and v.inner is None)
+        every = walk(self.roots, through=True)
+        own = (v for v in every if not v.is_leaf and v.inner is None)
         return frozenset(v.operation for v in own) - {"call_module"}
 
     @functools.cached_property
@@ -79,10 +77,6 @@ class Pattern:
 
 def pattern_of(value: Any, facts: Facts | None = None) -> Pattern:
     """Reads a pattern from its source.
-
-    Args:
-        value: A function, or an instance of a module class.
-        facts: Of that instance.
 
     Raises:
         BadPattern: It is not a pure computation, or has no source.
@@ -272,3 +266,38 @@ def _connected(roots: tuple[Value, ...]) -> bool:
             return False
         seen |= own
     return True
+
+
+@functools.cache
+def named_operations(pattern: types.FunctionType) -> frozenset[str]:
+    """Operations that stand wherever a pattern matches: those that it calls by their names.
+
+    Functions of rules that it calls are followed. Names that mean something else too, of Python or
+    of `math`, are left out, and so are operators.
+    """
+    certain = {name for name, known in operations().items() if not known.number} - _FOLDED
+    found: set[str] = set()
+    pending, seen = [pattern], set[types.FunctionType]()
+    while pending:
+        function = pending.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        code = function.__code__
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        closed = {name: cell.cell_contents for name, cell in cells}
+        for name in (*code.co_names, *code.co_freevars):
+            value = closed.get(name, function.__globals__.get(name))
+            # A function does not call itself: `def silu(x): return F.silu(x)`.
+            if isinstance(value, types.FunctionType) and value is not function:
+                ours = value.__module__ == pattern.__module__
+                pending += [value] if ours or value.__module__.startswith(_RULES) else []
+            elif not (hasattr(builtins, name) or ("math" in code.co_names and hasattr(math, name))):
+                found.add(SYNONYMS.get(name, name))
+    return frozenset(found & certain)
+
+
+# Where rules are.
+_RULES = "slapo_rewrite.rules."
+# What is worked out where the operands are constants.
+_FOLDED = {"add", "sub", "mul", "div", "pow", "neg"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in, uses_of
 from slapo_rewrite.code.names import unique
-from slapo_rewrite.code.text import accessor
+from slapo_rewrite.code.text import accessor, within
 from slapo_rewrite.patterns.graph_of_function import captured
 from slapo_rewrite.patterns.value_graph import Graph, Value, described
 
@@ -94,11 +94,7 @@ class Target:
 class Standing:
     """What changes where a call stands at one place for a match.
 
-    Attributes:
-        graph: The function.
-        nodes: What is computed by the match.
-        place: Where the call stands.
-        names: How results may be called that have no name yet.
+    Results may be called by `names` that have no name yet.
     """
 
     def __init__(
@@ -218,17 +214,13 @@ class Standing:
         name = given_name(statement) if gives(statement, [result]) else None
         if statement is own and name is not None and not self.place.above:
             return Target(result, name)
-        if not self._is_nested(result) and not self._runs_before(statement):
+        nested = is_nested(result, self.place.outer)
+        if not nested and not self._runs_before(statement):
             if name is not None and statement is not own and self._is_free(name, statement):
                 return Target(result, name)
             return Target(result, fresh, result.site.node)
         held = [name for name in self._holding(result) if self._is_read(name, result)]
         return Target(result, held[0] if held else "_", several=len(held) > 1)
-
-    def _is_nested(self, result: Value) -> bool:
-        """Whether the text of a result is part of that of another, and goes with it."""
-        others = [each.site.node for each in self.place.outer if each is not result]
-        return any(n is result.site.node for other in others for n in ast.walk(other))
 
     def _holding(self, result: Value) -> list[str]:
         """The names that hold a result once the call has been made."""
@@ -339,6 +331,12 @@ class Standing:
     def text(self, value: Value) -> str:
         """An operand as it may be written at the place."""
         return self.name_of(value) or text_of(value)
+
+
+def is_nested(result: Value, results: Iterable[Value]) -> bool:
+    """Whether the text of a result is part of that of another, and goes with it."""
+    others = (each.site.node for each in results if each is not result)
+    return any(within(other, result.site.node) for other in others)
 
 
 def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:

@@ -16,7 +16,7 @@ from slapo_rewrite.code.sinking import Sunk
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.graph_of_function import chain_graph, graph_of
 from slapo_rewrite.patterns.legality import Judge
-from slapo_rewrite.patterns.matching import Bindings, Matcher, Mismatch, Note, outermost
+from slapo_rewrite.patterns.matching import Bindings, Matcher, Mismatch, outermost
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.replacement import Replaced, places, text_of
 from slapo_rewrite.patterns.value_graph import Graph, Value
@@ -53,8 +53,7 @@ class Match:
     def with_call(self, name: str) -> Match | None:
         """The match with the call that gives an operand, of what that is given, if it may have it.
 
-        Args:
-            name: The operand, which becomes the call's one argument.
+        The operand becomes the call's one argument.
         """
         call, judge = self.values[name], self.judge
         if judge is None or call.site is not call or [key for key, _ in call.given] != [""]:
@@ -130,8 +129,13 @@ class Miss:
         where = f"`{self.path}`" if self.path else "the model"
         head = f"`{self.pattern}` is not found in {where}, {self.function}: {stop.reason}"
         head += f" ({stop.matched} of {self.size} operations found)"
-        places = [_span(spot) for spot in (*stop.spots, *([stop.wanted] if stop.wanted else []))]
-        return errors.excerpt(head, places, stop.hint)
+        return errors.excerpt(head, self.places, stop.hint)
+
+    @property
+    def places(self) -> list[errors.Span]:
+        """The places: in the model, then in the pattern."""
+        spots = (*self.stop.spots, *([self.stop.wanted] if self.stop.wanted else []))
+        return [spot.file.at(spot.node, spot.note) for spot in spots]
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,12 +301,7 @@ def _match(scope: Scope, pattern: Pattern, judge: Judge) -> Match:
 
 
 def find_calls(scopes: Sequence[Scope], wanted: Callable[[str, CallSite], bool]) -> Matches:
-    """Every call that a predicate takes.
-
-    Args:
-        scopes: The functions to look in.
-        wanted: Takes the module's path and the call.
-    """
+    """Every call that a predicate takes."""
     found = [
         match
         for scope in scopes
@@ -350,7 +349,3 @@ def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite
 def _lines(node: ast.AST) -> range:
     first = getattr(node, "lineno", 1)
     return range(first, (getattr(node, "end_lineno", None) or first) + 1)
-
-
-def _span(spot: Note) -> errors.Span:
-    return spot.file.at(spot.node, spot.note)

@@ -85,8 +85,11 @@ class Value:
         return walk([self])
 
 
-def walk(values: Iterable[Value]) -> Iterator[Value]:
-    """Some values and everything they are computed from, each once."""
+def walk(values: Iterable[Value], through: bool = False) -> Iterator[Value]:
+    """Some values and everything they are computed from, each once.
+
+    With `through` what calls among them give when looked through counts as well.
+    """
     seen: set[int] = set()
     pending = [*reversed([*values])]
     while pending:
@@ -95,22 +98,7 @@ def walk(values: Iterable[Value]) -> Iterator[Value]:
             seen.add(id(value))
             yield value
             pending += [v for _, v in reversed(value.arguments)]
-
-
-def reached(values: Iterable[Value]) -> Iterator[Value]:
-    """Some values, what they are computed from, and what calls among them give when looked through.
-
-    Each once.
-    """
-    seen: set[int] = set()
-    pending = [*values]
-    while pending:
-        value = pending.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            pending += [argument for _, argument in value.arguments]
-            pending += [value.inner] if value.inner is not None else []
+            pending += [value.inner] if through and value.inner is not None else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +174,7 @@ class Graph:
     @functools.cached_property
     def operations(self) -> frozenset[str]:
         """Every operation that is carried out, in calls that can be looked through as well."""
-        return frozenset(value.operation for value in reached(self.values))
+        return frozenset(value.operation for value in walk(self.values, through=True))
 
     def overwritten(
         self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...] | None = None

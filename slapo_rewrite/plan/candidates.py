@@ -307,21 +307,9 @@ class Predictor:
 
 
 def ways(
-    gpus: int,
-    batch: int,
-    tensors: Sequence[int],
-    stages: Sequence[int],
-    ratios: Sequence[float],
+    gpus: int, batch: int, tensors: Sequence[int], stages: Sequence[int], ratios: Sequence[float]
 ) -> Iterator[Way]:
-    """All ways on so many GPUs, those of each split of the GPUs together.
-
-    Args:
-        gpus: How many there are.
-        batch: Rows of a step.
-        tensors: Numbers of ranks that can share a layer.
-        stages: Numbers of stages that there can be.
-        ratios: Shares of layers that can be recomputed.
-    """
+    """All ways on so many GPUs, those of each split of the GPUs together."""
     for tensor in tensors:
         if gpus % tensor:
             continue

@@ -25,10 +25,8 @@ COPIED = {"cpu": 2**27, "cuda": 2**30}
 def measured_machine(node: int, precision: str | None = None) -> Hardware:
     """This machine as a row of the table: what models get here is what is measured.
 
-    Args:
-        node: How many ranks share the machine; on the CPU they share its memory, too.
-        precision: What matrix products are computed in, as in the table; without it `bf16` on a
-            GPU, `fp32` on the CPU.
+    So many ranks share it as a node has; on the CPU they share its memory, too. Without a precision
+    of matrix products it is `bf16` on a GPU, `fp32` on the CPU.
 
     Raises:
         UsageError: This machine does not compute in this precision.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from slapo_rewrite import errors
+from slapo_rewrite.emit.one_rank import forked
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.groups import grouped
@@ -266,34 +265,19 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
     if workers == 1 or sys.platform != "linux":
         yield from (_count(*job) for job in jobs)
         return
-    context = multiprocessing.get_context("fork")
     project = Project(jobs[0][0].source, jobs[0][0].schedule)
     # Dealt out to and fro, as the first take longest: what one has worked out serves its next.
     to_and_fro = itertools.cycle([*range(workers), *reversed(range(workers))])
     dealt = list(itertools.islice(to_and_fro, len(jobs)))
-    running: list[tuple[Any, Any]] = []
+    running = []
     for worker in range(workers):
-        receiver, sender = context.Pipe(duplex=False)
         own = [job for job, to in zip(jobs, dealt, strict=True) if to == worker]
-        process = context.Process(target=_send, args=(sender, own, project))
-        process.start()
-        sender.close()
-        running.append((process, receiver))
+        running.append(forked(partial(itertools.starmap, partial(_count, project=project), own)))
     for job, worker in zip(jobs, dealt, strict=True):
-        try:
-            found: Found | None = running[worker][1].recv()
-        except EOFError:
-            found = None
+        found: Found | None = next(running[worker], None)
         yield _count(*job) if found is None else found
-    for process, _ in running:
-        process.join()
-
-
-def _send(sender: Any, jobs: Sequence[Job], project: Project) -> None:
-    """Sends what is counted to the process that waits for it; closes the pipe where one fails."""
-    with contextlib.suppress(BaseException), contextlib.closing(sender):
-        for job in jobs:
-            sender.send(_count(*job, project))
+    for each in running:
+        next(each, None)  # it has ended
 
 
 def _percent(seconds: float) -> int:

@@ -45,18 +45,9 @@ class StepShape:
 
 
 def counted_rewrite(
-    project: Project,
-    settings: Sequence[str],
-    sizes: Sequence[int],
-    shape: StepShape,
+    project: Project, settings: Sequence[str], sizes: Sequence[int], shape: StepShape
 ) -> Found:
     """Rewrites once, and counts a step on each number of ranks; on the first, if nothing is split.
-
-    Args:
-        project: The source and the schedule, of which nothing has been carried out.
-        settings: Knobs, as `name=value`.
-        sizes: The numbers of ranks.
-        shape: What a step is.
 
     Raises:
         UsageError: Its rows are to have so many tokens, and no input has tokens.
@@ -107,11 +98,6 @@ class Countable:
         self, ranks: int, shape: StepShape, *ways: AbstractContextManager[None]
     ) -> list[Counted]:
         """Counts a step on one of several ranks that share each layer.
-
-        Args:
-            ranks: How many they are.
-            shape: What a step is.
-            ways: It is counted once inside of each.
 
         Raises:
             DoesNotRun: The model cannot be built so, or does not run.

@@ -36,9 +36,8 @@ class Call:
 class CallStack:
     """Reads the frames of a run.
 
-    Args:
-        paths: The path of each module of the model, by its identity.
-        editable: The text of a file that may be changed; None of another.
+    `paths` has the modules' paths by their identity; `editable` gives the text of a file that may
+    be changed.
     """
 
     def __init__(self, paths: Mapping[int, str], editable: Callable[[str], str | None]) -> None:

@@ -46,12 +46,9 @@ def follow_precision(
 ) -> Precisions:
     """What has to be cast where.
 
-    Args:
-        model: The model, on the meta device or a small one; it is left as it was.
-        paths: The path of each of its modules, by its identity.
-        inputs: Keyword arguments of one training step.
-        editable: The text of a file that may be changed, as it is by now; None of another.
-        wanted: What is to be computed in half precision.
+    The model is on the meta device or a small one, and is left as it was; `paths` has its modules'
+    paths by their identity, and `editable` gives the text of a file that may be changed, as it is
+    by now.
 
     Raises:
         CannotRun: The model does not run.

@@ -23,12 +23,7 @@ from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
-from slapo_rewrite.precision.call_stack import (
-    Call,
-    CallStack,
-    parameters_of,
-    reading_frame,
-)
+from slapo_rewrite.precision.call_stack import Call, CallStack, parameters_of, reading_frame
 from slapo_rewrite.precision.casts import (
     HALF,
     HALVES,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from slapo_rewrite.primitives.base import Primitive
 
 # Files that define none.
-SHARED = {"argument_types", "base", "matched", "page", "recompute_budget"}
+SHARED = {"base", "matched", "page", "recompute_budget"}
 
 
 class Registry(UserDict[str, Any]):

@@ -11,15 +11,13 @@ from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.examples import Sample, setting
-from slapo_rewrite.fusion.backends import Always, Backends
+from slapo_rewrite.fusion.backends import MEASURED, Always, Backends, measured, plugged
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import packed
 from slapo_rewrite.fusion.horizontal_fusion import Packing, beside
 from slapo_rewrite.fusion.kernel_forms import OF_KERNELS, in_torch
 from slapo_rewrite.fusion.known_branches import given_for
 from slapo_rewrite.fusion.match_rules import below, look, nearest_miss
-from slapo_rewrite.fusion.measured_kernels import MEASURED, measured
-from slapo_rewrite.fusion.plugged_kernels import plugged
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.fusion.rule import Rule
 from slapo_rewrite.model.tree import Node

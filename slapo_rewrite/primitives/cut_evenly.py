@@ -182,11 +182,6 @@ def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[No
 
     All where the model does not run without values: what cannot be cut is refused then.
 
-    Args:
-        call: The call.
-        layers: The layers.
-        once: Only those that are called once, none where that cannot be seen.
-
     Raises:
         BadArgument: One that is called several times is all that there is to cut between.
     """

@@ -12,12 +12,7 @@ from slapo_rewrite.fusion import known_branches
 from slapo_rewrite.fusion.match_rules import pattern_for, scopes_for
 from slapo_rewrite.model.sources import Sources
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.patterns.search import (
-    CallSite,
-    Matches,
-    find_calls,
-    path_predicate,
-)
+from slapo_rewrite.patterns.search import CallSite, Matches, find_calls, path_predicate
 from slapo_rewrite.primitives.base import Call, Example, Question, Refusal
 
 MLP = """\
@@ -279,8 +274,7 @@ def _by_predicate(where: object, nodes: list[Node], sources: Sources) -> Matches
 
 def _check_original(call: Call, node: Node) -> None:
     """What stands in the place of a replaced module has to be known."""
-    above: Node | None = node
-    while above is not None:
+    for above in node.outwards():
         state = call.states.get(above.path)
         new = state.replacement if state is not None else None
         if new is not None and above.cls.__name__ != new.target.name:
@@ -289,4 +283,3 @@ def _check_original(call: Call, node: Node) -> None:
                 cause=new.cause,
                 hint="look for the pattern before the module is replaced",
             )
-        above = above.parent

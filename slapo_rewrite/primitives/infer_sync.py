@@ -87,7 +87,6 @@ s.infer_sync()
         """Leaves the collectives of the module and below it open, until all shards are known."""
         if state.infer_sync is not None:
             raise errors.Unsupported(
-                f"the syncs of {node.shown} are inferred already",
-                cause=state.infer_sync.cause,
+                f"the syncs of {node.shown} are inferred already", cause=state.infer_sync.cause
             )
         return replace(state, infer_sync=Wish(call.directive))

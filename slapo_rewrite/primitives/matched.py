@@ -15,7 +15,7 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.fusion.claims import Calling, Claim, Skipped
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
-from slapo_rewrite.fusion.match_rules import Looked, spots
+from slapo_rewrite.fusion.match_rules import Looked
 from slapo_rewrite.fusion.spelled_names import SCHEDULE
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
@@ -39,12 +39,6 @@ def carried_out(
     rules: Sequence[tuple[str, Looked]] = (),
 ) -> Rewrite:
     """What claims give that one line of the schedule makes.
-
-    Args:
-        engine: Carries them out.
-        claims: The matches.
-        left: Matches that are left as they are, since the rule would have it so.
-        rules: What was looked for by a rule's name, for the record.
 
     Raises:
         NoMatch: One cannot be carried out, or there is none.
@@ -100,7 +94,7 @@ def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
     """The error for a computation that stands nowhere."""
     if nearest is None:
         return errors.NoMatch(f"`{name}` matches nothing here, nor anything near")
-    places = list(spots(nearest))
+    places = nearest.places
     return errors.NoMatch(
         f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
         f"{nearest.function}: {nearest.stop.reason}",

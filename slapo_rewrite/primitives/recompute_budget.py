@@ -203,13 +203,6 @@ def counted(
 ) -> CountedWays:
     """Counts a step in every way.
 
-    Args:
-        schedule: The schedule's module.
-        chosen: The paths of the layers that may be recomputed.
-        step: The step.
-        tree: The model, on the meta device.
-        kernels: Modules with kernels, beside those of the tool.
-
     Raises:
         DoesNotRun: It does not run without values.
     """

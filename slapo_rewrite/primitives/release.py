@@ -234,10 +234,7 @@ def _paying(
 
 
 def _check_selected(
-    call: Call,
-    nodes: Sequence[Node],
-    sharing: Sharing,
-    functions: Mapping[ast.FunctionDef, Death],
+    call: Call, nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
 ) -> None:
     """One text serves all modules that run it.
 
@@ -268,9 +265,7 @@ def _reordering(file: SourceFile, order: Order, cause: Directive) -> list[TextEd
 
 
 def _edits(
-    file: SourceFile,
-    dropped: Mapping[Death, ast.FunctionDef],
-    cause: Directive,
+    file: SourceFile, dropped: Mapping[Death, ast.FunctionDef], cause: Directive
 ) -> list[TextEdit]:
     """Each name written as its expression where it reads well, else in a `del`."""
     lines: dict[ast.stmt, Lines] = {}

@@ -45,10 +45,6 @@ class Models:
 def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
     """Builds the models; the output stays imported as long as it lasts.
 
-    Args:
-        recorded: The output.
-        world: On how many ranks; by default two where anything is split, else one.
-
     Raises:
         NotBuilt: An input is not what it was, or a model cannot be built.
     """

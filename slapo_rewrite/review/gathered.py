@@ -81,19 +81,9 @@ class Review:
 
 
 def gathered(
-    out: Path,
-    *,
-    world: int | None = None,
-    source: str | None = None,
-    schedule: str | None = None,
+    out: Path, *, world: int | None = None, source: str | None = None, schedule: str | None = None
 ) -> Review:
     """Gathers what there is to tell of an output.
-
-    Args:
-        out: Its folder.
-        world: On how many ranks the model is looked at; by default two where anything is split.
-        source: The original, if it is not where it was.
-        schedule: The schedule, if it is not where it was.
 
     Raises:
         NotAnOutput: The folder has no record, or lacks files that the record names.

@@ -123,14 +123,7 @@ def drawn(review: Review) -> dict[str, Markup]:
 
 
 def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str, name: str) -> str:
-    """A bar for each name, made of its amounts.
-
-    Args:
-        names: What the bars are called.
-        amounts: For each what it is made of, in the same order.
-        unit: What the amounts are in.
-        name: What the plot is called, unlike every other of the page.
-    """
+    """A bar for each name, made of its amounts."""
     with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure, axes = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)), layout="constrained")
         left = [0.0] * len(names)

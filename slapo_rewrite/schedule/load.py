@@ -75,11 +75,7 @@ class Knob:
 class ScheduleFile:
     """A schedule file: its text, and once loaded its functions.
 
-    Attributes:
-        name: As the user gave it.
-        path: Where it lies.
-        text: Its source.
-        module: Its namespace.
+    Its name is as the user gave it, and the module its namespace.
     """
 
     def __init__(self, name: str, path: Path, text: str, module: types.ModuleType) -> None:

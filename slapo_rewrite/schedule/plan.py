@@ -213,10 +213,9 @@ class Plan:
 
     def _check_called(self, node: Node, directive: Directive) -> None:
         """What is done where a module is called needs a call of it."""
-        above: Node | None = node if self.idle else None
-        while above is not None and above.path not in self.idle:
-            above = above.parent
-        if above is not None:
+        for above in node.outwards() if self.idle else ():
+            if above.path not in self.idle:
+                continue
             words, hint = f"{above.shown} is no longer called", "schedule what takes its place"
             raise _conflict(words, self.idle[above.path], directive, hint)
         if node.path in self.seldom:
@@ -290,8 +289,5 @@ def _conflict(
     """The error for what an earlier directive leaves no room for."""
     line = f" of line {cause.at.line}" if cause.at else ""
     return errors.ConflictingEdits(
-        f"{words} since `{cause.primitive}(...)`{line}",
-        at=directive.at,
-        cause=cause,
-        hint=hint,
+        f"{words} since `{cause.primitive}(...)`{line}", at=directive.at, cause=cause, hint=hint
     )

@@ -71,12 +71,7 @@ def _import_hint(error: BaseException) -> str | None:
 
 
 def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.ModuleType:
-    """The module of a file whose text is not the one on disk.
-
-    Args:
-        file: The file.
-        references: What it uses from elsewhere, and imports only when it is written.
-    """
+    """The module of a file whose text is not the one on disk."""
     module = types.ModuleType(file.name)
     path = os.path.abspath(file.path)  # as an import names the file to its code
     module.__file__, module.__package__ = path, file.package

@@ -14,10 +14,6 @@ def stage_ends(costs: Sequence[float], n: int) -> list[int]:
     No other cut has a cheaper dearest stage. Of the cuts that have none dearer, it is the one whose
     stages differ the least (by the sum of their squares).
 
-    Args:
-        costs: What each element costs, in the order in which they are called.
-        n: How many stages, each of one element or more.
-
     Returns:
         For each stage the index behind its last element; the last of them is `len(costs)`.
 

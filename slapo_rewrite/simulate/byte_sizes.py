@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 UNITS = {
-    "TiB": 2.0**40,
-    "TB": 1e12,
-    "GiB": 2.0**30,
-    "GB": 1e9,
-    "MiB": 2.0**20,
-    "MB": 1e6,
-    "KiB": 2.0**10,
-    "kB": 1e3,
-    "B": 1.0,
-}
+    "TiB": 2.0**40, "TB": 1e12, "GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20, "MB": 1e6,
+    "KiB": 2.0**10, "kB": 1e3, "B": 1.0,
+}  # fmt: skip
 
 
 def byte_size(text: str) -> float | None:

@@ -171,10 +171,8 @@ def known_gpus() -> list[str]:
 def hardware(name: str, precision: str | None = None) -> Hardware:
     """A row of the table.
 
-    Args:
-        name: The row's.
-        precision: What matrix products are computed in; without it the half precision that models
-            are trained in on such a GPU.
+    Without a precision of matrix products it is the half precision that models are trained in on
+    such a GPU.
 
     Raises:
         KeyError: There is none of that name.

@@ -162,10 +162,8 @@ class RecomputeSearch:
     def _searched(self, budget: float, leaves: Callable[[Iterable[int]], int]) -> Ways | None:
         """The least time that fits.
 
-        Args:
-            budget: Bytes that the step may hold.
-            leaves: Of what the ways of later layers leave where a layer's way back begins, what is
-                counted on. With the least, what is found may need more, and is the best if not.
+        `leaves` says what is counted on of what the ways of later layers leave where a layer's way
+        back begins. With the least, what is found may need more, and is the best if not.
         """
         import numpy as np
 
@@ -228,13 +226,7 @@ class RecomputeSearch:
         return part.kept_peaks if self._stays else part.peaks
 
     def _option(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
-        """One or several pieces, one after the other.
-
-        Args:
-            pieces: The pieces.
-            way: How they are recomputed.
-            left: Bytes that those behind them have left where their way back begins.
-        """
+        """One or several pieces, one after the other."""
         key = (*map(id, pieces),)
         if key not in self._known:
             self._known[key] = self._weighed(pieces)

@@ -35,10 +35,8 @@ Runs = tuple[tuple[Piece, int], ...]
 class Unfolded:
     """The parts of the full model's step.
 
-    Args:
-        plain: What was counted without recomputation.
-        others: What was counted with layers recomputed in one way or another; None where that
-            cannot be.
+    `plain` was counted without recomputation, `others` with layers recomputed in one way or
+    another; None where that cannot be.
     """
 
     def __init__(self, plain: Counted, *others: Counted | None) -> None:
@@ -48,11 +46,7 @@ class Unfolded:
         self._last = {listed: max(plain.stands_for[listed]) for listed in self.lists}
 
     def pieces(self, ratio: float) -> list[Piece]:
-        """All of them, in the order of the way there.
-
-        Args:
-            ratio: The share of each list's layers that are recomputed, the first ones.
-        """
+        """All of them, in the order of the way there."""
         can_be = self.counted[1] is not None
         ways = {}
         for listed in self.lists:
@@ -64,10 +58,8 @@ class Unfolded:
     def chosen(self, ways: Mapping[str, Sequence[int]], before: int = 0) -> list[Piece]:
         """All of them, in the order of the way there, each layer recomputed in a way of its own.
 
-        Args:
-            ways: For each layer of each list which of what was counted it is as in: 0 for the
-                plain one.
-            before: Likewise for what comes before the layers.
+        `ways` says for each layer of each list as which of what was counted it is, 0 for the plain
+        one; `before` says so for what comes before the layers.
         """
         found = [self._piece(BEFORE, before, False)]
         for listed in self.lists:
@@ -138,12 +130,9 @@ def in_runs(pieces: Sequence[Piece]) -> Runs:
 def most_held(runs: Runs, rows: int, live: int = 1, *, gradients_stay: bool = False) -> float:
     """The most bytes that a step holds beside parameters and what outlasts it.
 
-    Args:
-        runs: The parts that run on the rank.
-        rows: Rows of a micro-batch.
-        live: How many micro-batches have gone there and not yet back, at most.
-        gradients_stay: Whether gradients come into being in the step and stay; else there is room
-            for their sums already, and they are let go as they are added to these.
+    `live` is how many micro-batches have gone there and not yet back, at most. Gradients come into
+    being in the step and stay, if `gradients_stay`; else there is room for their sums already, and
+    they are let go as they are added to these.
     """
     # What a micro-batch holds between its way there and its way back.
     between = sum(times * piece.forward.net.of(rows) for piece, times in runs)
@@ -186,15 +175,7 @@ class States:
     def most(
         self, runs: Runs, parameters: float, rows: int, live: int, micro_batches: int
     ) -> float:
-        """The most bytes that a rank holds for parameters and activations.
-
-        Args:
-            runs: The parts of the step that it runs.
-            parameters: How many it holds.
-            rows: Rows of a micro-batch.
-            live: How many micro-batches have gone there and not yet back, at most.
-            micro_batches: How many make up a step.
-        """
+        """The most bytes that a rank holds for parameters and activations."""
         come = self.come(micro_batches)
         step = self.own(parameters, micro_batches)
         step += most_held(runs, rows, live, gradients_stay=come)
@@ -213,13 +194,9 @@ def states(precision: str, stage: int, replicas: int, bucket: int = BUCKET) -> S
     """What a parameter takes by the stage of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     In bfloat16 stage 1 sums gradients in float32. Other sums are of the parameters' dtype, from
-    stage 1 on by buckets, and are copied to float32 where the optimizer takes them.
-
-    Args:
-        precision: `bf16`, `fp16` or `fp32`.
-        stage: 0 to 3: nothing, the optimizer's states, gradients too, parameters too are divided.
-        replicas: By how many ranks.
-        bucket: Elements of a bucket of gradients.
+    stage 1 on by buckets, and are copied to float32 where the optimizer takes them. The stage is 0
+    to 3: nothing, the optimizer's states, gradients too, parameters too are divided by so many
+    replicas; `bucket` is how many elements a bucket of gradients has.
     """
     width = 4 if precision == "fp32" else 2
     # In float32 the parameter needs no copy, but stages 1 and 2 make one of each rank's part.

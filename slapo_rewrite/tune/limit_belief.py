@@ -29,10 +29,8 @@ SURPRISE = 0.005  # how likely a trial is that no model expects
 class LimitBelief:
     """How likely each point of a space fits.
 
-    Args:
-        declared: For each column of the coordinates 1 or -1 if the need is known to grow or shrink
-            along it, else 0.
-        seed: Which Sobol sequence.
+    `declared` has for each column of the coordinates 1 or -1 if the need is known to grow or shrink
+    along it, else 0; `seed` says which Sobol sequence.
     """
 
     def __init__(self, space: KnobSpace, declared: NDArray[np.intp], seed: int = 0) -> None:

@@ -31,18 +31,12 @@ CANDIDATES = 64  # of them, the most promising points
 class PredictedFirst:
     """The default.
 
-    Args:
-        seed: Of random numbers, which decide between points that are about as good.
-        confidence: It ends when with this probability no point is more than 1% better than the
-            best; None to go on until all have been tried.
+    The seed is of random numbers, which decide between points that are about as good. It ends when
+    with the probability `confidence` no point is more than 1% better than the best; with None it
+    goes on until all have been tried.
     """
 
-    def __init__(
-        self,
-        space: KnobSpace,
-        seed: int = 0,
-        confidence: float | None = None,
-    ) -> None:
+    def __init__(self, space: KnobSpace, seed: int = 0, confidence: float | None = None) -> None:
         self._space, self._seed, self._confidence = space, seed, confidence
         self._memory = LimitBelief(space, space.signs, seed)
         # Only once a run took too long: else all are taken to have the time.

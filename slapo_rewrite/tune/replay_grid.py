@@ -141,15 +141,7 @@ def _flatten(
 def trials_of(
     grid: Grid, name: str, seed: int, confidence: float | None = None, before: Sequence[Trial] = ()
 ) -> Iterator[Trial]:
-    """The trials that a strategy makes after some, until it ends by itself.
-
-    Args:
-        grid: What is tried.
-        name: The strategy's.
-        seed: Of its random numbers.
-        confidence: With which it ends; None for never.
-        before: Trials that were made.
-    """
+    """The trials that a strategy makes after some, until it ends by itself."""
     trials, strategy = list(before), made(name, grid.space, seed, confidence)
     while (number := strategy.next(trials)) is not None:
         trials.append(grid.trial(number))
@@ -161,17 +153,9 @@ def replayed(
 ) -> dict[str, dict[str, Any]]:
     """What each strategy needs.
 
-    Args:
-        grid: What is tried.
-        names: Strategies.
-        seeds: How often each is run, with other random numbers.
-        confidence: With which the default one ends.
-        first: The first of the seeds.
-
-    Returns:
-        By strategy: `trials` to 99% of the best for each seed, null where it ends before, and their
-        `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends by
-        itself and the part of the best throughput that it has then, each for all seeds.
+    By strategy: `trials` to 99% of the best for each seed, null where it ends before, and their
+    `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends by
+    itself and the part of the best throughput that it has then, each for all seeds.
     """
     return {name: _replayed(grid, name, range(first, first + seeds), confidence) for name in names}
 

@@ -55,8 +55,7 @@ class Predicted:
 class SpeedSurrogate:
     """Learns the throughput of points.
 
-    Args:
-        coordinates: A row for each point.
+    The coordinates have a row for each point.
     """
 
     def __init__(self, coordinates: Floats) -> None:
@@ -72,11 +71,8 @@ class SpeedSurrogate:
     ) -> list[Predicted]:
         """What each process says.
 
-        Args:
-            numbers: The points that have been tried, at least one.
-            throughputs: Theirs.
-            prior: For each point the logarithm of its throughput as it is predicted without any
-                trial, but for a constant.
+        `prior` has for each point the logarithm of its throughput as it is predicted without any
+        trial, but for a constant.
         """
         tried = np.array(numbers)
         logarithms = np.log(throughputs)
@@ -112,15 +108,11 @@ class SpeedSurrogate:
 
 
 def samples(
-    predicted: Sequence[Predicted],
-    numbers: Numbers,
-    count: int,
-    random: np.random.Generator,
+    predicted: Sequence[Predicted], numbers: Numbers, count: int, random: np.random.Generator
 ) -> Floats:
     """What the logarithms of some points may be together, without a figure's noise.
 
-    Returns:
-        One row a sample.
+    One row a sample.
     """
     drawn = random.choice(len(predicted), count, p=[each.weight for each in predicted])
     rows = []

@@ -93,12 +93,6 @@ class LargestBatch:
 def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None) -> Strategy:
     """A strategy by its name.
 
-    Args:
-        name: One of `NAMES`.
-        space: The points.
-        seed: Of its random numbers.
-        confidence: With which the default one ends, None for never; the others do not know any.
-
     Raises:
         UsageError: There is no such strategy.
     """

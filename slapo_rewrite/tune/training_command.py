@@ -51,11 +51,6 @@ def fields(command: str) -> list[str]:
 def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -> None:
     """Refuses a command in which something is missing, or something that nobody knows.
 
-    Args:
-        command: As the user gave it.
-        of_schedule: The knobs that change what `{out}` holds.
-        of_run: The knobs of the command itself.
-
     Raises:
         UsageError: It is such a command.
     """
@@ -93,11 +88,6 @@ def filled(command: str, values: Mapping[str, str]) -> str:
 
 def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
     """Runs a command to its end, or to the end of its time.
-
-    Args:
-        command: For the shell.
-        timeout_s: Seconds that it may take.
-        log: Where what it prints is kept.
 
     Returns:
         How it ended, and the throughput that it reported.

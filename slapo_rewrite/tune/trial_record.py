@@ -56,11 +56,8 @@ def _gpus() -> list[str]:
 def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator[TrialRecord]:
     """A record, which no other search goes on with meanwhile.
 
-    Args:
-        path: The file; its folder is made. Beside it lies another one, which is locked, and says
-            by which process.
-        head: What its first line has to say.
-        space: What is searched.
+    The folder of its file is made. Beside that lies another one, which is locked, and says by which
+    process. `head` is what the first line has to say.
 
     Raises:
         OtherTrials: The file is of something else, or is damaged.

@@ -41,9 +41,7 @@ class Tuned:
 def read(name: str, fixed: Sequence[str]) -> Tuned:
     """Loads a schedule file, and makes the space that it declares.
 
-    Args:
-        name: A file, or the name of a schedule that ships with the tool.
-        fixed: `K=V` for each knob that is not to be tuned.
+    `fixed` has `K=V` for each knob that is not to be tuned.
 
     Raises:
         BadSpace: No knob has choices, `space` is not what it has to be, or allows nothing.

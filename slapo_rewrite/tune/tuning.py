@@ -92,10 +92,7 @@ class Searched:
         return {
             "best": None
             if best is None
-            else {
-                "knobs": dict(self.space.points[best.number]),
-                "throughput": best.throughput,
-            },
+            else {"knobs": dict(self.space.points[best.number]), "throughput": best.throughput},
             "points": len(self.space),
             "ended": self.ended,
             "trials": [
@@ -119,13 +116,7 @@ def search(
 ) -> Searched:
     """Tries points in a strategy's order, from where the record ends.
 
-    Args:
-        space: The points.
-        strategy: What to try next, and when to end.
-        record: Of the trials so far; takes in those that are made.
-        attempt: Runs a point.
-        most: How many trials there may be in all, those of the record among them.
-        say: Told of each trial.
+    `most` is how many trials there may be in all, those of the record among them.
     """
     if record.trials:
         say(f"{len(record.trials)} trials are in {record.path}")

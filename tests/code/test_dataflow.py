@@ -1,10 +1,11 @@
-"""Which names stand in some text."""
+"""Which names stand in some text, and what binds them."""
 
 import ast
 
 import pytest
 
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, read_in
+from slapo_rewrite.code.syntax import assignments
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,23 @@ def test_a_body_begins_behind_its_docstring():
     assert body_of(function) == function.body[1:]
     function.body.pop(0)
     assert body_of(function) == function.body
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "guards"),
+    [
+        ("a = 1\na += 2\nimport a", [2, 3, 4], [0, 0, 0]),
+        ("if b:\n    a = 1\nelse:\n    a = 2", [3, 5], [1, 1]),
+        ("if a := b:\n    c = a\nreturn (a := c)", [2, 4], [0, 0]),
+        ("match b:\n    case 1:\n        a = 1\n    case _:\n        a = 2", [4, 6], [1, 1]),
+        ("with b as a:\n    for c in a:\n        a = c", [2, 4], [0, 0]),
+        ("def inner():\n    a = 1\nb = a", [], []),
+    ],
+)
+def test_what_binds_a_name_is_found_with_the_tests_around_it(text, lines, guards):
+    body = "\n".join(f"    {line}" for line in text.split("\n"))
+    (function,) = ast.parse(f"def f(b, c):\n{body}").body
+    assert isinstance(function, ast.FunctionDef)
+    found = assignments(function, "a")
+    assert [each.statement.lineno for each in found] == lines
+    assert [len(each.guards) for each in found] == guards

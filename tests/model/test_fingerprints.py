@@ -7,7 +7,7 @@ from torch import nn
 
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.fusion import match_rules
-from slapo_rewrite.model.fingerprints import Fingerprints
+from slapo_rewrite.model.sources import Fingerprints
 from slapo_rewrite.model.tree import Tree, build_model
 
 SCHEDULE = """\

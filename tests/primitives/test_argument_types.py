@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.primitives.argument_types import check_types
+from slapo_rewrite.primitives.base import check_types
 
 
 def plain(a, b=1): ...

@@ -17,8 +17,8 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
-from slapo_rewrite.fusion import measured_kernels
-from slapo_rewrite.fusion.measured_kernels import Row, Table
+from slapo_rewrite.fusion import backends
+from slapo_rewrite.fusion.backends import Row, Table
 from slapo_rewrite.fusion.registry import rules
 from tests.marks import release
 from tests.rewriting import changed_lines, refused, rewritten
@@ -265,7 +265,7 @@ def table(tmp_path, monkeypatch):
     """Writes a table as `benchmark.kernels --choose` does, in a folder of its own."""
     folder = tmp_path / "rules" / "measured"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(measured_kernels, "rules_folder", lambda: folder.parent)
+    monkeypatch.setattr(backends, "rules_folder", lambda: folder.parent)
 
     def wrote(*rows: dict, name: str = "h100", device: str = "NVIDIA H100 80GB HBM3") -> None:
         head = {"device": device, "measured": "2026-01-31", "versions": {"torch": "2.13.0"}}
@@ -399,7 +399,7 @@ def test_how_wide_a_match_is(name, tmp_path, table):
 
 
 def test_no_table_ships_that_was_not_measured():
-    for name, table in measured_kernels.tables().items():
+    for name, table in backends.tables().items():
         assert table.device and table.measured and table.rows, name
 
 

@@ -19,7 +19,7 @@ from slapo_rewrite.emit.rewrite import Output
 from slapo_rewrite.fusion import Numerics, Rule, Twice
 from slapo_rewrite.fusion.match_rules import compiled
 from slapo_rewrite.fusion.registry import rules
-from slapo_rewrite.patterns.pattern_ops import named_operations
+from slapo_rewrite.patterns.pattern import named_operations
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.verify.figures import tensors_in
 from tests.rewriting import changed_lines, imported, refused, rewritten, written

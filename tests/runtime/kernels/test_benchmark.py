@@ -11,7 +11,7 @@ import torch
 
 from benchmark import kernel_choice, kernels, report
 from benchmark.kernel_cases import KERNELS
-from slapo_rewrite.fusion.measured_kernels import Table
+from slapo_rewrite.fusion.backends import Table
 from slapo_rewrite.model.kernel_samples import Maker, sampled
 from tests.golden import ROOT
 from tests.runtime.kernels.picked import PUBLIC
