@@ -52,9 +52,11 @@ from slapo_rewrite.model.layers import Split, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.simulate.hardware import hardware
 
-# What is assumed: ranks that share a layer, on which GPUs, and tokens in a micro-batch.
+# What is assumed: ranks that share a layer, on which GPUs, and tokens in a micro-batch. That small
+# models wait for the host is left out: parts are asked for, and they are to be good ones.
 RANKS = 8
-ON = hardware("h200")
+_GPU = hardware("h200")
+ON = replace(_GPU, device=replace(_GPU.device, operator=0.0))
 TOKENS = 8192
 # Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
 TOUCHED = 32

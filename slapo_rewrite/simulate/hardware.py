@@ -127,12 +127,12 @@ def own_table(path: Path) -> dict[str, Any]:
 # What a model gets a share of.
 SLOWER = ("attention", "masked", "unaligned")
 REACHED = {
-    "flops": "flops",
-    "attention": "those in attention",
-    "masked": "those in attention with a mask or bias",
-    "unaligned": "those in products whose rows are not aligned to 16 bytes",
-    "bandwidth": "bandwidth",
-    "link": "link",
+    "flops": "of flops",
+    "attention": "in attention",
+    "masked": "in attention with a mask or bias",
+    "unaligned": "in products whose rows are not aligned to 16 bytes",
+    "bandwidth": "of bandwidth",
+    "link": "of link",
 }
 OPTIONAL = ("fp32", "tf32", "source")  # of a row
 
@@ -198,7 +198,7 @@ def _of_table(table: dict[str, Any], name: str, precision: str | None) -> Hardwa
     flops = row.get("flops" if precision in HALF else precision)
     if flops is None:
         raise no_such_products(row["title"], precision)
-    share = ", ".join(f"{reached[what]:.0%} of {said}" for what, said in REACHED.items())
+    share = ", ".join(f"{reached[what]:.0%} {said}" for what, said in REACHED.items())
     return Hardware(
         name,
         row["title"],
