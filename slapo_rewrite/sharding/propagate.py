@@ -134,7 +134,7 @@ class _Propagation:
         self.sources: dict[tuple[str, str], str | None] = {}
         self.wrapped = wrapped_forwards(tree, request)
         self.records = records
-        self.way, self.has_coins, self._drew = Way(), False, False
+        self.way, self.has_coins = Way(), False
         self.whole = self._whole(self.way)
         self.guess = Hypothesis()
 
@@ -300,7 +300,7 @@ class _Propagation:
         with state_kept(self.model), drawing(0):
             before = random.getstate()
             result = self.model(**self.inputs, **dict([way.flag] if way.flag else []))
-            self._drew = random.getstate() != before
+            self.has_coins |= random.getstate() != before
             return result, kept_buffers(self.model)
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
@@ -316,7 +316,6 @@ class _Propagation:
                 whole.result, whole.buffers = self._call(way)
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
-        self.has_coins |= self._drew  # a rank's run draws some for its group
         return whole
 
     def _with_replicas(self, followed: ShardingResult) -> ShardingResult:
