@@ -442,12 +442,16 @@ class _Propagation:
             refused.repeats = frozenset(run.repeats)
             raise refused from error
         except Exception as error:
-            unfit = CannotFollow(
-                f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
-                place=place_in_traceback(error, self.editable),
-                hint="where an integer attribute of a module has to be this rank's share for it, "
-                'name the attribute: .shard("its_name", axis=0)',
+            words = f"`forward` does not fit the sharded sizes: {error}".rstrip(": ")
+            hint = (
+                "where an integer attribute of a module has to be this rank's share for it, name "
+                'the attribute: .shard("its_name", axis=0)'
             )
+            if "TorchScript interpreter" in words:  # what is refused in there comes out as its text
+                words = "what a TorchScript function does with a part cannot be followed"
+                hint = "leave out `@torch.jit.script`"
+            place = place_in_traceback(error, self.editable)
+            unfit = CannotFollow(words, place=place, hint=hint)
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
         compare_outputs(self.whole.result, got, run)
