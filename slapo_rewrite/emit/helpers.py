@@ -51,6 +51,7 @@ RUNTIME_ORDER = (
     "mixed_norms",
     "mixed_precision",
     "mixed_conv1d",
+    "mixed_attention",
     "mixed_parallel",
     "mixed_parallel_conv1d",
     "mixed_parallel_convolution",
