@@ -81,7 +81,8 @@ class RewriteError(Exception):
         self.at = at  # where it is; None where no file is involved (a bad option, say)
         asked = [cause] if cause is not None and not isinstance(cause, Sequence) else cause or ()
         # Other places that belong to it, the schedule's line as a rule.
-        self.also = tuple(p for p in (*also, *(c.at for c in asked[:1])) if p is not None)
+        others = (*also, *(c.at for c in asked[:1]))
+        self.also = tuple(p for p in dict.fromkeys(others) if p is not None and p != at)
         self.hint = hint  # what to do about it
 
     def record(self) -> dict[str, Any]:

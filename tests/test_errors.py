@@ -32,3 +32,7 @@ def test_what_is_not_known_is_left_out():
     error = Unsupported("no", also=[None, HERE], cause=directive(THERE))
     assert error.also == (HERE, THERE)
     assert "model.py:3" in error.render() and "s.py:7" in error.render()
+
+
+def test_a_place_is_shown_once():
+    assert Unsupported("no", at=HERE, also=[HERE, THERE], cause=directive(THERE)).also == (THERE,)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
+from slapo_rewrite.errors import Span
 from slapo_rewrite.model.emitted import imported
 from slapo_rewrite.model.small_model import one_thread
 from slapo_rewrite.project import Project
@@ -55,4 +59,23 @@ def pipeline_text(
     with imported(files, model_file) as emitted, one_thread():
         with project.timed("tree"):
             tree = emitted.tree(schedule.model)
-        return pipeline(files, file, schedule, cuts, sliced, emitted.module, tree)
+        try:
+            return pipeline(files, file, schedule, cuts, sliced, emitted.module, tree)
+        except errors.CannotCut as error:
+            places = [error.at, *error.also]
+            error.at, *also = (
+                place and _in_original(place, project.original, file) for place in places
+            )
+            error.also = tuple(place for place in also if place is not None)
+            raise
+
+
+def _in_original(place: Span, original: SourceFile, rewritten: SourceFile) -> Span:
+    """The same place in the user's file; where that has not the line, in the rewritten one."""
+    if place.path != rewritten.display:
+        return place
+    lines = original.text.splitlines(), rewritten.text.splitlines()
+    for block in difflib.SequenceMatcher(None, *lines, autojunk=False).get_matching_blocks():
+        if block.b < place.line <= block.b + block.size:
+            return replace(place, line=place.line + block.a - block.b)
+    return replace(place, path=f"rewritten/{rewritten.path.name}")

@@ -27,7 +27,7 @@ _CONSTANTS = frozenset({
     torch.ones, torch.full, torch.eye,
 })  # fmt: skip
 # What asks a tensor for its values.
-_READS = frozenset({
+READS = frozenset({
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__",
     "__int__", "__index__", "__contains__", "__array__",
 })  # fmt: skip
@@ -84,7 +84,7 @@ class _OnMeta(TorchFunctionMode):
         if func not in _CONSTANTS and not self._takes_constants(args, kwargs):
             return args[0] if _stays(func, args, kwargs) else func(*args, **kwargs)
         values = self._values_of(func, args, kwargs)
-        if getattr(func, "__name__", "") in _READS and values is not None:
+        if getattr(func, "__name__", "") in READS and values is not None:
             return values
         try:
             result = func(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType
@@ -306,9 +307,15 @@ def pretend_world(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     shown = sys.excepthook  # each group has what fails say its rank, once more
+    # Torch numbers collectives with what it draws from `random`, which `forward` may draw from.
+    numbering: Any = sys.modules.get("torch.distributed._meta_registrations")
+    if hasattr(numbering, "random"):
+        numbering.random = random.Random()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        if hasattr(numbering, "random"):
+            numbering.random = random
         sys.excepthook = shown

@@ -69,12 +69,14 @@ def random_states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def casts_left_out() -> Iterator[None]:
-    """Values in floating point stay what they are where a method of theirs casts them.
+    """Values in floating point stay what they are where a method of theirs or autocast casts them.
 
     What is computed in half precision is computed in what the parameters are in, so that nothing
     but a difference in rounding is left out. The methods themselves are exchanged, for all threads.
     """
     tensor: Any = torch.Tensor
+    autocast: Any = torch.autocast
+    entering = autocast.__enter__, autocast.__exit__
 
     def kept(cast: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,9 +87,11 @@ def casts_left_out() -> Iterator[None]:
     names = ("bfloat16", "half", "float")
     for name in names:
         setattr(tensor, name, kept(getattr(tensor, name)))
+    autocast.__enter__, autocast.__exit__ = lambda self: self, lambda *_: None
     try:
         yield
     finally:
+        autocast.__enter__, autocast.__exit__ = entering
         for name in names:
             delattr(tensor, name)  # what torch's own base class has stands behind it
 

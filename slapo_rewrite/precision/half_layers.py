@@ -20,6 +20,7 @@ HALF_LAYERS = {
     "torch.nn.modules.conv.Conv1d": ("mixed_precision", "Conv1d"),
     "torch.nn.modules.conv.Conv2d": ("mixed_precision", "Conv2d"),
     "torch.nn.modules.conv.Conv3d": ("mixed_precision", "Conv3d"),
+    "torch.nn.modules.activation.MultiheadAttention": ("mixed_attention", "MultiheadAttention"),
     "transformers.pytorch_utils.Conv1D": ("mixed_conv1d", "Conv1D"),
 }
 # The modules that define these, and what computes as they do in float32.

@@ -41,6 +41,7 @@ from slapo_rewrite.sharding.operation_places import first_argument, place_of
 
 # Kernels take operands in half precision and in float32, and both at once.
 KERNELS = os.path.join(os.path.dirname(kernels.__file__), "")
+MULTIHEAD = "multi_head_attention_forward"
 ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
 
 
@@ -62,6 +63,8 @@ class PrecisionRun(TorchFunctionMode):
         call, name = self.stack.call(), name_of(func)
         if call is not None and call.callee is not None:
             args, kwargs = self._as_entered(call, call.callee, args, kwargs)
+        if name == MULTIHEAD and call is not None and self._attends(call):
+            return self._attended(call, func, args, kwargs)
         if name == ".dtype" and args[0].dtype in HALVES:
             self._check_read()
         args, kwargs = self._fitted(call, func, name, args, kwargs)
@@ -77,6 +80,17 @@ class PrecisionRun(TorchFunctionMode):
             self.makers.setdefault(id(tensor), list(tensors((args, kwargs))))
         self.alive += made
         return output
+
+    def _attends(self, call: Call) -> bool:
+        """Whether a layer with several heads computes by itself, in half precision."""
+        return computes_product(type(call.module), call.code) and self._is_half(call, MULTIHEAD)
+
+    def _attended(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a layer with several heads gives, whose products are in half precision."""
+        self.found.layers.add(call.owner)
+        args, kwargs = self._mapped(lambda tensor, _: self._cast(tensor, FLOAT32), args, kwargs)
+        y, weights = carry_out(func, args, kwargs)
+        return self._cast(y, HALF), weights
 
     def _fitted(
         self, call: Call | None, func: Any, name: str, args: Any, kwargs: Any

@@ -134,7 +134,7 @@ class _Propagation:
         self.sources: dict[tuple[str, str], str | None] = {}
         self.wrapped = wrapped_forwards(tree, request)
         self.records = records
-        self.way, self.has_coins, self._drew = Way(), False, False
+        self.way, self.has_coins = Way(), False
         self.whole = self._whole(self.way)
         self.guess = Hypothesis()
 
@@ -300,7 +300,7 @@ class _Propagation:
         with state_kept(self.model), drawing(0):
             before = random.getstate()
             result = self.model(**self.inputs, **dict([way.flag] if way.flag else []))
-            self._drew = random.getstate() != before
+            self.has_coins |= random.getstate() != before
             return result, kept_buffers(self.model)
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
@@ -316,7 +316,6 @@ class _Propagation:
                 whole.result, whole.buffers = self._call(way)
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
-        self.has_coins |= self._drew  # a rank's run draws some for its group
         return whole
 
     def _with_replicas(self, followed: ShardingResult) -> ShardingResult:
@@ -443,12 +442,16 @@ class _Propagation:
             refused.repeats = frozenset(run.repeats)
             raise refused from error
         except Exception as error:
-            unfit = CannotFollow(
-                f"`forward` does not fit the sharded sizes: {error}".rstrip(": "),
-                place=place_in_traceback(error, self.editable),
-                hint="where an integer attribute of a module has to be this rank's share for it, "
-                'name the attribute: .shard("its_name", axis=0)',
+            words = f"`forward` does not fit the sharded sizes: {error}".rstrip(": ")
+            hint = (
+                "where an integer attribute of a module has to be this rank's share for it, name "
+                'the attribute: .shard("its_name", axis=0)'
             )
+            if "TorchScript interpreter" in words:  # what is refused in there comes out as its text
+                words = "what a TorchScript function does with a part cannot be followed"
+                hint = "leave out `@torch.jit.script`"
+            place = place_in_traceback(error, self.editable)
+            unfit = CannotFollow(words, place=place, hint=hint)
             unfit.repeats = frozenset(run.repeats)
             raise unfit from error
         compare_outputs(self.whole.result, got, run)

@@ -131,18 +131,21 @@ def _tried(
     flat = with_loss_apart(flat, lambda text: trains(model, text))
     by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
+    with_records = False
     while True:
         program = divided(flat, cuts, model, world)
-        planner = Planner(program, trial.seen(program), model, places, by_name, sliced)
+        seen = trial.seen(program, with_records)
+        planner = Planner(program, seen, model, places, by_name, sliced)
         try:
             stages = planned(trial, planner)
             break
         except errors.CannotCut:
             records = [name for name, n in planner.stuck if planner.seen[name, n].kind == "record"]
             more = with_fields_apart(flat, records[-1]) if records else None
-            if more is None:
+            if more is None and (with_records or not records):
                 raise
-            flat = more
+            # What more is done with than to read its fields is sent with all of them.
+            flat, with_records = more or flat, more is None
     if kept and not is_uniform(program):
         raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     if kept and any(program.pieces[n].layers for s in stages.stages for _, n in s.joined):

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.meta_build import READS
 from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of
 from slapo_rewrite.stages.environment import rounds_of
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
@@ -148,20 +150,27 @@ class Trial:
         inputs = {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.inputs.items()}
         return {**self.world, "self": self.model, **inputs}
 
-    def seen(self, program: Program) -> dict[Version, ValueKind]:
+    def seen(self, program: Program, with_records: bool = False) -> dict[Version, ValueKind]:
         """What the values of a program are.
+
+        Args:
+            program: The program.
+            with_records: Whether records may be taken apart, to be made again of their fields.
 
         Raises:
             CannotCut: A statement fails.
         """
         scene = self.scene()
+        world = self.world if with_records else {}
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
         names = {*program.parameters, *(n for piece in program.pieces for n in piece.binds)}
+        reading = _Reading()
         with self.seeded():
             for number, piece in enumerate(program.pieces):
                 before = small_model.random_states()
                 try:
-                    exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
+                    with reading:
+                        exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
                 except Exception as error:
                     raise errors.CannotCut(
                         "this fails where only the statements of `forward` run, and works in the "
@@ -174,7 +183,9 @@ class Trial:
                     ) from error
                 drawn = before != small_model.random_states()
                 for name in piece.binds:
-                    (_, kind), *parts = described(scene.get(name), drawn).named(name)
+                    value = scene.get(name)
+                    is_free = not reading.has_read  # of what tensors hold
+                    (_, kind), *parts = described(value, drawn, world, is_free).named(name)
                     if names & {part for part, _ in parts}:  # one of its names is taken
                         kind, parts = ValueKind("other", is_drawn=drawn), []
                     found[name, number] = kind
@@ -255,7 +266,7 @@ class Trial:
         for number, piece in enumerate(program.pieces):
             exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
             for name in piece.binds:
-                for part, kind in described(scene.get(name)).named(name):
+                for part, kind in described(scene.get(name), False, self.world, True).named(name):
                     if sent.get((part, number), kind).structure() != kind.structure():
                         raise errors.CannotCut(
                             f"`{name}` is needed after the cut and cannot get there: it holds "
@@ -495,6 +506,18 @@ class Trial:
                 given[0] if len(given) == 1 else given,
                 labels[0] if len(labels) == 1 else labels,
             )
+
+
+class _Reading(TorchFunctionMode):
+    """Notes whether anything asks a tensor for what it holds."""
+
+    has_read = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.has_read |= getattr(func, "__name__", "") in READS
+        return func(*args, **(kwargs or {}))
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

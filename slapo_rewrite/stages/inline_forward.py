@@ -645,9 +645,14 @@ class Flattening(Calls):
         """From here on these names may stand for something else; writes down what they were."""
         for name in bound:
             value = scope.names.values.get(name)
-            if isinstance(value, Constant) and (hasattr(node, "body") or reads_in(node, name)):
-                text = f"{scope.spelled(name)} = {value.value!r}"
-                self.out.append(Line(text, scope.file.at(node)))
+            if hasattr(node, "body") or reads_in(node, name):
+                text = ""
+                if isinstance(value, Constant):
+                    text = repr(value.value)
+                elif isinstance(value, KnownObject) and OUTDATED not in value.texts.values():
+                    text = written_out(value)
+                if text:
+                    self.out.append(Line(f"{scope.spelled(name)} = {text}", scope.file.at(node)))
             scope.names.values[name] = Unknown()
             if not isinstance(node, (*_COMPOUND, ast.If)):
                 self.unsure.add(name)

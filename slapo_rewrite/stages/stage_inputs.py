@@ -149,7 +149,9 @@ class Planner:
         Stages are given those by name, the loss is given tensors.
         """
         read = (self.seen[version] for version in piece.reads if version[1] == ARGUMENT)
-        return self.by_name and any(kind.kind in ("other", "shape") for kind in read)
+        return self.by_name and any(
+            kind.kind in ("other", "shape") or kind.text not in ("", "None") for kind in read
+        )
 
     def stage(
         self, number: int, own: list[int], start: int, handed_on: Iterable[Version], is_tail: bool
@@ -220,7 +222,7 @@ class Planner:
         first = None if refusal else self.before_layers(version)
         if self.is_sendable(version) and not self.is_better_anew(version, first):
             self.send(version, to)
-        elif first is not None:
+        elif first is not None and seen.kind != "record":
             to.anew[version] = first
             self.bring(first, stage, to, is_tail)
         else:
@@ -240,7 +242,7 @@ class Planner:
         """Whether a value can be sent: as it is, as the shape of a tensor, or in parts."""
         name, number = version
         seen = self.seen[version]
-        if seen.text and self.branches(number):
+        if seen.text and number != ARGUMENT and self.branches(number):
             return False  # with other data it may be something else
         if number == ARGUMENT or seen.kind != "several":
             is_sent = seen.kind in ("grad", "float", "shape")

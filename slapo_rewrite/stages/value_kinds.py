@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from slapo_rewrite.stages.function_syntax import signature_of
 
 # Shape and type of a tensor.
 Like = tuple[tuple[int, ...], Any]
@@ -23,8 +25,9 @@ class ValueKind:
 
     # `grad` for a tensor that takes part in the backward pass, `float` and `int` for other tensors,
     # booleans among the latter; `complex` for one that takes part in the backward pass; `shape` for
-    # a number or two that may be a shape; `several` for a tuple, list or dictionary of all these,
-    # and for None; `record` for an object of a data class; `other` for what else there is.
+    # a number or two that may be a shape; `several` for a tuple, list, dictionary or record of all
+    # these, and for what is the same in every step: None, a setting; `record` for another object of
+    # a data class, or named tuple; `other` for what else there is.
     kind: str
     like: Like | None = None  # shape and type of a tensor
     # Whether a tensor does not lie in one piece of memory, so that it cannot be sent as it is.
@@ -33,8 +36,8 @@ class ValueKind:
     is_drawn: bool = False
     numbers: tuple[int, ...] = ()  # those that may be a shape
     parts: tuple[ValueKind, ...] = ()  # the elements of several
-    keys: tuple[str | int, ...] = ()  # those of a dictionary
-    text: str = ""  # how a value is written that holds nothing, or nothing but None
+    keys: tuple[str | int, ...] = ()  # those of a dictionary, the fields of a record
+    text: str = ""  # how a value is written that holds nothing but what is always the same
     made_by: type | None = None  # the type of several values, or of numbers
 
     def is_like(self, other: ValueKind) -> bool:
@@ -61,12 +64,20 @@ class ValueKind:
     def taken_apart(self, name: str) -> str:
         """Gives each part of a value its name; fails where it has other parts."""
         if self.text:
-            sign = "is" if self.text == "None" else "=="
+            sign = "is" if self.text in ("None", "True", "False") else "=="
             return f"assert {name} {sign} {self.text}  # nothing of it is sent"
+        if self.is_record:
+            read = ", ".join(f"{name}.{key}" for key in self.keys)
+            return f"{self.listed(name)} = {read}{',' * (len(self.keys) == 1)}"
         if not self.keys:
             return f"{self.listed(name)} = {name}"
         read = ", ".join(f"{name}[{key!r}]" for key in self.keys)
         return f"assert [*{name}] == {[*self.keys]!r}\n{', '.join(self.names(name))} = {read}"
+
+    @property
+    def is_record(self) -> bool:
+        """Whether it has fields with names."""
+        return bool(self.keys) and self.made_by is not dict
 
     def listed(self, name: str) -> str:
         """The names of the parts, one after the other."""
@@ -84,7 +95,8 @@ class ValueKind:
     def received(self, name: str) -> str:
         """Makes a value of what was received for it, or of its parts."""
         if self.kind == "several":
-            return f"{name} = {self.text or self.put_together(self.names(name))}"
+            parts = zip(self.parts, self.names(name), strict=True)
+            return f"{name} = {self.text or self.put_together([k.text or n for k, n in parts])}"
         shape = f"{name}.shape"
         return f"{name} = " + {
             int: f"{shape}[0]",
@@ -93,16 +105,31 @@ class ValueKind:
         }.get(self.made_by or tuple, shape)
 
     def put_together(self, parts: Sequence[str]) -> str:
-        """Makes several values one: a list, a tuple or a dictionary of them."""
+        """Makes several values one: a list, a tuple, a dictionary or a record of them."""
         listed = ", ".join(parts)
+        if self.made_by is not None and self.is_record:
+            fields = (f"{key}={part}" for key, part in zip(self.keys, parts, strict=True))
+            return f"{self.made_by.__name__}({', '.join(fields)})"
         if self.made_by is dict:
             items = zip(self.keys, parts, strict=True)
             return f"{{{', '.join(f'{key!r}: {part}' for key, part in items)}}}"
         return f"[{listed}]" if self.made_by is list else f"({listed}{',' * (len(parts) == 1)})"
 
 
-def described(value: object, is_drawn: bool = False) -> ValueKind:
-    """What a value is."""
+def described(
+    value: object,
+    is_drawn: bool = False,
+    world: Mapping[str, Any] | None = None,
+    flags: bool = False,
+) -> ValueKind:
+    """What a value is.
+
+    Args:
+        value: The value.
+        is_drawn: Whether random numbers were drawn for it.
+        world: The names by which stages know classes, where they are to send records in parts.
+        flags: Whether flags and texts are the same in every step.
+    """
     if isinstance(value, Tensor):
         like = (tuple(value.shape), value.dtype)
         kind = "float" if value.is_floating_point() else "int"
@@ -116,18 +143,34 @@ def described(value: object, is_drawn: bool = False) -> ValueKind:
         elements = tuple(value)
     elif isinstance(value, dict) and made_by is dict and {*map(type, value)} <= {str, int}:
         elements, keys = tuple(value.values()), tuple(value)
+    fields = fields_of(value)
+    if fields and world and world.get(made_by.__name__) is made_by:
+        elements, keys = tuple(fields.values()), tuple(fields)
     if not keys and 1 <= len(elements) <= 2 and all(type(e) is int and e > 0 for e in elements):
         if math.prod(elements) <= LARGEST_SHAPE:
             return ValueKind("shape", is_drawn=is_drawn, numbers=elements, made_by=made_by)
-    elif value is None:
-        return ValueKind("several", is_drawn=is_drawn, text="None")
-    elif made_by in (tuple, list, dict) and (elements or not value):
-        parts = tuple(described(element, is_drawn) for element in elements)
+    elif value is None or (made_by in (bool, str) and flags and not is_drawn):
+        return ValueKind("several", is_drawn=is_drawn, text=repr(value))
+    elif keys or (made_by in (tuple, list, dict) and (elements or not value)):
+        parts = tuple(described(element, is_drawn, world, flags) for element in elements)
         found = ValueKind("several", None, False, is_drawn, (), parts, keys, "", made_by)
         if all(part.text for part in parts):
             text = found.put_together([part.text for part in parts])
             return replace(found, parts=(), keys=(), text=text)
         if all(part.kind not in ("record", "other") for part in parts):
             return found
-    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    is_record = fields or (dataclasses.is_dataclass(value) and not isinstance(value, type))
     return ValueKind("record" if is_record else "other", is_drawn=is_drawn)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a record that its class makes of just these; of what else there is, none."""
+    made_by = type(value)
+    if isinstance(value, tuple) and hasattr(made_by, "_fields"):
+        own = dict(zip(made_by._fields, value, strict=True))
+    elif dataclasses.is_dataclass(value) and not hasattr(made_by, "__post_init__"):
+        own = dict(getattr(value, "__dict__", {}))
+    else:
+        return {}
+    taken = signature_of(made_by)
+    return own if taken is not None and [*taken.parameters] == [*own] else {}

@@ -153,6 +153,13 @@ def test_what_is_not_known_on_parts_is_computed_in_what_it_is_given():
         assert {name: made.dtype for name, made in found.items()} == dict.fromkeys(found, dtype)
         assert found.keys() == {*operations._AS_GIVEN.split()}
     assert {precision_of(name) for name in found} == {EITHER}
+    assert [name_of(f) for f in (F.unfold, torch.Tensor.unfold)] == ["functional.unfold", "unfold"]
+    assert precision_of(name_of(F.fold)) == EITHER
+
+
+def test_what_is_not_known_on_parts_is_kept_from_losing_digits():
+    """Torch samples in the precision of the grid, in which halves cannot tell neighbours apart."""
+    assert precision_of(name_of(F.grid_sample)) == precision_of(name_of(torch.histc)) == FLOAT32
 
 
 def test_what_works_in_place_keeps_its_precision():

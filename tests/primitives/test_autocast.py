@@ -132,11 +132,18 @@ LAYERS = [
     ("nn.Conv1d(4, 4, 3)", "BFloat16Conv1d(4, 4, 3)"),
     ("nn.Conv1d(4, 4, 3, padding=1, padding_mode='circular')", "BFloat16Conv1d(4, 4, 3"),
     ("Mine(8, 8)", "class Mine(BFloat16Linear):"),
+    ("Attention(8, 2)", "class Attention(BFloat16MultiheadAttention):"),
 ]
 MINE = """\
 class Mine(nn.Linear):
     def forward(self, input):
         return super().forward(input).relu()
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        y, weights = super().forward(x, x.tanh(), x, need_weights=self.training)
+        return y + weights.sum() if self.training else y
 
 
 """

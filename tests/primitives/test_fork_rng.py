@@ -209,11 +209,11 @@ def test_parts_of_different_sizes_are_warned_of(tmp_path):
 
 
 @pytest.mark.parametrize("drawn", ["random.random()", "np.random.rand()"])
-def test_what_torch_does_not_seed_is_warned_of(tmp_path, drawn):
+@pytest.mark.parametrize("use", ["if {} < 0.1:\n            return x", "x = {} * x"])
+def test_what_torch_does_not_seed_is_warned_of(tmp_path, drawn, use):
     text = "import random\nimport numpy as np\n" + SOURCE
     text = text.replace(
-        "        x = self.inner",
-        f"        if {drawn} < 0.1:\n            return x\n        x = self.inner",
+        "        x = self.inner", f"        {use.format(drawn)}\n        x = self.inner"
     )
     assert drawn in text and not rewritten(tmp_path, text, SCHEDULE + "    pass\n").warnings
     warnings = rewritten(tmp_path, text, SCHEDULE + SPLIT).warnings

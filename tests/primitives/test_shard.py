@@ -244,6 +244,13 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             "no part",
         ),
         (LAYER_NORM, PAIR, "SR104", "joins a part of shape [2, 3, 6]"),
+        (
+            MLP.replace("F.gelu(", "gelu(")
+            + "\n@torch.jit.script\ndef gelu(x):\n    return x * torch.sigmoid(1.702 * x)\n",
+            PAIR,
+            "SR104",
+            "what a TorchScript function does with a part cannot be followed",
+        ),
         (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "sharded already"),
         (
             MLP.replace("F.gelu(", "self.scale * F.gelu(").replace(

@@ -136,11 +136,7 @@ def test_numbers_go_as_a_shape_and_tuples_in_parts(tmp_path):
         (
             "{'rows': x.shape[2], 'seen': None, 'more': ((), [])}",
             "(size['rows'], -1)",
-            """\
-        size_seen = None
-        size_more = ((), [])
-        size = {"rows": size_rows, "seen": size_seen, "more": size_more}
-""",
+            'size = {"rows": size_rows, "seen": None, "more": ((), [])}\n',
         ),
     ],
 )
@@ -155,6 +151,8 @@ def test_each_kind_of_numbers_comes_as_what_it_was(size, grid, received, tmp_pat
         (f"[{PAIR}]", "angles[1]", "angles = [angles_0, angles_1]\n"),
         ("[angles.cos()]", "angles[0]", "angles = [angles_0]\n"),
         ("(angles.cos(),)", "angles[0]", "angles = (angles_0,)\n"),
+        (f"({PAIR}, 'rows')", "angles[1]", 'angles = (angles_0, angles_1, "rows")\n'),
+        ("(angles.cos(), x.dim() == 3)", "angles[1]", "angles = (angles_0, True)\n"),
     ],
 )
 def test_tensors_come_as_what_they_were_in(angles, read, received, tmp_path):
@@ -167,11 +165,11 @@ def test_tensors_come_as_what_they_were_in(angles, read, received, tmp_path):
     [
         ({"size": "(x.shape[2], int(1 + (x > 0.4).sum() % 3))", "grid": "(size[0], -1)"}, "data"),
         ({"size": "(x.shape[2], int(image.sum().abs()) + 1)", "grid": "(size[0], -1)"}, "data"),
-        ({"size": "(x.shape[2], 'rows')", "grid": "(size[0], -1)"}, "no tensor"),
         ({"size": "(x.shape[2], self.projection)", "grid": "(size[0], -1)"}, "no tensor"),
         ({"size": "(x.shape[2], -1)"}, "no tensor"),
         ({"size": "(x.shape[2], 10.0 / 2)", "grid": "(size[0], -1)"}, "no tensor"),
         ({"angles": "(angles.cos(), angles > 0)"}, "no tensor"),
+        ({"angles": "(angles.cos(), bool((x > 0.4).sum() % 3))"}, "no tensor"),
     ],
 )
 def test_what_looks_like_it_and_cannot_be_sent(given, message, tmp_path):
@@ -304,6 +302,49 @@ def schedule(s):
 
 def records(*lines: str) -> str:
     return RECORDS.format(body="\n".join(f"        {line}" for line in lines))
+
+
+STATE = """
+    x: torch.Tensor
+    axis: str = "rows"
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, state):
+        return State(self.linear(state.x), axis=state.axis)
+
+
+"""
+
+
+def states(kind: str) -> str:
+    text = records("s = State(x)", "for layer in self.layers:", "    s = layer(s)", "x = s.x")
+    text = text.replace("class Backbone", f"{kind}{STATE}class Backbone", 1)
+    layers = "nn.ModuleList(Block(width) for _ in range(2))"
+    return text.replace("self.head = nn.Linear(width, width)", f"self.layers = {layers}")
+
+
+STATES_SCHEDULE = RECORDS_SCHEDULE.replace("backbone", "layers.0")
+
+
+@pytest.mark.parametrize("kind", ["@dataclass\nclass State:", "class State(NamedTuple):"])
+def test_a_record_that_layers_are_given_whole_is_made_again(kind, tmp_path):
+    text = states(kind).replace(
+        "import torch\n", "import torch\nfrom typing import NamedTuple\n", 1
+    )
+    found = pipeline(rewritten(tmp_path, text, STATES_SCHEDULE).files["pipeline.py"])
+    assert "s_x, s_axis = s.x, s.axis\n" in found
+    assert 'def forward(self, s_x, **_):\n        s = State(x=s_x, axis="rows")\n' in found
+
+
+def test_a_record_that_its_class_would_make_otherwise_is_not_made_again(tmp_path):
+    more = "@dataclass\nclass State:\n    def __post_init__(self):\n        self.x = self.x + 1\n"
+    text = refused(tmp_path, states(more), STATES_SCHEDULE, "SR310")
+    assert "`s` is needed after the cut and cannot get there: it is no tensor" in text
 
 
 def test_a_stage_ends_later_where_a_value_gets_no_further(tmp_path):
@@ -655,6 +696,6 @@ def test_parameters_of_a_list_go_with_the_layers_of_the_same_rounds(tmp_path):
 
 
 def test_a_dictionary_without_tensors_crosses_as_its_text():
-    kind = described({"mask": None, "window": [None]})
-    assert kind.text == "{'mask': None, 'window': [None]}"
+    kind = described({"mask": None, "window": [None], "kind": "rows"}, flags=True)
+    assert kind.text == "{'mask': None, 'window': [None], 'kind': 'rows'}"
     assert [name for name, _ in kind.named("x")] == ["x"]

@@ -437,6 +437,23 @@ class Inner("""
     assert "x = self.inner(x)\n" in text
 
 
+def test_a_file_that_was_changed_before_is_told_with_its_own_lines(tmp_path):
+    """What a split needs is imported above; a line that was changed itself is shown as it is."""
+    source = written("x = self.inner(x)", "try:", "    x = x", "finally:", "    x = self.first(x)")
+    split = """\
+    s["inner.a"].shard(["weight", "bias"], axis=0)
+    s["inner.b"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+    schedule = SCHEDULE.format(cut='s["inner"]') + split
+    place = f"source_0.py:{source.splitlines().index('        try:') + 1}:9"
+    assert place in refused(tmp_path, source, schedule, "SR310")
+    source = written("for _ in range(2): x = self.first(self.inner(x))")
+    schedule = SCHEDULE.format(cut='s["inner"]') + '    s["first"].decompose()\n'
+    text = refused(tmp_path, source, schedule, "SR310")
+    assert "--> rewritten/source_1.py:29:9\n" in text
+
+
 SLICED_SCHEDULE = (
     SCHEDULE.format(cut='s["inner"]')
     + """\
