@@ -372,11 +372,16 @@ class Search:
             return
         ends = tuple(shard for row in rows for shard in row)
         carried = tuple(c for p in between if (c := self._carried(p)) is not None)
-        inside = f"{common_pattern(producers)}."
+        # What is split as one, since one line makes it, may lie in several modules.
+        fed = [(self.flow.sources[c] & producers, c) for c in sorted(consumers)]
+        inside = tuple(f"{common_pattern(by)}." for by, _ in fed if by)
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
-        path = common_pattern((*producers, *consumers))
-        first, last = (self._for_each_head(path, producers, axis) for axis in (0, -1))
+        around = grouped((common_pattern((*by, c)), p) for by, c in fed for p in by)
+        first, last = (
+            tuple(s for path, by in around.items() for s in self._for_each_head(path, by, axis))
+            for axis in (0, -1)
+        )
         more = (*carried, *joined)
         ways = [(), carried, more]
         for own in dict.fromkeys([first, last, (*first, *last)]):

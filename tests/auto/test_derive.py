@@ -639,6 +639,35 @@ def test_the_columns_of_a_table_are_split_with_the_heads_that_they_count(tmp_pat
     } < shards(found.text)
 
 
+def test_what_each_of_several_instances_has_for_a_head_is_split_in_all_of_them(tmp_path):
+    """They are split as one where a loop makes the layers of each."""
+    stack = """class Stack(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            self.layers.append(Attention(width, heads))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model"""
+    source = BY_DISTANCE.replace("class Model", stack)
+    source = source.replace(
+        "self.attention = Attention(width, heads)",
+        "self.first, self.second = Stack(width, heads), Stack(width, heads)",
+    ).replace("x + self.attention(x)", "self.second(self.first(x))")
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "first.layers[0].query")
+    found = derived(tmp_path, source, step)
+    assert {
+        '{first,second}.layers.* "temperature", axis=0',
+        '{first,second}.layers.* "by_distance", axis=1',
+    } < shards(found.text)
+
+
 def test_of_what_cannot_be_split_the_refusal_of_the_likeliest_way_is_said(tmp_path):
     source = BY_DISTANCE.replace("zeros(most, heads)", "zeros(most, 1)")
     source = source.replace("* self.temperature", "* self.temperature.softmax(0)")
