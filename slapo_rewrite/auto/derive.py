@@ -85,11 +85,24 @@ def derive(source: str, wanted: str = "") -> Derived:
             lists = {path: parts for path, parts in lists.items() if path not in unmade}
             cuts, why = cuts and bool(lists), "" if lists else next(iter(unmade.values()))
         elif refused is None:
-            return Derived(text, head, title, found.groups, found.share, why, others)
+            share = _share(found, oracle.project.tree.root)
+            return Derived(text, head, title, found.groups, share, why, others)
         elif not found.groups:
             raise refused
         else:
             found = _without_one(found, refused, oracle.project.tree.root)
+
+
+def _share(found: Found, root: Node) -> float:
+    """The share of a model's parameters that is split, of tied ones each once."""
+    split = {
+        id(parameter): parameter.numel()
+        for group in found.groups
+        for pattern in group.patterns
+        for node in modules_at(root, pattern)
+        for parameter in node.live.parameters(recurse=False)
+    }
+    return sum(split.values()) / max(1, sum(p.numel() for p in root.live.parameters()))
 
 
 def _given(wanted: str, module: types.ModuleType) -> Step:

@@ -130,7 +130,7 @@ class Search:
             for p in (*self.flow.layers, *self.flow.tables)
             if p not in taken and p in self.modules and self._size([p]) > 0.001 * self.total
         }
-        return Found(tuple(groups), whole, self.total)
+        return Found(tuple(groups), whole)
 
     def _size(self, patterns: Iterable[str]) -> int:
         live = (m for pattern in patterns for m in self.modules.get(pattern, ()))

@@ -732,6 +732,16 @@ def test_what_other_instances_have_too_is_split_in_all_of_them(width, second, tm
     assert found.share == 1
 
 
+def test_what_is_tied_counts_once_in_the_share(tmp_path):
+    source = GIVEN.replace(
+        "self.first, self.second = Stack(width, 2), Stack(width, 1)\n",
+        "self.first = Residual(MLP(width))\n        self.second = Residual(MLP(width))\n"
+        "        self.second.inner.up.weight = self.first.inner.up.weight\n",
+    )
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "query")
+    assert derived(tmp_path, source, step).share == 1
+
+
 def test_where_nothing_pays_everything_is_split_and_says_so_once(tmp_path):
     made = "self.attention = Attention(width, heads)\n"
     words = "        self.words, self.head = nn.Embedding(99, width), nn.Linear(width, 99)\n"
