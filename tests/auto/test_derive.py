@@ -19,6 +19,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding import CannotRun
 from slapo_rewrite.sharding.propagate import _Propagation
 from slapo_rewrite.verify.run import chosen, verify
@@ -730,6 +731,38 @@ def test_what_other_instances_have_too_is_split_in_all_of_them(width, second, tm
     source = source.replace("self.first(x)", f"self.first(x)[..., :{second.replace('width', '')}]")
     found = derived(tmp_path, source, step)
     assert found.share == 1
+
+
+def test_what_makes_other_numbers_is_found_by_leaving_out_one_after_the_other(
+    tmp_path, monkeypatch
+):
+    """Such a refusal says all lines of the schedule, the smallest group is not to blame."""
+    source = GIVEN.replace(
+        "self.first, self.second = Stack(width, 2), Stack(width, 1)\n",
+        "self.first, self.second = Residual(MLP(width)), Stack(width, 2)\n",
+    )
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "query")
+    asked = []
+
+    def refused(source, text, settings=()):
+        asked.append(text)
+        is_wrong = '*.inner.up"].shard' in text
+        return errors.OtherNumbers("what comes of `first.inner` is not") if is_wrong else None
+
+    monkeypatch.setattr(derive_module, "_refused", refused)
+    found = derived(tmp_path, source, step)
+    assert [group.patterns for group in found.groups] == [("first.inner.up", "first.inner.down")]
+    assert len(asked) > 2
+
+
+def test_a_list_without_parameters_is_not_checkpointed():
+    """Of the model: a small one's may have some, so that it is called there as a layer is."""
+    model = nn.Module()
+    model.same = nn.ModuleList([nn.Identity(), nn.Identity()])
+    model.projected = nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
+    nodes = Tree(model).nodes
+    assert derive_module._checkpointed(nodes["same"]) is None
+    assert derive_module._checkpointed(nodes["projected"]) == ""
 
 
 def test_what_is_tied_counts_once_in_the_share(tmp_path):
