@@ -43,7 +43,7 @@ def _forget(modules: set[str]) -> None:
     for name in modules & sys.modules.keys():
         known = list(vars(sys.modules[name]).values())
         known += [m for c in known if isinstance(c, type) for m in vars(c).values()]
-        for function in known:
+        for function in (getattr(each, "__func__", each) for each in known):  # of static methods
             if getattr(function, "__module__", None) != name:
                 continue
             cells = getattr(function, "__closure__", None) or ()  # a decorator may hold the cache
