@@ -378,33 +378,46 @@ class Search:
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
         around = grouped((common_pattern((*by, c)), p) for by, c in fed for p in by)
-        first, last = (
-            tuple(s for path, by in around.items() for s in self._for_each_head(path, by, axis))
-            for axis in (0, -1)
+        first, last, beside = (
+            tuple(s for path, by in around.items() for s in self._for_each_head(homes(path), by, n))
+            for homes, n in ((self._inside, 0), (self._inside, -1), (self._beside_it, -1))
         )
         more = (*carried, *joined)
         ways = [(), carried, more]
-        for own in dict.fromkeys([first, last, (*first, *last)]):
+        for own in dict.fromkeys([first, last, (*first, *last), beside, (*first, *beside)]):
             ways += [own, (*more, *own)]
         for among in dict.fromkeys(ways):
             for packed in self._packings(columns):
                 yield Group((*packed, *among, *ends))
 
-    def _for_each_head(self, path: str, producers: Iterable[str], axis: int) -> tuple[Shard, ...]:
-        """What the module around a component has for each head or feature: sinks, scales, tables.
+    def _inside(self, path: str) -> list[str]:
+        """A module, and those in it that are given no layer's results."""
+        inside = (p for p in self.modules if path and p.startswith(f"{path}."))
+        return [path, *filter(self._is_given_none, inside)]
 
-        It may have them in a module of their own that is given none of the component's results.
+    def _beside_it(self, path: str) -> list[str]:
+        """The modules beside another one that are given no layer's results."""
+        parent = path.rpartition(".")[0]
+        beside = (p for p in self.modules if p != path and p.rpartition(".")[0] == parent)
+        return [*filter(self._is_given_none, beside)] if parent else []
+
+    def _is_given_none(self, pattern: str) -> bool:
+        is_known = pattern in self.flow.tables or self.flow.between.get(pattern)
+        return not is_known and splits_of(self.modules[pattern][0]) is None
+
+    def _for_each_head(
+        self, homes: Iterable[str], producers: Iterable[str], axis: int
+    ) -> tuple[Shard, ...]:
+        """What modules near a component have for each head or feature: sinks, scales, tables.
 
         Args:
-            path: The module.
+            homes: The modules: the one around it, and others that are given none of its results.
             producers: The layers of the component that give parts.
             axis: Which axis counts heads, the first one or the last.
         """
         widths = [self._sizes(pattern)[1] for pattern in producers]
         found: dict[tuple[str, int], list[str]] = {}
-        inside = [p for p in self.modules if p.startswith(f"{path}.") and path]
-        beside = [p for p in inside if not self.flow.between.get(p) and p not in self.flow.tables]
-        for at in (path, *(p for p in beside if splits_of(self.modules[p][0]) is None)):
+        for at in homes:
             for name, own in self._first_of[at].live.named_parameters(recurse=False):
                 size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
                 is_alone = own.numel() == size

@@ -640,6 +640,47 @@ def test_the_columns_of_a_table_are_split_with_the_heads_that_they_count(tmp_pat
     } < shards(found.text)
 
 
+def test_a_table_beside_attention_is_split_with_its_heads(tmp_path):
+    source = BY_DISTANCE.replace(
+        "        self.by_distance = nn.Parameter(torch.zeros(most, heads))\n", ""
+    )
+    source = source.replace("def forward(self, x):", "def forward(self, x, table):", 1)
+    source = source.replace("self.by_distance[(", "table[(")
+    head, _, _ = source.partition("class Model")
+    source = f"""{head}class Distances(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.by_distance = nn.Parameter(torch.zeros(9, heads))
+
+    def forward(self):
+        return self.by_distance * 2
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention, self.distances = Attention(width, heads), Distances(heads)
+
+    def forward(self, x):
+        return x + self.attention(x, self.distances())
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.layer = Layer(width, heads)
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "layer.attention.query")
+    found = shards(derived(tmp_path, source, step).text)
+    assert {
+        'layer.distances "by_distance", axis=1',
+        'layer.attention "temperature", axis=0',
+    } <= found
+
+
 def test_what_each_of_several_instances_has_for_a_head_is_split_in_all_of_them(tmp_path):
     """They are split as one where a loop makes the layers of each."""
     stack = """class Stack(nn.Module):
