@@ -77,19 +77,37 @@ def derive(source: str, wanted: str = "") -> Derived:
     head, title = step.text(), step.title
     if isinstance(step, Given):
         title = f"{type(model).__name__} as {Path(step.title).name} builds it"
+
+    def written(found: Found) -> str:
+        return schedule_text(title, head, found, lists, uncounted & lists.keys(), cuts, why)
+
     while True:
-        text = schedule_text(title, head, found, lists, uncounted & lists.keys(), cuts, why)
+        text = written(found)
         refused = _refused(source, text)
         unmade = refused is None and _not_taken(source, text, lists, oracle)
         if unmade:
             lists = {path: parts for path, parts in lists.items() if path not in unmade}
             cuts, why = cuts and bool(lists), "" if lists else next(iter(unmade.values()))
         elif refused is None:
-            return Derived(text, head, title, found.groups, found.share, why, others)
+            share = _share(found, oracle.project.tree.root)
+            return Derived(text, head, title, found.groups, share, why, others)
         elif not found.groups:
             raise refused
         else:
-            found = _without_one(found, refused, oracle.project.tree.root)
+            ways = _without_one(found, refused, oracle.project.tree.root)
+            found = next((f for f in ways[:-1] if _refused(source, written(f)) is None), ways[-1])
+
+
+def _share(found: Found, root: Node) -> float:
+    """The share of a model's parameters that is split, of tied ones each once."""
+    split = {
+        id(parameter): parameter.numel()
+        for group in found.groups
+        for pattern in group.patterns
+        for node in modules_at(root, pattern)
+        for parameter in node.live.parameters(recurse=False)
+    }
+    return sum(split.values()) / max(1, sum(p.numel() for p in root.live.parameters()))
 
 
 def _given(wanted: str, module: types.ModuleType) -> Step:
@@ -221,6 +239,8 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
 def _checkpointed(node: Node) -> str | None:
     """What selects in an element of a list what is called; None where nothing is."""
     elements = [each.live for each in node.children.values()]
+    if not any(True for _ in node.live.parameters()):
+        return None  # of `nn.Identity`, say, which a small model may have other layers for
     if not are_layers(node.live):
         called = all(type(each).forward is not nn.Module.forward for each in elements)
         return "" if called else None
@@ -261,20 +281,31 @@ def _refused(source: str, text: str, settings: Sequence[str] = ()) -> errors.Rew
     return errors.Unsupported(unfit) if unfit is not None else None
 
 
-def _without_one(found: Found, refused: errors.RewriteError, root: Node) -> Found:
-    """What was found, less a group with modules that the refusal names, else the smallest."""
+def _without_one(found: Found, refused: errors.RewriteError, root: Node) -> list[Found]:
+    """What was found, less a group that is to blame: which may be right, and what is left else.
+
+    That is one with modules that the refusal names, or the smallest. Numbers name none.
+    """
     if any(group.head for group in found.groups):  # with whole logits it may be right
-        return replace(found, groups=tuple(replace(group, head=None) for group in found.groups))
+        whole = tuple(replace(group, head=None) for group in found.groups)
+        return [replace(found, groups=whole)]
+    by_size = sorted(found.groups, key=lambda g: g.parameters)
+    if isinstance(refused, errors.OtherNumbers):
+        ways = [_less(found, group, refused) for group in by_size]
+        return [*ways, ways[0]] if len(ways) > 1 else ways
     said = refused.render()
     paths = tuple(f"{path}." for path in re.findall(r"`([\w.]+)`", said))
     named = [
         group
-        for group in found.groups
+        for group in by_size
         for pattern in group.patterns
         if pattern in said
         or any(f"{node.path}.".startswith(paths) for node in modules_at(root, pattern))
     ]
-    gone = min(named or found.groups, key=lambda g: g.parameters)
+    return [_less(found, (named or by_size)[0], refused)]
+
+
+def _less(found: Found, gone: Group, refused: errors.RewriteError) -> Found:
     left = tuple(group for group in found.groups if group is not gone)
     whole = {**found.whole, **dict.fromkeys(gone.patterns, refused.message)}
     return replace(found, groups=left, whole=whole)

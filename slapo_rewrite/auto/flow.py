@@ -9,6 +9,8 @@ found does not grow with a model's depth.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,13 +60,14 @@ class Flow:
 def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
     """A path with `*` for the elements of lists whose elements are modules of several layers.
 
-    Layers may be lists themselves, as in `nn.ModuleList([attention, feed_forward])`: their elements
-    keep their numbers, and so do those of the lists `apart`.
+    What a dictionary numbers (`expert_0`) are such elements. Layers may be lists
+    themselves, as in `nn.ModuleList([attention, feed_forward])`: their elements keep their numbers,
+    and so do those of the lists `apart`.
     """
     segments: list[str] = []
     module, is_layer = model, False
     for segment in path.split(".") if path else ():
-        above, is_element = module, isinstance(module, CONTAINERS) and segment.isdigit()
+        above, is_element = module, isinstance(module, CONTAINERS) and _is_number(segment, module)
         module = module.get_submodule(segment)
         if isinstance(module, CONTAINERS):
             whole = is_layer = is_element and are_layers(above)
@@ -74,6 +77,13 @@ def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
             is_layer = False
         segments.append("*" if whole else segment)
     return ".".join(segments)
+
+
+def _is_number(key: str, container: nn.Module) -> bool:
+    """Whether a key of a container says nothing but which of several elements is meant."""
+    stem = key.rstrip(string.digits)
+    alike = (n for n, _ in container.named_children() if n.rstrip(string.digits) == stem)
+    return key.isdigit() or (stem != key and len([*itertools.islice(alike, 2)]) > 1)
 
 
 def are_layers(lists: nn.Module) -> bool:

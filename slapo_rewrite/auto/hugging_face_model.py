@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from slapo_rewrite.auto.step import Step
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.small_config import small_config
+from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.stand_in import StandIn
 
 # Heads in the order in which one is taken where nobody names one: the one that people pretrain.
 HEADS = (
@@ -197,7 +201,7 @@ def _steps(
     takes = inspect.signature(cls.forward).parameters
     main = getattr(cls, "main_input_name", "input_ids")
     mains = main if isinstance(main, list) else [main]
-    small = _small(cls, config, {*map(type, model.modules())})
+    small = _small(cls, config, model)
     smaller = [*_seeing_less(small), *_seeing_less(_following(small, config)), small]
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
@@ -213,17 +217,36 @@ def _steps(
                 yield replace(own, inputs=inputs)
 
 
-def _small(cls: Any, config: Any, wanted: set[type]) -> Any:
-    """A small configuration of a model, of as many layers as it takes to have modules of all kinds.
+def _small(cls: Any, config: Any, model: nn.Module) -> Any:
+    """A small configuration of a model, of as many layers as it takes to have each kind of them.
 
-    Layers may be of one class at both ends, and of another one between.
+    Layers may be of one class at both ends, and of another one between; and every fourth of them
+    may be a mixture of experts.
     """
+    tree, kinds, found = Tree(model), {*map(type, model.modules())}, None
     for depth in DEPTHS:
         small = small_config(config, depth)
         with on_meta(), contextlib.suppress(Exception):  # the first one is tried, and says why
-            if wanted <= {*map(type, cls(copy.deepcopy(small)).modules())}:
+            made = cls(_made_again(small))
+            if kinds <= {*map(type, made.modules())}:
+                found = small if found is None else found
+                _check_alike(tree, made)
                 return small
-    return small_config(config, DEPTHS[0])
+    return small_config(config, DEPTHS[0]) if found is None else found
+
+
+def _check_alike(tree: Tree, small: nn.Module) -> None:
+    """Raises CannotStandIn where a small model has not each kind of layer."""
+    StandIn(tree, {}, lambda: (small, {}))
+
+
+def _made_again(config: Any) -> Any:
+    """A configuration as what is written of it makes it, which may follow from other numbers."""
+    try:
+        names = {type(part).__name__: type(part) for part in _parts(config)}
+        return eval(_construction(config, set()), names)
+    except Exception:  # no arguments say it
+        return copy.deepcopy(config)
 
 
 def _made_up(

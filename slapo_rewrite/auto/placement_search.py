@@ -132,7 +132,7 @@ class Search:
             for p in (*self.flow.layers, *self.flow.tables)
             if p not in taken and p in self.modules and self._size([p]) > 0.001 * self.total
         }
-        return Found(tuple(groups), whole, self.total)
+        return Found(tuple(groups), whole)
 
     def _size(self, patterns: Iterable[str]) -> int:
         live = (m for pattern in patterns for m in self.modules.get(pattern, ()))
@@ -374,34 +374,52 @@ class Search:
             return
         ends = tuple(shard for row in rows for shard in row)
         carried = tuple(c for p in between if (c := self._carried(p)) is not None)
-        inside = f"{common_pattern(producers)}."
+        # What is split as one, since one line makes it, may lie in several modules.
+        fed = [(self.flow.sources[c] & producers, c) for c in sorted(consumers)]
+        inside = tuple(f"{common_pattern(by)}." for by, _ in fed if by)
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
-        path = common_pattern((*producers, *consumers))
-        first, last = (self._for_each_head(path, producers, axis) for axis in (0, -1))
+        around = grouped((common_pattern((*by, c)), p) for by, c in fed for p in by)
+        first, last, beside = (
+            tuple(s for path, by in around.items() for s in self._for_each_head(homes(path), by, n))
+            for homes, n in ((self._inside, 0), (self._inside, -1), (self._beside_it, -1))
+        )
         more = (*carried, *joined)
         ways = [(), carried, more]
-        for own in dict.fromkeys([first, last, (*first, *last)]):
+        for own in dict.fromkeys([first, last, (*first, *last), beside, (*first, *beside)]):
             ways += [own, (*more, *own)]
         for among in dict.fromkeys(ways):
             for packed in self._packings(columns):
                 yield Group((*packed, *among, *ends))
 
-    def _for_each_head(self, path: str, producers: Iterable[str], axis: int) -> tuple[Shard, ...]:
-        """What the module around a component has for each head or feature: sinks, scales, tables.
+    def _inside(self, path: str) -> list[str]:
+        """A module, and those in it that are given no layer's results."""
+        inside = (p for p in self.modules if path and p.startswith(f"{path}."))
+        return [path, *filter(self._is_given_none, inside)]
 
-        It may have them in a module of their own that is given none of the component's results.
+    def _beside_it(self, path: str) -> list[str]:
+        """The modules beside another one that are given no layer's results."""
+        parent = path.rpartition(".")[0]
+        beside = (p for p in self.modules if p != path and p.rpartition(".")[0] == parent)
+        return [*filter(self._is_given_none, beside)] if parent else []
+
+    def _is_given_none(self, pattern: str) -> bool:
+        is_known = pattern in self.flow.tables or self.flow.between.get(pattern)
+        return not is_known and splits_of(self.modules[pattern][0]) is None
+
+    def _for_each_head(
+        self, homes: Iterable[str], producers: Iterable[str], axis: int
+    ) -> tuple[Shard, ...]:
+        """What modules near a component have for each head or feature: sinks, scales, tables.
 
         Args:
-            path: The module.
+            homes: The modules: the one around it, and others that are given none of its results.
             producers: The layers of the component that give parts.
             axis: Which axis counts heads, the first one or the last.
         """
         widths = [self._sizes(pattern)[1] for pattern in producers]
         found: dict[tuple[str, int], list[str]] = {}
-        inside = [p for p in self.modules if p.startswith(f"{path}.") and path]
-        beside = [p for p in inside if not self.flow.between.get(p) and p not in self.flow.tables]
-        for at in (path, *(p for p in beside if splits_of(self.modules[p][0]) is None)):
+        for at in homes:
             for name, own in self._first_of[at].live.named_parameters(recurse=False):
                 size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
                 is_alone = own.numel() == size

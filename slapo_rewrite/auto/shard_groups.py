@@ -70,12 +70,6 @@ class Found:
     groups: tuple[Group, ...]  # what is split
     # Layers with a share of the parameters that stay whole, each with the reason.
     whole: dict[str, str]
-    total: int  # how many parameters the model has
-
-    @property
-    def share(self) -> float:
-        """The share of the model's parameters that is split."""
-        return sum(group.parameters for group in self.groups) / max(1, self.total)
 
     def lines(self) -> list[str]:
         """The lines of a schedule for all of it."""

@@ -17,14 +17,16 @@ from torch import nn
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Gives every module the attributes and buffers back that it had, so that runs are alike.
 
-    What functions of the model's files remember of their results they forget.
+    What functions of the model's files remember of their results they forget, before it too.
     """
+    files = {type(module).__module__ for module in model.modules()}
+    _forget(files)
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     held = [_copied(own) for _, own in before]
     try:
         yield
     finally:
-        _forget({type(module).__module__ for module in model.modules()})
+        _forget(files)
         for (now, own), containers in zip(before, held, strict=True):
             now.clear()
             now.update(own)
@@ -43,7 +45,7 @@ def _forget(modules: set[str]) -> None:
     for name in modules & sys.modules.keys():
         known = list(vars(sys.modules[name]).values())
         known += [m for c in known if isinstance(c, type) for m in vars(c).values()]
-        for function in known:
+        for function in (getattr(each, "__func__", each) for each in known):  # of static methods
             if getattr(function, "__module__", None) != name:
                 continue
             cells = getattr(function, "__closure__", None) or ()  # a decorator may hold the cache

@@ -150,7 +150,7 @@ class Checks:
         pair, name = self.pair, "loads the original's weights"
         pair.stage("loading the original's state dict")
         try:
-            answer = pair.rewritten.load_state_dict(dict(pair.full), strict=True)
+            answer = pair.rewritten.load_state_dict(pair.full, strict=True)
         except Exception as error:
             self.done.append(Check(name, False, detail=f"{type(error).__name__}: {error}"))
             raise StoppedError from error

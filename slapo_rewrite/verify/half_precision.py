@@ -43,7 +43,7 @@ def compare_with_autocast(pair: Pair) -> list[Check]:
     name = str(pair.job["half"])
     pair.stage(f"comparing gradients in {name}")
     for model in pair.models():
-        model.load_state_dict(dict(pair.full))
+        model.load_state_dict(pair.full)
     if pair.exact is None or pair.nudged:
         return [Check(f"loss in {name}", True, detail="not comparable: no reference in float64")]
     losses: list[Check] = []

@@ -46,8 +46,10 @@ def from_all_ranks(value: T) -> list[T]:
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict, in memory of its own."""
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    """A model's state dict, versions of its modules with it, in memory of its own."""
+    state = model.state_dict()
+    state.update({name: tensor.clone() for name, tensor in state.items()})
+    return state
 
 
 @dataclass(frozen=True)

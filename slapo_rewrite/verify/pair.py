@@ -51,7 +51,7 @@ class Pair(Original):
         self.original = self.built(self.original_module, 0)
         self.original.load_state_dict(self.full)
         self.rewritten = self.built(self.rewritten_module, 1000 + self.rank)
-        self.rewritten.load_state_dict(dict(self.full), strict=True)
+        self.rewritten.load_state_dict(self.full, strict=True)
         self.set_dropout(lambda path: 0.0, configs=True)
 
     def models(self) -> list[nn.Module]:

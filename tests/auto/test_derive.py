@@ -19,6 +19,7 @@ from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding import CannotRun
 from slapo_rewrite.sharding.propagate import _Propagation
 from slapo_rewrite.verify.run import chosen, verify
@@ -639,6 +640,76 @@ def test_the_columns_of_a_table_are_split_with_the_heads_that_they_count(tmp_pat
     } < shards(found.text)
 
 
+def test_a_table_beside_attention_is_split_with_its_heads(tmp_path):
+    source = BY_DISTANCE.replace(
+        "        self.by_distance = nn.Parameter(torch.zeros(most, heads))\n", ""
+    )
+    source = source.replace("def forward(self, x):", "def forward(self, x, table):", 1)
+    source = source.replace("self.by_distance[(", "table[(")
+    head, _, _ = source.partition("class Model")
+    source = f"""{head}class Distances(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.by_distance = nn.Parameter(torch.zeros(9, heads))
+
+    def forward(self):
+        return self.by_distance * 2
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention, self.distances = Attention(width, heads), Distances(heads)
+
+    def forward(self, x):
+        return x + self.attention(x, self.distances())
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.layer = Layer(width, heads)
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "layer.attention.query")
+    found = shards(derived(tmp_path, source, step).text)
+    assert {
+        'layer.distances "by_distance", axis=1',
+        'layer.attention "temperature", axis=0',
+    } <= found
+
+
+def test_what_each_of_several_instances_has_for_a_head_is_split_in_all_of_them(tmp_path):
+    """They are split as one where a loop makes the layers of each."""
+    stack = """class Stack(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            self.layers.append(Attention(width, heads))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model"""
+    source = BY_DISTANCE.replace("class Model", stack)
+    source = source.replace(
+        "self.attention = Attention(width, heads)",
+        "self.first, self.second = Stack(width, heads), Stack(width, heads)",
+    ).replace("x + self.attention(x)", "self.second(self.first(x))")
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "first.layers[0].query")
+    found = derived(tmp_path, source, step)
+    assert {
+        '{first,second}.layers.* "temperature", axis=0',
+        '{first,second}.layers.* "by_distance", axis=1',
+    } < shards(found.text)
+
+
 def test_of_what_cannot_be_split_the_refusal_of_the_likeliest_way_is_said(tmp_path):
     source = BY_DISTANCE.replace("zeros(most, heads)", "zeros(most, 1)")
     source = source.replace("* self.temperature", "* self.temperature.softmax(0)")
@@ -701,6 +772,48 @@ def test_what_other_instances_have_too_is_split_in_all_of_them(width, second, tm
     source = source.replace("self.first(x)", f"self.first(x)[..., :{second.replace('width', '')}]")
     found = derived(tmp_path, source, step)
     assert found.share == 1
+
+
+def test_what_makes_other_numbers_is_found_by_leaving_out_one_after_the_other(
+    tmp_path, monkeypatch
+):
+    """Such a refusal says all lines of the schedule, the smallest group is not to blame."""
+    source = GIVEN.replace(
+        "self.first, self.second = Stack(width, 2), Stack(width, 1)\n",
+        "self.first, self.second = Residual(MLP(width)), Stack(width, 2)\n",
+    )
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "query")
+    asked = []
+
+    def refused(source, text, settings=()):
+        asked.append(text)
+        is_wrong = '*.inner.up"].shard' in text
+        return errors.OtherNumbers("what comes of `first.inner` is not") if is_wrong else None
+
+    monkeypatch.setattr(derive_module, "_refused", refused)
+    found = derived(tmp_path, source, step)
+    assert [group.patterns for group in found.groups] == [("first.inner.up", "first.inner.down")]
+    assert len(asked) > 2
+
+
+def test_a_list_without_parameters_is_not_checkpointed():
+    """Of the model: a small one's may have some, so that it is called there as a layer is."""
+    model = nn.Module()
+    model.same = nn.ModuleList([nn.Identity(), nn.Identity()])
+    model.projected = nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
+    nodes = Tree(model).nodes
+    assert derive_module._checkpointed(nodes["same"]) is None
+    assert derive_module._checkpointed(nodes["projected"]) == ""
+
+
+def test_what_is_tied_counts_once_in_the_share(tmp_path):
+    source = GIVEN.replace(
+        "self.first, self.second = Stack(width, 2), Stack(width, 1)\n",
+        "self.first = Residual(MLP(width))\n        self.second = Residual(MLP(width))\n"
+        "        self.second.inner.up.weight = self.first.inner.up.weight\n",
+    )
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "query")
+    assert derived(tmp_path, source, step).share == 1
 
 
 def test_where_nothing_pays_everything_is_split_and_says_so_once(tmp_path):

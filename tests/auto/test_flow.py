@@ -157,6 +157,17 @@ def test_layers_in_a_sequence_are_not_one():
     assert [pattern_of(model, path) for path, _ in model.named_modules()] == ["", "0", "1", "2"]
 
 
+def test_what_a_dictionary_numbers_is_one():
+    model = nn.Module()
+    model.experts = nn.ModuleDict({f"expert_{n}": MLP() for n in range(3)})
+    model.experts["dropout"] = nn.Dropout()
+    model.towers = nn.ModuleDict({"text": MLP(), "image": MLP(), "layer1": MLP()})
+    found = {pattern_of(model, path) for path, _ in model.named_modules()}
+    assert {"experts.*.up", "experts.dropout"} < found
+    assert {"towers.text.up", "towers.image.up", "towers.layer1.up"} < found
+    assert not any(path.startswith(("experts.e", "towers.*")) for path in found)
+
+
 def test_a_list_of_lists_that_are_layers_is_one():
     def pair(number):
         return nn.ModuleList([Attention() if number % 2 else nn.Identity(), MLP()])

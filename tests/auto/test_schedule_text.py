@@ -8,7 +8,7 @@ from slapo_rewrite.auto.shard_groups import Found, Group, Shard, rows_of
 
 def written(*groups: Group) -> list[str]:
     """The lines of `schedule` that split, and what is said of them."""
-    text = schedule_text("A model", "", Found(groups, {}, 100), {"layers": ""}, (), False, "")
+    text = schedule_text("A model", "", Found(groups, {}), {"layers": ""}, (), False, "")
     body = text.partition("if tensor_parallel:\n")[2].partition("s.infer_sync()")[0]
     return [line.strip() for line in body.splitlines()]
 

@@ -63,6 +63,14 @@ def test_a_step_of_a_small_model_runs(name):
     assert step.title.endswith("in its default configuration") is is_default
 
 
+def test_a_small_model_has_a_layer_of_each_kind():
+    """Which of them are mixtures follows from how many there are."""
+    name = "transformers.models.switch_transformers.modeling_switch_transformers"
+    module = importlib.import_module(name)
+    step = next(steps_of(module.SwitchTransformersForConditionalGeneration))
+    assert "num_layers=6, num_decoder_layers=6" in str(step.twin)
+
+
 def test_what_a_configuration_leaves_open_is_said():
     module = importlib.import_module("transformers.models.nemotron.modeling_nemotron")
     step, _ = first_that_runs(steps_of(module.NemotronForCausalLM), module)

@@ -95,7 +95,8 @@ def same(actual, expected, exactly=True):
 def round_trips():
     whole, sharded = models()
     full = whole.state_dict()
-    same(loading.full_state_dict(sharded), full)
+    same(gathered := loading.full_state_dict(sharded), full)
+    assert gathered._metadata == full._metadata  # by which modules tell an old state dict
     same(loading.to_local(sharded, full), sharded.state_dict())
     same(loading.to_full(sharded, loading.to_local(sharded, full)), full)
     same(loading.to_local(sharded, sharded.state_dict()), sharded.state_dict())

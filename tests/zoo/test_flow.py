@@ -439,11 +439,28 @@ def remembering(function):
 {REMEMBERED.replace("functools.lru_cache", "remembering")}"""
 
 
-@pytest.mark.parametrize("function", [REMEMBERED, WRAPPED])
+STATIC = """\
+class Places:
+    @staticmethod
+    @functools.lru_cache
+    def of(count):
+        return torch.arange(count) / count
+
+
+def places(count):
+    return Places.of(count)
+"""
+
+
+@pytest.mark.parametrize("function", [REMEMBERED, WRAPPED, STATIC])
 def test_a_function_that_remembers_its_results_is_run_again(function, tmp_path):
     head = f"import functools\n\nimport torch\nfrom torch import nn\n\n\n{function}"
     source = SOURCE.replace("import torch\nfrom torch import nn\n", head)
     source = source.replace("self.block(self.first(x))", "self.block(self.first(x) + places(8))")
+    # It may have been called before the model is run for the first time.
+    called = "with model.first.weight.device:\n        model(torch.randn(2, 8))\n    return {"
+    schedule = SCHEDULE.replace("return {", called) + "    s.infer_sync()\n"
+    assert rewritten(tmp_path, source, schedule).warnings == []
 
 
 STACK = (
