@@ -57,7 +57,15 @@ def gathered(part: Tensor, shard: Shard | None) -> Tensor:
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The original's state dict, on every rank. Every rank calls it."""
-    return to_full(model, model.state_dict())
+    state = model.state_dict()
+    full = to_full(model, state)
+    # What modules note beside their tensors, such as versions, stays; whose parts they
+    # were does not.
+    for note in getattr(state, "_metadata", {}).values():
+        note.pop("part", None)
+    state.clear()
+    state.update(full)
+    return state
 
 
 def build(make: Callable[[], nn.Module]) -> nn.Module:
