@@ -36,8 +36,8 @@ RUNTIME_ORDER = (
     "convolution", "embedding_bag", "multihead_attention", "transformer_layers", "normalization",
     "mixed_norms", "mixed_precision", "mixed_conv1d", "mixed_attention", "mixed_parallel",
     "mixed_parallel_conv1d", "mixed_parallel_convolution", "mixed_parallel_norms", "weights",
-    "loading", "deferred_init", "distributed_checkpoint", "lora", "pretrained", "backward_steps", "stages", "checkpoints",
-    "deepspeed_pipeline", "torch_pipeline",
+    "loading", "deferred_init", "distributed_checkpoint", "lora", "pretrained", "backward_steps",
+    "stages", "checkpoints", "deepspeed_pipeline", "torch_pipeline",
 )  # fmt: skip
 
 # What an output offers beside what the model file itself calls.
