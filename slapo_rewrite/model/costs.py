@@ -145,6 +145,10 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
         if {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"):
             scores /= 2  # what lies ahead is left out
         return float(2 * scores * ((3 * width + 2 * again) if is_backward else width + again))
+    if name == "aten::_grouped_mm":  # rows of one, or what is summed over, are dealt out in groups
+        one, other = args[:2]
+        groups = len(one) if one.dim() == other.dim() == 3 else 1
+        return float(2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1])
     # A product that is added to a tensor in place is no other one.
     product = getattr(torch.ops.aten, func._overloadpacket.__name__.rstrip("_"), None)
     count = flop_registry.get(func._overloadpacket) or flop_registry.get(product)

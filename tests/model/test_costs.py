@@ -137,3 +137,15 @@ def test_causal_attention_looks_at_half():
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     whole, half = (flops_of(op, (q, q, q, 0.0, causal), {}, None) for causal in (False, True))
     assert whole == 2 * 2 * 2 * 4 * 128 * 128 * 64 and half == whole / 2
+
+
+def test_grouped_products_count_each_row_once():
+    def flops(*shapes):
+        made = [torch.empty(shape, device="meta") for shape in shapes]
+        return flops_of(torch.ops.aten._grouped_mm.default, made, {}, None)
+
+    rows, experts, inside, outside = 100, 8, 64, 32
+    expected = 2 * rows * inside * outside
+    assert flops((rows, inside), (experts, inside, outside)) == expected
+    assert flops((inside, rows), (rows, outside)) == expected  # the gradient of the weights
+    assert flops((experts, 5, inside), (experts, inside, outside)) == expected / rows * 5 * experts

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -336,3 +337,18 @@ def test_products_that_the_schedule_has_in_half_precision_are_as_fast_as_these(t
         seconds[precision, dtype] = best["shares"]["compute"] * best["seconds"]
     assert seconds["fp32", "bfloat16"] < seconds["fp32", ""] / 4
     assert seconds["fp32", "bfloat16"] == pytest.approx(seconds["bf16", ""], rel=0.5)
+
+
+def test_a_process_that_goes_on_from_one_with_several_threads_does_not_wait_for_them():
+    program = """
+import torch
+from slapo_rewrite.emit.one_rank import forked
+torch.set_num_threads(2)
+work = lambda: [len(torch.ones(10**7).sin())]
+found = work()
+print([*forked(work)] == found)
+"""
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=own, check=True)
+    assert said.stdout == "True\n"
