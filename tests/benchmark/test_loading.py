@@ -22,6 +22,8 @@ def test_figures_meet_the_bars():
     for row in rows(results, "load_pretrained"):
         assert row["peak"] <= 1.2 * row["parameters"]
         assert row["cpu"] <= 2 * theirs["cpu"] / row["ranks"] + 0.15
+    for row in rows(results, "save_pretrained"):
+        assert row["peak"] <= 1.6 * results["file"]
 
 
 @pytest.mark.release
