@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-import torch
-
 from slapo_rewrite import errors
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.emitted import Emitted
@@ -29,6 +27,8 @@ def forked(work: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     receiver, sender = context.Pipe(duplex=False)
 
     def send() -> None:
+        import torch
+
         torch.set_num_threads(1)  # those of the process that was forked are not in this one
         with suppress(BaseException), closing(sender):
             for each in work():
