@@ -96,6 +96,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     # were does not.
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
+        note.pop("mapped", None)  # for weights
     state.clear()
     state.update(full)
     return state

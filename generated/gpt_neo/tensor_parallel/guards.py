@@ -35,7 +35,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         return
     # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
     parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
-    if parametrized or is_adapter(module, getattr(parent, name, None)):
+    if parametrized or is_adapter(module, dict(parent.named_children()).get(name)):
         raise RuntimeError(
             f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
             "would train other parameters beside it. Put LoRA adapters in by "
