@@ -84,8 +84,8 @@ class Part:
     gradients: float = 0.0  # bytes of gradients that it makes
     # The peaks where gradients stay, since there were none before.
     kept_peaks: list[Amount] = field(default_factory=list)
-    flops: Amount = NOTHING  # of matrix products and attention
-    products: dict[Product, Amount] = field(default_factory=dict)  # these, by what they are
+    # Flops of matrix products and attention, by what tells how fast these are.
+    products: dict[Product, Amount] = field(default_factory=dict)
     moved: Amount = NOTHING  # bytes that all other operators read and write
     # Bytes that collectives of the tensor-parallel group take and give, by kind.
     sent: dict[str, Amount] = field(default_factory=dict)
@@ -288,10 +288,9 @@ class _Counter(TorchDispatchMode):
             self._made(tensor)
         flops = flops_of(func, args, kwargs, results)
         if flops is not None:
-            amount = Amount.counted(flops)
-            part.flops = part.flops.plus(amount)
             product = Product.of(func, (*read, *written))
-            part.products[product] = part.products.get(product, NOTHING).plus(amount)
+            before = part.products.get(product, NOTHING)
+            part.products[product] = before.plus(Amount.counted(flops))
         elif not func.is_view and name not in FREE:
             part.moved = part.moved.plus(_of_all(written + (written if name in PICKING else read)))
 

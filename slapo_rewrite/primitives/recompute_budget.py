@@ -16,7 +16,7 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, Chosen, DoesNotFit
 from slapo_rewrite.simulate.byte_sizes import byte_size, shown_size
-from slapo_rewrite.simulate.hardware import hardware, part_seconds, sent_seconds
+from slapo_rewrite.simulate.hardware import Hardware, hardware, part_seconds, sent_seconds
 from slapo_rewrite.simulate.step_memory import States, states
 
 if TYPE_CHECKING:
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from slapo_rewrite.simulate.recompute_search import Found, RecomputeSearch
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@functools.cache
+def _gpu(products: str) -> Hardware:
+    """What a step is timed on, all of whose products are in one precision.
+
+    It is counted before casts are written, in the precision of its weights.
+    """
+    gpu = hardware("h200", products)
+    return replace(gpu, device=replace(gpu.device, half=None, single=None))
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,9 @@ class Step:
 
     def seconds(self, part: Part) -> float:
         """Seconds of a part of it, on a GPU whose neighbours share its layers."""
-        gpu = hardware("h200", self.products)
-        # A step is counted before casts are written, all of it in the precision of its weights.
-        device = replace(gpu.device, half=None, single=None)
+        gpu = _gpu(self.products)
         sent = sent_seconds(part, self.rows, gpu.inside, self.ranks)
-        return sum(part_seconds(part, self.rows, device)) + sent
+        return sum(part_seconds(part, self.rows, gpu.device)) + sent
 
     def __str__(self) -> str:
         rows = f"{self.rows} rows"

@@ -112,7 +112,6 @@ def joined(first: Part, second: Part) -> Part:
         peaks=[*first.peaks, *after(second.peaks, 0.0)],
         gradients=first.gradients + second.gradients,
         kept_peaks=[*first.kept_peaks, *after(second.kept_peaks, first.gradients)],
-        flops=first.flops.plus(second.flops),
         products=summed(first.products, second.products),
         moved=first.moved.plus(second.moved),
         sent=summed(first.sent, second.sent),
