@@ -46,10 +46,11 @@ _scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
 def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[None]:
     """Notes the calls that lead to each module made meanwhile, the innermost first."""
     original = nn.Module.__init__
+    around = sys._getframe(2)  # below `contextlib`'s: what leads here leads to every module
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        stack, scopes = _calls(self, sys._getframe(1))
+        stack, scopes = _calls(self, sys._getframe(1), around)
         original(self, *args, **kwargs)
         if self not in stacks:
             stacks[self], _scopes[self] = stack, scopes
@@ -131,7 +132,9 @@ def passes_through(file: SourceFile, stack: Stack) -> bool:
     return any(_real(name) == path for name, _ in stack)
 
 
-def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Scope, ...]]:
+def _calls(
+    module: nn.Module, frame: FrameType | None, around: FrameType
+) -> tuple[Stack, tuple[Scope, ...]]:
     while frame is not None and frame.f_code.co_name == "__init__":
         names = frame.f_code.co_varnames
         if not names or frame.f_locals.get(names[0]) is not module:
@@ -139,7 +142,7 @@ def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Sco
         frame = frame.f_back
     calls: list[Call] = []
     scopes: list[Scope] = []
-    while frame is not None and len(calls) < _MAX_CALLS:
+    while frame is not None and frame is not around and len(calls) < _MAX_CALLS:
         calls.append((frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2]))
         if len(scopes) < _MAX_SCOPES:
             scopes.append((frame.f_globals, _variables(frame)))
