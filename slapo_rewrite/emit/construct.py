@@ -72,8 +72,10 @@ class Construction:
 
         With all where something is wrong without the others.
         """
-        short = Shortening.of(self.project.tree, self.copies.outputs.stands_for())
-        short = short.by(emitted.instead_of)
+        alike = self.copies.outputs.stands_for()
+        short = Shortening.of(
+            self.project.tree, lambda node: [alike.get(c.path, c.path) for c in node.children.values()]
+        ).by(emitted.instead_of)
         try:
             built = self._built(emitted, short)
         except (errors.RewriteError, FailedOutput):

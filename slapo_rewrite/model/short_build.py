@@ -17,7 +17,7 @@ from unittest.mock import patch
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
+from slapo_rewrite.model.layer_kinds import Fold, Kinds, folds_of, kinds_of, lists_of
 from slapo_rewrite.model.tree import Tree
 
 
@@ -41,9 +41,9 @@ class Shortening:
     wanted: Mapping[type, Sequence[bool]] | None
 
     @classmethod
-    def of(cls, tree: Tree, apart: Mapping[str, Any] | None = None) -> Shortening:
+    def of(cls, tree: Tree, kinds: Kinds = kinds_of) -> Shortening:
         """What one model tells of others that are built by the same code."""
-        folds = folds_of(lists_of(tree), apart)
+        folds = folds_of(lists_of(tree), kinds)
         return cls(folds, _wanted(tree, folds))
 
     def by(self, instead: Callable[[type], type]) -> Shortening:

@@ -34,21 +34,21 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         return
     # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
     parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
-    if parametrized or is_adapter(module, dict(parent.named_children()).get(name)):
+    if parametrized or is_adapter(module, getattr(parent, name, None)):
         raise RuntimeError(
             f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
             "would train other parameters beside it. Put LoRA adapters in by "
             "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
             "layer out of others, and of parametrizations"
         )
-    if not parts_in(module):
-        return
-    if hasattr(type(parent), "save_pretrained"):
-        vars(parent)["save_pretrained"] = partial(save_whole, parent)
     replicas, ranks = vars(parent).get("process_group"), dist.get_process_group_ranks
-    if not isinstance(replicas, dist.ProcessGroup):
-        return
-    if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
+    can_save = hasattr(type(parent), "save_pretrained")
+    is_wrapper = isinstance(replicas, dist.ProcessGroup)
+    if not (can_save or is_wrapper) or not parts_in(module):
+        return  # a slice of a list of layers, say, which a `forward` may take
+    if can_save:
+        vars(parent)["save_pretrained"] = partial(save_whole, parent)
+    if is_wrapper and len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
         raise RuntimeError(
             f"`{type(parent).__name__}` would take the tensor-parallel ranks for replicas "
             "and copy one rank's parts over the others': give it the data-parallel group, "
