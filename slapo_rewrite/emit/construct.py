@@ -24,7 +24,7 @@ from slapo_rewrite.model.rehearsal import (
 )
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
-from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.step_in_backward import StepInBackward
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
@@ -73,9 +73,11 @@ class Construction:
         With all where something is wrong without the others.
         """
         alike = self.copies.outputs.stands_for()
-        short = Shortening.of(
-            self.project.tree, lambda node: [alike.get(c.path, c.path) for c in node.children.values()]
-        ).by(emitted.instead_of)
+
+        def kinds(listed: Node) -> list[str]:
+            return [alike.get(each.path, each.path) for each in listed.children.values()]
+
+        short = Shortening.of(self.project.tree, kinds).by(emitted.instead_of)
         try:
             built = self._built(emitted, short)
         except (errors.RewriteError, FailedOutput):

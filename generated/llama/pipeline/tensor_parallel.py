@@ -119,10 +119,10 @@ def _mark_parameters(module: Any, *_: object) -> None:
     DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
     else on the first rank only.
     """
-    module.parts_differ = False  # as far as is known
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
-        if parameter is not None:  # another pipeline stage holds it
+        # Where it is None, another pipeline stage holds it.
+        if parameter is not None and not hasattr(parameter, "model_parallel"):
             before = [shard.ranges(r) for r in range(rank())]  # of these one counts
             parameter.model_parallel = shard.ranges(rank()) not in before
 
