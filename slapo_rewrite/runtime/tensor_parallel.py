@@ -237,7 +237,8 @@ def clip_grad_norm_(
             "make others; give the model itself"
         )
     parameters = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in parameters if getattr(p, "model_parallel", rank() == 0)]
+    is_first = rank() == 0
+    counted = [p.grad for p in parameters if getattr(p, "model_parallel", is_first)]
     norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
