@@ -56,7 +56,9 @@ def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
     """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one."""
     if world_size() == 1:
         return x
-    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return run(x)
+    if torch.compiler.is_exporting():
         raise RuntimeError(
             "torch.export keeps no gradients of collectives: export under "
             "torch.no_grad(), to run the program but not to train it"
