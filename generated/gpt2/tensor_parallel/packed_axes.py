@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .shards import Shard, part_sizes
+from .shards import PiecewiseShard, part_sizes
 
 
 def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class PackedShard(Shard):
+class PackedShard(PiecewiseShard):
     """How a tensor is divided that packs blocks along the axis.
 
     Attributes:

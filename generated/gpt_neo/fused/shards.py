@@ -142,8 +142,7 @@ class Shard:
     def sizes(self) -> list[int]:
         """The axis's size in every rank's part."""
         self.check_group()
-        ranges = [self.ranges(r) for r in range(world_size())]
-        return [sum(stop - start for start, stop in pieces) for pieces in ranges]
+        return part_sizes(self.size, self.multiple_of)
 
     def local_size(self) -> int:
         """The axis's size in this rank's part."""
@@ -181,25 +180,23 @@ class Shard:
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """The full tensor, from the parts of all ranks."""
-        pieces: dict[tuple[int, int], Tensor] = {}
-        for r, part in enumerate(parts):
-            ranges = self.ranges(r)
-            sizes = [stop - start for start, stop in ranges]
-            pieces |= zip(ranges, torch.split(part, sizes, self.axis), strict=True)
-        return torch.cat([pieces[place] for place in sorted(pieces)], self.axis)
+        return torch.cat(parts, self.axis)
 
 
 def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
     """Every rank's part, given the ranks' sizes along `axis`."""
     part = part.detach().contiguous()
     # gloo gathers parts of one size only, so pad to the largest and cut again.
-    if min(sizes) < max(sizes):
+    is_even = min(sizes) == max(sizes)
+    if not is_even:
         padding = list(part.shape)
         padding[axis] = max(sizes) - part.shape[axis]
         part = torch.cat([part, part.new_empty(padding)], axis)
-    parts = [torch.empty_like(part) for _ in sizes]
+    parts = list(part.new_empty(len(sizes), *part.shape).unbind())
     dist.all_gather(parts, part, group=_world.group)
-    return [p.narrow(axis, 0, sizes[r]) for r, p in enumerate(parts)]
+    if is_even:
+        return parts
+    return [p.narrow(axis, 0, size) for p, size in zip(parts, sizes, strict=True)]
 
 
 def are_alike(x: Tensor) -> bool:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .guards import check_parts
-from .shards import Shard, rank, sum_parts, world_size
+from .shards import PiecewiseShard, rank, sum_parts, world_size
 from .tensor_parallel import all_reduce_gradient, collective, record_shard, unchanged
 
 
 @dataclass(frozen=True)
-class ReplicatedShard(Shard):
+class ReplicatedShard(PiecewiseShard):
     """A shard whose units may be fewer than the ranks.
 
     Then every unit is held by as many ranks in a row as there are ranks for each.
