@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+SLICED = ("bert", "gpt2", "llama")  # whose schedules have sequence parallelism
 Clip = Callable[[nn.Module], Any]
 
 
@@ -102,13 +103,16 @@ def seconds(model: nn.Module, clip: Clip, steps: int) -> float:
     return (time.process_time() - before) / steps
 
 
-def measure(model: str, folder: Path, rounds: int = ROUNDS, steps: int = STEPS) -> dict[str, Any]:
+def measure(
+    model: str, is_sliced: bool, folder: Path, rounds: int = ROUNDS, steps: int = STEPS
+) -> dict[str, Any]:
     """The original's time and, at each world size, the output's over it."""
     source = f"transformers.models.{model}.modeling_{model}"
-    write(folder / f"{model}_output", rewrite(source, model).files)
+    name = f"{model}_{is_sliced}"
+    write(folder / name, rewrite(source, model, ["sequence_parallel=true"] * is_sliced).files)
     sys.path.insert(0, str(folder))
-    output = importlib.import_module(f"{model}_output.modeling_{model}")
-    clip_parts = importlib.import_module(f"{model}_output.tensor_parallel").clip_grad_norm_
+    output = importlib.import_module(f"{name}.modeling_{model}")
+    clip_parts = importlib.import_module(f"{name}.tensor_parallel").clip_grad_norm_
     whole = built(importlib.import_module(source), model)
     found: dict[str, Any] = {}
     times = []
@@ -150,13 +154,17 @@ def main() -> None:
     only = parser.parse_args().only
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        models = {name: measure(name, Path(folder)) for name in only}
+        models = {}
+        for name in only:
+            models[name] = measure(name, False, Path(folder))
+            if name in SLICED:
+                models[f"{name}, sequence parallel"] = measure(name, True, Path(folder))
     results: dict[str, Any] = {
         "versions": report.versions(("torch", "transformers")),
         "machine": report.machine(),
         "models": models,
     }
-    if len(models) == len(MODELS):
+    if only == list(MODELS):
         report.write(NAME, results, table(results))
     else:
         print(table(results))
