@@ -406,7 +406,7 @@ def _read(file: SourceFile, held: Sequence[ast.AST]) -> _Made | None:
     function, loops, local, class_name, receiver = around
     variable: tuple[ast.stmt, ...] = ()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        bound = (each.statement for each in assignments(function, node.func.id))
+        bound = assignments(function, node.func.id)
         variable = tuple(s for s in bound if not isinstance(s, ast.Import | ast.ImportFrom))
     statement = next(n for n in reversed(held) if isinstance(n, ast.stmt))
     return _Made(file, node, statement, function, loops, local, class_name, receiver, variable)
@@ -534,8 +534,7 @@ def _assigned(
     function: ast.FunctionDef, name: ast.Name, statement: ast.stmt
 ) -> tuple[ast.stmt, ast.expr]:
     """The last assignment of a local variable above a statement that reads it, and its value."""
-    for each in reversed(assignments(function, name.id)):
-        found = each.statement
+    for found in reversed(assignments(function, name.id)):
         if isinstance(found, ast.Assign) and position(found) < position(name):
             if any(is_name(target, name.id) for target in found.targets):
                 return found, found.value
