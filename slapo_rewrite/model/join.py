@@ -20,6 +20,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import first_parameter, parameters, values_given
 from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.evaluate import Constant, came_to
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import assignments, counter_of, end_position, position
@@ -27,7 +28,6 @@ from slapo_rewrite.code.text import Position, joined_path, with_wildcards
 from slapo_rewrite.code.written_out import returned_by
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model import construction_calls
-from slapo_rewrite.model.constructed_values import Unknown, value_of
 from slapo_rewrite.model.construction_sites import RECORDED, Loop, Site
 from slapo_rewrite.model.sources import Sources as Sources
 from slapo_rewrite.model.tree import CONTAINERS, Node
@@ -97,10 +97,8 @@ def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object 
         names = noted[1] if noted is not None else None
     else:
         names = construction_calls.scope_at(site.file, site.value, node.live)
-    try:
-        return value_of(expr, names) if names is not None else None
-    except Unknown:
-        return None
+    worth = came_to(expr, names) if names is not None else None
+    return worth.value if isinstance(worth, Constant) else None
 
 
 def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | None:
