@@ -139,8 +139,8 @@ def _module(sources: Sources, node: Node) -> Site:
     first = sources.first_of(node)
     if first is not node:
         site = find_site(sources, first)
-        at_once = isinstance(site.statement, ast.Assign) and len(site.statement.targets) > 1
-        return site if at_once else replace(site, kind="alias", alias=first.path)
+        beside = first.owner is node.owner and site.kind == "assign" and "*" not in site.path
+        return site if beside else replace(site, kind="alias", alias=first.path)
     stack = construction_calls.stack_of(node.live)
     for number in range(len(stack) if node.parent is not None else 0):
         if (found := _site_at(sources, node, number)) is not None:
@@ -181,45 +181,45 @@ def _site_at(sources: Sources, node: Node, number: int) -> Site | None:
     scope = construction_calls.scope_of(node.live, number)
     if filled is None or scope is None:
         return None
-    made, start = filled.made, filled.start(node.path)
-    if start is None or isinstance(scope.get(made.receiver), type):
+    made, site = filled.made, filled.site(node, scope)
+    callee = getattr(made.node, "func", None)
+    if site.kind == RECORDED:
         outside = made.file.name in sources.editable or made.file.name.startswith("torch.")
-        if number or outside or not isinstance(made.node, ast.Call):
+        if number or outside or callee is None:
             return None
-        site = filled.site(node.path, 0, RECORDED)
-        named = site.partial.args[0] if site.partial is not None else made.node.func
+        named = site.partial.args[0] if site.partial is not None else callee
         # Another module may stand in the place of what was made, so which class does not matter.
         is_class = isinstance(_dotted(named, scope), type)
-        is_seen = is_class and names_in(named).isdisjoint(made.local)
-        return (_written_out(sources, node, site) or site) if is_seen else None
-    assert node.owner is not None
-    above = ".".join(node.path.split(".")[:start])
-    kind = "assign" if above == node.owner.path else "argument"
-    callee = getattr(made.node, "func", None)
-    if number and not (
+        if not is_class or not names_in(named).isdisjoint(made.local):
+            return None
+    elif number and not (
         isinstance(callee, ast.Attribute) and _dotted(callee.value, scope) in node.cls.__mro__
     ):
-        kind = "factory"
-    site = filled.site(node.path, start, kind)
-    return (_written_out(sources, node, site) if number == 0 else None) or site
+        return replace(site, kind="factory")
+    while not number or site.written_out is not None:
+        number += 1
+        if (outer := _written_out(sources, node, site, number)) is None:
+            break
+        site = outer
+    return site
 
 
-def _written_out(sources: Sources, node: Node, site: Site) -> Site | None:
-    """The call of a function that does no more than make a module, where it can be written out."""
-    stack, scope = construction_calls.stack_of(node.live), construction_calls.scope_of(node.live, 1)
-    made = _made_at(sources, stack[1], scope) if scope is not None else None
-    if made is None or made.file is not site.file or not isinstance(site.value, ast.Call):
+def _written_out(sources: Sources, node: Node, site: Site, number: int) -> Site | None:
+    """The call of a function that makes a module by a site and does no more, if it can say so."""
+    scope = construction_calls.scope_of(node.live, number)
+    if scope is None or not isinstance(site.call, ast.Call):
+        return None
+    made = _made_at(sources, construction_calls.stack_of(node.live)[number], scope)
+    if made is None or made.file is not site.file:
         return None
     callee = getattr(made.node, "func", None)
     name = getattr(callee, "attr", None) or getattr(callee, "id", None)
     if name != site.function.name or name in made.local:
         return None  # another one may be given there
     assert isinstance(made.node, ast.Call)
-    written = returned_by(site.function, site.value, site.value, made.node, made.function)
-    outer = _filled(sources, node, 1) if written is not None else None
-    start = outer.start(node.path) if outer is not None else None
-    kind = "assign" if site.kind == RECORDED else site.kind
-    return outer.site(node.path, start, kind, written) if outer and start is not None else None
+    written = returned_by(site.function, site.value, site.call, made.node, made.function)
+    outer = _filled(sources, node, number) if written is not None else None
+    return outer.site(node, scope, written) if outer is not None else None
 
 
 def _filled(sources: Sources, node: Node, number: int) -> _Filled | None:
@@ -265,18 +265,24 @@ class _Filled:
         lengths = reversed(range(len(above)))
         return next((n for n in lengths if self.made.is_of(type(above[n]))), None)
 
-    def site(self, path: str, start: int, kind: str, written: ast.Call | None = None) -> Site:
-        """The site of what the call made there; elements of one list share one."""
-        counted = self._counted[with_wildcards(path)]
-        numbered = [*enumerate(path.split("."))][start:]
-        pattern = ".".join("*" if n in counted else segment for n, segment in numbered)
-        if (pattern, kind) not in self._sites:
-            made = self.made
-            self._sites[pattern, kind] = Site(
+    def site(self, node: Node, scope: Mapping[str, Any], written: ast.Call | None = None) -> Site:
+        """The site of a module that the call made; elements of one list share one."""
+        made, segments = self.made, node.path.split(".")
+        start = self.start(node.path)
+        if start is None or isinstance(scope.get(made.receiver), type):
+            start, kind, class_name = 0, RECORDED, type(self._root).__name__
+        else:
+            is_own = node.owner is not None and node.owner.path == ".".join(segments[:start])
+            kind, class_name = "assign" if is_own else "argument", made.class_name
+        counted = self._counted[with_wildcards(node.path)]
+        pattern = ["*" if n in counted else each for n, each in enumerate(segments)]
+        path = ".".join(pattern[start:])
+        if (path, kind) not in self._sites:
+            self._sites[path, kind] = Site(
                 file=made.file,
-                class_name=made.class_name if kind != RECORDED else type(self._root).__name__,
+                class_name=class_name,
                 function=made.function,
-                path=pattern,
+                path=path,
                 kind=kind,
                 statement=made.statement,
                 value=made.node,
@@ -284,7 +290,7 @@ class _Filled:
                 variable=made.variable,
                 written_out=written,
             )
-        return self._sites[pattern, kind]
+        return self._sites[path, kind]
 
     def _told(self, alike: Sequence[Sequence[str]]) -> tuple[Loop, ...]:
         """The loops, and whether they count what they make, in all of the lists that this fills."""

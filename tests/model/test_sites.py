@@ -199,7 +199,7 @@ CASES = {
         "match n:\n    case 1:\n        self.a = A()\n    case _:\n        self.a = B()",
         {"a": "assign B()"},
     ),
-    "another name": ("self.a = A()\nself.b = self.a", {"a": "alias A()"}),
+    "another name": ("self.a = A()\nself.b = self.a", {"a": "assign A()"}),
     "two names at once": ("self.a = self.b = A()", {"a": "assign A()"}),
 }
 
