@@ -30,7 +30,7 @@ from slapo_rewrite.code.text import Position, positions
 
 _MAX_CALLS = 16
 # How many of the calls have their variables kept.
-_MAX_SCOPES = 8
+_MAX_SCOPES = 5
 
 # The file and the place of a call.
 Call = tuple[str, Position]
