@@ -111,11 +111,6 @@ class ChangeSet:
         site = known_site(self.sources, node)
         return self.note(site, node) if site is not None and site.file is self.file else None
 
-    def is_remade(self, node: Node) -> bool:
-        """Whether the place that makes a module was given a class that a file of the output has."""
-        at = self.place_of(node) if node.owner is not None else None
-        return at is not None and isinstance(self.made_at(node, at), UseSubclass)
-
     def made_at(self, node: Node, at: AtSite) -> Change | None:
         """What becomes of a module where it is made, as far as that is known by now."""
         holder = holder_of(self.sites[at.start], node)[0]

@@ -274,7 +274,7 @@ class _Filled:
         else:
             is_own = node.owner is not None and node.owner.path == ".".join(segments[:start])
             kind, class_name = "assign" if is_own else "argument", made.class_name
-        counted = self._counted[with_wildcards(node.path)]
+        counted = self._counted.get(with_wildcards(node.path), ())
         pattern = ["*" if n in counted else each for n, each in enumerate(segments)]
         path = ".".join(pattern[start:])
         if (path, kind) not in self._sites:
