@@ -93,7 +93,7 @@ class OutputFiles:
 
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
         """By the path of each module, that of the one whose changes are its own."""
-        own = stand_in(self._siblings)
+        own = self.stand_in()
         first = tree.first_paths()
         return {path: own(first[id(node.live)]) for path, node in tree.nodes.items()}
 
@@ -238,12 +238,34 @@ class OutputFiles:
         return errors.Span(shown, place.line, start + 1, max(1, last - start), text)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        """Says which elements modules stand for."""
+        """Says for the first of several elements that are alike the names of all of them."""
         self._siblings.update(known)
+
+    def stands_for(self) -> dict[str, str]:
+        """By the path of each of several elements that are alike, that of the first of them."""
+        return {
+            joined_path(path.rpartition(".")[0], name): path
+            for path, names in self._siblings.items()
+            for name in names
+        }
+
+    def stand_in(self) -> Callable[[str], str]:
+        """Tells the path of the module that stands for one in an element of a list, or its own."""
+        elements = self.stands_for()
+
+        @functools.cache  # what is above, once for all that is below
+        def told(path: str) -> str:
+            if not path:
+                return path
+            above, _, name = path.rpartition(".")
+            own = joined_path(told(above), name)
+            return elements.get(own, own)
+
+        return told
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
         """Says what was asked of each module, be it by other calls of elements that are alike."""
-        own = stand_in(self._siblings)
+        own = self.stand_in()
         pairs = {}  # states are shared, so that these are few
         for path, state in states.items():
             of_its_kind = states.get(own(path), state)
@@ -252,33 +274,6 @@ class OutputFiles:
             for mine, other in zip(of_its_kind.every_cause(), state.every_cause(), strict=True):
                 if mine.number != other.number:
                     self._same.setdefault(mine.number, {})[other.number] = other
-
-
-def stands_for(siblings: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """By the path of each of several elements that are alike, that of the first of them."""
-    return {
-        joined_path(path.rpartition(".")[0], name): path
-        for path, names in siblings.items()
-        for name in names
-    }
-
-
-def stand_in(siblings: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
-    """Tells the path of the module that stands for one in an element of a list, or its own.
-
-    `siblings` has for the first of several elements that are alike the names of all of them.
-    """
-    elements = stands_for(siblings)
-
-    @functools.cache  # what is above, once for all that is below
-    def told(path: str) -> str:
-        if not path:
-            return path
-        above, _, name = path.rpartition(".")
-        own = joined_path(told(above), name)
-        return elements.get(own, own)
-
-    return told
 
 
 def _identifier(stem: str) -> str:

@@ -66,11 +66,11 @@ class BuiltOutput:
             state = states.get(path, EMPTY)
             if path not in built.nodes or (path in functions and state.replacement is None):
                 continue
-            if built.nodes[path].cls is LeftOut:  # one that is made stands for it
-                continue
             if _made_within(node, meant):
                 continue  # a layer of torch's own is made anew, with what it holds
-            kinds = [cls.__name__ for cls in built.nodes[path].cls.__mro__]
+            live = built.nodes[path].live
+            cls = live.left if isinstance(live, LeftOut) else type(live)
+            kinds = [base.__name__ for base in cls.__mro__]
             have, was = kinds[0], node.cls.__name__
             want, causes = meant.get(path, (was, written.get(have, ())))
             new = state.replacement

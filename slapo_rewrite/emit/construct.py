@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
-from slapo_rewrite.changes.output_files import stands_for
 from slapo_rewrite.directive import needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
@@ -23,10 +22,9 @@ from slapo_rewrite.model.rehearsal import (
     TooLargeError,
     rehearse,
 )
-from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
-from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.step_in_backward import StepInBackward
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
@@ -55,33 +53,39 @@ class Construction:
     def tried(self, trial: Trial | None) -> None:
         """Builds the output's model, and tries it.
 
-        For a trial a few of the layers that are alike will do; without one a small model of it is
-        run against the original's.
+        Without a trial a small model of it is run against the original's.
 
         Raises:
             RewriteError: It fails, or is not what was scheduled, or not the model any more.
         """
         draft, project = self.draft, self.project
         with project.timed("construct"), imported_beside(draft, self.copies, self.anew) as emitted:
-            if trial is not None and (short := self._short(emitted)) is not None:
-                trial(emitted, short)
-                return
-            built = self._built(emitted)
+            built, short = self._built_short(emitted)
             check_run(emitted, draft, built, project.module)
             if trial is not None:
-                trial(emitted, Shortening.of(built))
+                trial(emitted, short)
             else:
                 self._compare(emitted)
 
-    def _short(self, emitted: Emitted) -> Shortening | None:
-        """Which layers were made where few were, and nothing is wrong with these; else None."""
-        siblings = Representatives(self.project.tree, self.plan.states).siblings
-        short = Shortening.of(self.project.tree, stands_for(siblings)).by(emitted.instead_of)
+    def _built_short(self, emitted: Emitted) -> tuple[Tree, Shortening]:
+        """The output's model with a few of the layers that are alike, and with which.
+
+        With all where something is wrong without the others.
+        """
+        alike = self.copies.outputs.stands_for()
+
+        def kinds(listed: Node) -> list[str]:
+            return [alike.get(each.path, each.path) for each in listed.children.values()]
+
+        short = Shortening.of(self.project.tree, kinds).by(emitted.instead_of)
         try:
             built = self._built(emitted, short)
-        except (errors.RewriteError, FailedOutput):  # it may be for want of the others
-            return None
-        return short if short.is_of(built.root.live) else None
+        except (errors.RewriteError, FailedOutput):
+            built = None
+        if built is not None and short.is_of(built.root.live):
+            return built, short
+        built = self._built(emitted)
+        return built, Shortening.of(built)
 
     def _built(self, emitted: Emitted, short: Shortening = ALL) -> Tree:
         """The output's model, which is what was scheduled.

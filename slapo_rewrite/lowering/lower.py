@@ -158,7 +158,7 @@ class _Lowering:
         with reduced():
             asked = self._asked()
             shortened = alike.shortened if reduced == alike.reduced else nullcontext
-            mixed = precision.follow(alike.siblings, shortened, step_inputs, small)
+            mixed = precision.follow(shortened, step_inputs, small)
             forks = Forks(self.tree, self.states, self.files)
             forks.check(followed)
             self._place(asked, followed, mixed)

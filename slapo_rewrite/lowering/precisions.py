@@ -15,7 +15,7 @@ from slapo_rewrite.changes.mixed_precision import (
     place_casts,
     place_half_layer,
 )
-from slapo_rewrite.changes.output_files import OutputFiles, stand_in
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests
 from slapo_rewrite.code.text import with_wildcards
@@ -104,15 +104,13 @@ class Mixing:
 
     def follow(
         self,
-        siblings: Mapping[str, tuple[str, ...]],
         shortened: Callable[[], AbstractContextManager[None]],
         step_inputs: MakeInputs,
         small: MakeSmall,
     ) -> Mixed | None:
         """What follows; None where nothing is asked.
 
-        Each first element of its kind stands for its siblings; `shortened` is the model with one
-        element of each kind.
+        `shortened` is the model with one element of each kind, which stands for the others.
 
         Raises:
             Unsupported: The model cannot be computed so.
@@ -128,7 +126,7 @@ class Mixing:
                 cause=causes[:-1],
                 hint="give every `autocast` the same `dtype`",
             )
-        first = stand_in(siblings)
+        first = self.files.stand_in()
         paths = {live: first(path) for live, path in self.paths.items()}
         wanted = Wanted(dtypes[0], self.is_half, self.keeps)
         try:

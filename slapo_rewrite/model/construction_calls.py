@@ -77,10 +77,11 @@ def _record(module: nn.Module) -> _Record:
 def recorded() -> Iterator[None]:
     """Notes the calls that lead to each module made meanwhile, the innermost first."""
     original = nn.Module.__init__
+    around = sys._getframe(2)  # below `contextlib`'s: what leads here leads to every module
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        stack, scopes = _calls(self, sys._getframe(1))
+        stack, scopes = _calls(self, sys._getframe(1), around)
         original(self, *args, **kwargs)
         vars(self).setdefault(_RECORD, _Record(id(self), stack, scopes, next(_orders)))
 
@@ -204,14 +205,16 @@ def place(stack: Stack) -> errors.Span | None:
     return errors.Span(path, line, start + 1, max(1, stop - start), text, "made here")
 
 
-def _calls(module: nn.Module, frame: FrameType | None) -> tuple[Stack, tuple[Scope, ...]]:
+def _calls(
+    module: nn.Module, frame: FrameType | None, around: FrameType
+) -> tuple[Stack, tuple[Scope, ...]]:
     while frame is not None and frame.f_code.co_name == "__init__":
         if _receiver(frame) is not module:
             break
         frame = frame.f_back
     calls: list[Call] = []
     scopes: list[Scope] = []
-    while frame is not None and len(calls) < _MAX_CALLS:
+    while frame is not None and frame is not around and len(calls) < _MAX_CALLS:
         calls.append(_place_in(frame))
         if len(scopes) < _MAX_SCOPES:
             scopes.append(_scope_in(frame))

@@ -6,7 +6,7 @@ The layers of a list are called one after the other, and those that are made ali
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,10 @@ def _is_number(below: str, name: str, found: Sequence[Mapping[str, Mapping[str, 
     return len({value - number for value, number in values}) == 1
 
 
+# Tells what each element of a list is: alike where it is equal.
+Kinds = Callable[[Node], Sequence[Any]]
+
+
 def lists_of(tree: Tree) -> list[Node]:
     """The lists of several modules that stand in no other list."""
     return [
@@ -97,22 +101,17 @@ class Fold:
     stands_for: tuple[int, ...]
 
 
-def folds_of(lists: Iterable[Node], apart: Mapping[str, Any] | None = None) -> dict[str, Fold]:
+def folds_of(lists: Iterable[Node], kinds: Kinds = kinds_of) -> dict[str, Fold]:
     """What is left of each list: of each kind the first layers.
 
-    Lists of one length are taken apart alike, as one number says of them; `apart` has what else
-    tells layers apart, by their paths.
+    Lists of one length are taken apart alike, as one number says of them; `kinds` tells the kinds
+    of a list's elements.
     """
-    lists, apart = list(lists), apart or {}
-    found = {}
-    for node in lists:
-        alike = [other for other in lists if len(other.children) == len(node.children)]
-        kinds = [
-            (kinds, *(apart.get(f"{other.path}.{number}") for other in alike))
-            for number, kinds in enumerate(zip(*map(kinds_of, alike), strict=True))
-        ]
-        found[node.path] = fold(kinds)
-    return found
+    told = [(node, kinds(node)) for node in lists]
+    return {
+        node.path: fold(list(zip(*(k for _, k in told if len(k) == len(own)), strict=True)))
+        for node, own in told
+    }
 
 
 def fold(kinds: Sequence[Any]) -> Fold:

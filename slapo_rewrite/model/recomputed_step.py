@@ -25,7 +25,7 @@ from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched, forwards_instead
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
-from slapo_rewrite.model.layer_kinds import Fold, folds_of, left_alone, lists_of
+from slapo_rewrite.model.layer_kinds import Fold, folds_of, kinds_of, left_alone, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile
 from slapo_rewrite.model.tree import Node, Tree
@@ -70,8 +70,13 @@ def counted_ways(
         DoesNotRun: The step does not run without values, or there are no inputs for it.
     """
     lists = lists_of(tree)
-    elements = (child.path for node in lists for child in node.children.values())
-    folds = folds_of(lists, {path: path in chosen for path in elements})
+    folds = folds_of(
+        lists,
+        lambda node: [
+            (kind, child.path in chosen)
+            for kind, child in zip(kinds_of(node), node.children.values(), strict=True)
+        ],
+    )
     with without_dynamo():
         model, layers = _short_copy(tree, folds)
         own = {

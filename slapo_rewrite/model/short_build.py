@@ -17,12 +17,18 @@ from unittest.mock import patch
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.layer_kinds import Fold, folds_of, lists_of
+from slapo_rewrite.model.layer_kinds import Fold, Kinds, folds_of, kinds_of, lists_of
 from slapo_rewrite.model.tree import Tree
 
 
 class LeftOut(nn.Module):
-    """Stands where a layer was not made."""
+    """Stands where a layer was not made.
+
+    Attributes:
+        left: The layer's class.
+    """
+
+    left: type
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,9 @@ class Shortening:
     wanted: Mapping[type, Sequence[bool]] | None
 
     @classmethod
-    def of(cls, tree: Tree, apart: Mapping[str, Any] | None = None) -> Shortening:
+    def of(cls, tree: Tree, kinds: Kinds = kinds_of) -> Shortening:
         """What one model tells of others that are built by the same code."""
-        folds = folds_of(lists_of(tree), apart)
+        folds = folds_of(lists_of(tree), kinds)
         return cls(folds, _wanted(tree, folds))
 
     def by(self, instead: Callable[[type], type]) -> Shortening:
@@ -139,12 +145,12 @@ def _constructor(cls: type, made: Iterator[bool], classes: Collection[type]) -> 
 
     # Called as it is, it is no call of its own among those that lead to a module.
     @functools.wraps(original)
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         counts = next(c for c in type(self).__mro__ if c in classes) is cls  # or as a subclass's
         if not counts or next(made, True):
             original(self, *args, **kwargs)
         else:
             nn.Module.__init__(self)
-            self.__class__ = LeftOut
+            self.__class__, self.left = LeftOut, type(self)
 
     return __init__

@@ -156,6 +156,18 @@ def test_elements_that_are_moved_after_they_are_counted_are_refused(tmp_path, ma
     assert "nothing counts them" in text and "in the order in which the list holds them" in text
 
 
+def test_elements_that_are_moved_among_many_alike_are_refused(tmp_path):
+    # The first two of each kind are enough to build the output by: these are others.
+    lines = ["blocks = [Block(width) for _ in range(8)]"]
+    lines += ["blocks[3], blocks[6] = blocks[6], blocks[3]", "self.stages = nn.ModuleList(blocks)"]
+    source = HEAD + "".join(f"        {line}\n" for line in lines) + TAIL
+    source = source.replace(
+        "            for block in stage:\n                x = block(x)", "            x = stage(x)"
+    )
+    schedule = SCHEDULE + '    s["stages"][:4].checkpoint()\n'
+    assert "nothing counts them" in refused(tmp_path, source, schedule, "SR103")
+
+
 def test_numbers_of_one_split_stage(tmp_path):
     body = (
         '    s["stages.2.*.up"].shard(["weight", "bias"], axis=0)\n'

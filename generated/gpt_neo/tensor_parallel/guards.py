@@ -14,10 +14,16 @@ from .shards import are_alike, named_world, parts_in, rank, world_size
 
 def guard(module: Any) -> None:
     """Guards a module that holds parts against what takes them for the whole."""
-    module.parts_differ = False  # as far as is known
+    look_again(module)
     module.register_state_dict_post_hook(note_whose_parts)
+    module.register_load_state_dict_post_hook(look_again)
     if world_size() > 1:
         watch_registrations()
+
+
+def look_again(module: Any, *_: object) -> None:
+    """Has the next run of a layer look at its weights: they are new."""
+    module.known_parts = None
 
 
 @cache
@@ -35,21 +41,22 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         return
     # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
     parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
-    if parametrized or is_adapter(module, dict(parent.named_children()).get(name)):
+    before = next((c for n, c in parent.named_children() if n == name), None)
+    if parametrized or is_adapter(module, before):
         raise RuntimeError(
             f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
             "would train other parameters beside it. Put LoRA adapters in by "
             "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
             "layer out of others, and of parametrizations"
         )
-    if not parts_in(module):
-        return
-    if hasattr(type(parent), "save_pretrained"):
-        vars(parent)["save_pretrained"] = partial(save_whole, parent)
     replicas, ranks = vars(parent).get("process_group"), dist.get_process_group_ranks
-    if not isinstance(replicas, dist.ProcessGroup):
-        return
-    if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
+    can_save = hasattr(type(parent), "save_pretrained")
+    is_wrapper = isinstance(replicas, dist.ProcessGroup)
+    if not (can_save or is_wrapper) or not parts_in(module):
+        return  # a slice of a list of layers, say, which a `forward` may take
+    if can_save:
+        vars(parent)["save_pretrained"] = partial(save_whole, parent)
+    if is_wrapper and len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
         raise RuntimeError(
             f"`{type(parent).__name__}` would take the tensor-parallel ranks for replicas "
             "and copy one rank's parts over the others': give it the data-parallel group, "
@@ -72,20 +79,25 @@ def check_parts(layer: Any) -> None:
     Where the first run finds the same weights on every rank, something has copied one
     rank's part over those of the others, or all have drawn the same numbers.
     """
-    shard, weight = layer.sharded_parameters["weight"], layer.weight
-    size, world = shard.local_size(), named_world()
-    if world_size() > 1 and weight.shape[shard.axis] != size:
+    weight, world, size = layer.weight, named_world(), world_size()
+    is_compiling = torch.compiler.is_compiling()
+    here = size, world.ranks, world.supposed, weight.shape
+    if not is_compiling and layer.known_parts == here:
+        return  # as in each run but the first
+    shard = layer.sharded_parameters["weight"]
+    part_size = shard.local_size()
+    if size > 1 and weight.shape[shard.axis] != part_size:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
-            f"part, {size} long: replace and tie embeddings in the original, in one "
+            f"part, {part_size} long: replace and tie embeddings in the original, in one "
             "process, and load what it saves"
         )
-    if layer.parts_differ or size == shard.size or world.supposed or weight.is_meta:
+    is_dtensor = hasattr(weight, "full_tensor")
+    if is_compiling or is_dtensor or weight.is_meta or world.supposed:
         return
-    is_fake = dist.get_backend(world.group) == "fake"
-    if is_fake or hasattr(weight, "full_tensor") or torch.compiler.is_compiling():
+    is_known, layer.known_parts = layer.known_parts is not None, here
+    if is_known or part_size == shard.size or dist.get_backend(world.group) == "fake":
         return
-    layer.parts_differ = True
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike

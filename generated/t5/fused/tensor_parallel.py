@@ -45,7 +45,9 @@ def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
     """`run(x)`, with `run_gradient` applied to its gradient; `x` in a world of one."""
     if world_size() == 1:
         return x
-    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return run(x)
+    if torch.compiler.is_exporting():
         raise RuntimeError(
             "torch.export keeps no gradients of collectives: export under "
             "torch.no_grad(), to run the program but not to train it"
@@ -120,10 +122,10 @@ def _mark_parameters(module: Any, *_: object) -> None:
     DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
     else on the first rank only.
     """
-    module.parts_differ = False  # as far as is known
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
-        if parameter is not None:  # another pipeline stage holds it
+        # Where it is None, another pipeline stage holds it.
+        if parameter is not None and not hasattr(parameter, "model_parallel"):
             before = [shard.ranges(r) for r in range(rank())]  # of these one counts
             parameter.model_parallel = shard.ranges(rank()) not in before
 
@@ -153,7 +155,8 @@ def clip_grad_norm_(
             "make others; give the model itself"
         )
     parameters = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in parameters if getattr(p, "model_parallel", rank() == 0)]
+    is_first = rank() == 0
+    counted = [p.grad for p in parameters if getattr(p, "model_parallel", is_first)]
     norm: Any = nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
