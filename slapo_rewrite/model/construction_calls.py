@@ -92,11 +92,14 @@ def recorded() -> Iterator[None]:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_globals.get("__name__") in _SETTERS:
                 frame = frame.f_back
-            of_torch = frame is None or str(frame.f_globals.get("__name__")).startswith("torch.")
-            if frame is None or of_torch or _RECORD not in vars(self):
+            if frame is None or _RECORD not in vars(self):
                 return
+            by_torch = str(frame.f_globals.get("__name__")).startswith("torch.")
+            if by_torch and type(self).__module__.startswith("torch."):
+                return  # nobody rewrites these
             known, place, own = _record(self), _place_in(frame), _receiver(frame) is self
-            known.last[name] = place
+            if not by_torch:
+                known.last[name] = place
             if own or not known.tensors.get(name, (False,))[0]:
                 known.tensors[name] = own, place, _scope_in(frame)
 
