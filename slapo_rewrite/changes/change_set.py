@@ -14,7 +14,6 @@ from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Causes, Directive, merged_causes
-from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import RECORDED, Site
 from slapo_rewrite.model.join import Sources, find_site, holder_of, known_site, resolve, size_at
@@ -77,7 +76,7 @@ class ChangeSet:
         self.sites[start] = site
         # Where a place outside of loops puts its module may differ between instances.
         relative = holder_of(site, node)[1]
-        index = _index(site.path, relative) if site.is_repeated else ""
+        index = _index(site.path, relative)
         for each in self._indices(site, node) if index else (index,):
             self.indices.add(start, each)
         _, *around = node.outwards()
@@ -111,11 +110,6 @@ class ChangeSet:
         """The place that makes a module, where it is known and in this file."""
         site = known_site(self.sources, node)
         return self.note(site, node) if site is not None and site.file is self.file else None
-
-    def is_remade(self, node: Node) -> bool:
-        """Whether the place that makes a module was given a class that a file of the output has."""
-        at = self.place_of(node) if node.owner is not None else None
-        return at is not None and isinstance(self.made_at(node, at), UseSubclass)
 
     def made_at(self, node: Node, at: AtSite) -> Change | None:
         """What becomes of a module where it is made, as far as that is known by now."""
@@ -163,9 +157,6 @@ class ChangeSet:
             if not isinstance(named, ast.Name | ast.Attribute | ast.Subscript):
                 continue
             live = resolve(self.sources, named, site, node)
-            if live is None and isinstance(named, ast.Name):
-                scope = construction_calls.scope_at(site.file, site.value, node.live)
-                live = scope.get(named.id) if scope else None
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)
@@ -231,7 +222,4 @@ def own_copy(name: str, into: SourceFile) -> str:
 
 def stands_in_its_class(site: Site) -> bool:
     """Whether a construction is written in the class that it is for, and not in a function."""
-    if site.kind == RECORDED:
-        return False
-    cls = site.file.classes.get(site.class_name)
-    return cls is None or cls.lineno <= site.value.lineno <= (cls.end_lineno or cls.lineno)
+    return site.kind != RECORDED

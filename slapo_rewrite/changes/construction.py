@@ -105,10 +105,7 @@ class Construction(Change):
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
         """Refuses a site that is no call that names its class (`UnfollowableConstruction`)."""
-        odd = site.kind in ("alias", "factory") or (
-            site.kind == "helper" and (bool(site.inner) or isinstance(self, ReplaceModule))
-        )
-        if odd or not isinstance(site.call, ast.Call):
+        if site.kind in ("alias", "factory") or not isinstance(site.call, ast.Call):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
                 at=text.file.at(site.value),
@@ -408,14 +405,16 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     loop = site.loops[level] if len(site.loops) >= -level else None
     # An outer loop counts the outer list's elements where each loop stands for one list.
     each = len(site.loops) == site.path.count("*")
-    visible = loop is not None and (level == -1 or (each and loop.frame is site.frame))
+    visible = level == -1 or each
     if loop and visible and loop.index and loop.index != "_":
         return loop.index
     refusal = errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ, and nothing counts them where they are made",
         at=text.file.at(site.value),
         cause=text.causes,
-        hint="number them in the source: for i, ... in enumerate(...)",
+        hint="make them in the order in which the list holds them, from the first one on"
+        if loop is not None and (loop.counter or isinstance(loop.node, ast.comprehension))
+        else "number them in the source: for i, ... in enumerate(...)",
     )
     if loop is None or len(site.loops) != 1:  # others may turn within it
         raise refusal
@@ -428,7 +427,7 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     if loop.index == "_" and isinstance(node.target, ast.Name):
         text.replace(node.target, lambda _: cst.Name(name), why)
         return name
-    if loop.first != 0 or loop.every != 1 or isinstance(node, ast.For):
+    if not loop.counts or isinstance(node, ast.For):
         raise refusal
 
     def counted(target: cst.BaseExpression) -> cst.BaseExpression:

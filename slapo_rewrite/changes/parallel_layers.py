@@ -106,7 +106,8 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
     if not site.is_given or site.function in methods:
         return unit
     call = find_site(sources, owner) if owner.parent is not None else None
-    if call is not None and call.loops == site.loops and within(call.value, site.value):
+    turned = [[loop.node for loop in made.loops] for made in (call, site) if made is not None]
+    if call is not None and turned[0] == turned[1] and within(call.value, site.value):
         told = _in_arguments(text, sources, owner, call)
         if told is not None and size_at(sources, told, site, node) == unit.size:
             return Unit(ast.unparse(told), unit.size)
@@ -119,11 +120,11 @@ def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> 
     None where it is not made of the constructor's parameters alone, as they came in, or where what
     these are given may be another thing the second time.
     """
-    maker = sources.maker(owner.cls)
-    constructor, call = maker.constructor, site.call
-    if constructor is None or not isinstance(call, ast.Call) or site.partial is not None:
+    found, call = sources.constructor(owner.cls), site.call
+    if found is None or not isinstance(call, ast.Call) or site.partial is not None:
         return None
-    late = Late(maker.levels[0].file, constructor, constructor.body[-1])
+    file, constructor = found
+    late = Late(file, constructor, constructor.body[-1])
     meaning = late.meaning(expr)
     names = {*names_in(meaning)}
     if not names <= {*parameters(constructor)} or names & late.bound.keys():

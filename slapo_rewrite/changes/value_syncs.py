@@ -65,7 +65,7 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
             at=sync.cause.at,
             hint="put the sync on a module around it, or state it without `of`",
         )
-    bound = [each.statement for each in assignments(forward, sync.value)]
+    bound = assignments(forward, sync.value)
     if (
         len(bound) != 1
         or not isinstance(bound[0], _SIMPLE[:3])

@@ -76,6 +76,30 @@ _DISPLAYS: Mapping[type[ast.AST], Callable[..., Any]] = {
 }
 
 
+# Functions that are called to tell what an expression came to.
+_CALLED: Mapping[str, Callable[..., Any]] = {
+    f.__name__: f for f in (abs, bool, float, getattr, int, len, max, min, range, round, sum, tuple)
+}
+
+
+def came_to(expr: ast.expr, names: Mapping[str, Any]) -> Worth:
+    """What an expression came to where names meant this; UNKNOWN where it cannot be told.
+
+    Nothing of the user's is run but attribute access.
+    """
+    try:
+        match expr:
+            case ast.Name(id=name):
+                return Constant(names[name])
+            case ast.Attribute(value=owner, attr=attr):
+                return applied(lambda value: getattr(value, attr), came_to(owner, names))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name not in names:
+                return applied(_CALLED[name], *(came_to(each, names) for each in args))
+        return computed(expr, lambda operand: came_to(operand, names)) or UNKNOWN
+    except Exception:  # a property of the user's, a call of odd operands
+        return UNKNOWN
+
+
 def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
     """What an expression is worth by what its operands are; None where it is of another kind.
 

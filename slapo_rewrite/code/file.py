@@ -12,7 +12,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.locate import module_name, near_files, package_for
-from slapo_rewrite.code.text import bound_by
+from slapo_rewrite.code.text import Position, bound_by
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
@@ -173,10 +173,9 @@ class SourceFile:
         start, end = _position(node), _end(node)
         return [s for s in self.statements if _position(s) <= start and end <= _end(s)][-1]
 
-    @functools.cached_property
-    def calls(self) -> dict[tuple[int, int], ast.Call]:
-        """The calls of the file, by the line and column where they end."""
-        return {_end(node): node for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+    def holding(self, at: Position) -> list[ast.AST]:
+        """The nodes of the file that hold what stands at a place, the outermost first."""
+        return _holding(self.tree, at)
 
     @functools.cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
@@ -368,6 +367,17 @@ def _syntax_place(error: SyntaxError, path: Path) -> errors.Span:
         width = error.end_offset - column
     text = (error.text or "").rstrip("\r\n")
     return errors.Span(str(path), error.lineno or 1, column, width, text)
+
+
+def _holding(node: ast.AST, at: Position) -> list[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        is_placed = isinstance(child, _Placed)
+        if is_placed and not (_position(child) <= at[:2] and at[2:] <= _end(child)):
+            continue
+        inner = _holding(child, at)
+        if inner:
+            return [node, *inner]
+    return [node] if isinstance(node, (*_Placed, ast.Module)) else []
 
 
 def _position(node: ast.AST) -> tuple[int, int]:

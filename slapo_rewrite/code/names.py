@@ -65,7 +65,7 @@ def _of_local(name: str, method: ast.FunctionDef, depth: int) -> list[str]:
     """What a local name is bound to, if every binding is of modules."""
     found: list[str] = []
     for each in assignments(method, name) if depth < 5 else ():
-        values = _bound(name, each.statement)
+        values = _bound(name, each)
         paths = [path for value in values for path in _paths(value, method, depth)]
         if not paths or len(paths) < len(values) or "" in paths:
             return []

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import textwrap
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Set
 
 from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.text import bound_by
-
-MAX_UNROLLED = 32
-
-
-def leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block always ends what is around it (one that raises needs no guard after it)."""
-    return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
-
-
-def constants_of(iterable: ast.expr) -> list[ast.expr]:
-    """The elements of a short literal of constants; none for anything else."""
-
-    def constant(expr: ast.expr) -> bool:
-        if isinstance(expr, ast.Tuple | ast.List):
-            return any(constant(e) for e in expr.elts)
-        return isinstance(expr, ast.Constant)
-
-    if isinstance(iterable, ast.Tuple | ast.List) and len(iterable.elts) <= MAX_UNROLLED:
-        return iterable.elts if all(constant(e) for e in iterable.elts) else []
-    return []
+from slapo_rewrite.groups import grouped
 
 
 def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
@@ -81,62 +63,15 @@ def is_zero(expr: ast.expr) -> bool:
     return isinstance(expr, ast.Constant) and expr.value == 0
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """A statement that binds a local name."""
-
-    statement: ast.stmt
-    guards: tuple[tuple[ast.expr, bool], ...]  # the tests around it
-    looped: bool  # whether it runs more than once and builds on what it gave before
+@functools.lru_cache(maxsize=4096)
+def _assignments(function: ast.FunctionDef) -> dict[str, list[ast.stmt]]:
+    every = statements(function.body)
+    return grouped((name, statement) for statement in every for name in _bound_names(statement))
 
 
-def assignments(function: ast.FunctionDef, name: str) -> list[Assignment]:
+def assignments(function: ast.FunctionDef, name: str) -> list[ast.stmt]:
     """The statements of a function that bind a local name, in the order of the text."""
-    cache = _assignments.get(function)
-    if cache is None:
-        cache = _assignments[function] = {}
-        for found in _bindings(function.body, (), False):
-            for bound in _bound_names(found.statement):
-                cache.setdefault(bound, []).append(found)
-    return cache.get(name, [])
-
-
-_assignments: dict[ast.FunctionDef, dict[str, list[Assignment]]] = {}
-
-
-def _bindings(
-    body: list[ast.stmt], guards: tuple[tuple[ast.expr, bool], ...], looped: bool
-) -> Iterator[Assignment]:
-    for statement in body:
-        match statement:
-            case ast.Assign() | ast.AnnAssign():
-                names = _bound_names(statement)
-                value = statement.value
-                used = names_in(*[value] if value else ())
-                yield Assignment(statement, guards, looped and not names.isdisjoint(used))
-            case ast.If():
-                yield Assignment(statement, guards, looped)  # by `:=`
-                yield from _bindings(statement.body, (*guards, (statement.test, True)), looped)
-                yield from _bindings(statement.orelse, (*guards, (statement.test, False)), looped)
-            case ast.For() | ast.AsyncFor() | ast.While():
-                yield Assignment(statement, guards, looped)
-                yield from _bindings(statement.body, guards, True)
-                yield from _bindings(statement.orelse, guards, looped)
-            case ast.Try() | ast.TryStar():
-                yield from _bindings(statement.body, guards, looped)
-                unsure = ast.copy_location(ast.Name("<undecided>", ast.Load()), statement)
-                for handler in statement.handlers:
-                    yield from _bindings(handler.body, (*guards, (unsure, True)), looped)
-                yield from _bindings([*statement.orelse, *statement.finalbody], guards, looped)
-            case ast.Match():
-                for case in statement.cases:
-                    unsure = ast.copy_location(ast.Name("<undecided>", ast.Load()), statement)
-                    yield from _bindings(case.body, (*guards, (unsure, True)), looped)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                pass
-            case _:
-                yield Assignment(statement, guards, looped)
-                yield from _bindings(getattr(statement, "body", []), guards, looped)
+    return _assignments(function).get(name, [])
 
 
 def _bound_names(statement: ast.stmt) -> Set[str]:

@@ -9,7 +9,6 @@ model.
 from __future__ import annotations
 
 import ast
-import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Replacement, Shar
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.join import Sources, find_parameter_site
+from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.model.short_build import LeftOut
 from slapo_rewrite.model.tree import Node, Tree, build_model
@@ -97,7 +96,7 @@ class BuiltOutput:
                 axis, size = parts.get(name, (0, None))
                 if have is not None and have.shape[axis] != size:
                     node = self.project.tree.nodes.get(path, self.built.nodes[path])
-                    raise _made_whole(node, name, shards, self.project.sources)
+                    raise _made_whole(node, name, shards)
 
     def _check_names(self) -> None:
         """A state dict has split parameters by their names, by which parts are cut."""
@@ -200,13 +199,8 @@ def _names_anew(live: Any) -> bool:
     return own or bool(live._state_dict_hooks)
 
 
-def _made_whole(
-    node: Node, name: str, shards: Mapping[str, Shard], sources: Sources
-) -> errors.RewriteError:
-    at = None
-    with contextlib.suppress(errors.RewriteError):
-        site = find_parameter_site(sources, node, name)
-        at = None if is_torch(site.file.name) else site.file.at(site.value)
+def _made_whole(node: Node, name: str, shards: Mapping[str, Shard]) -> errors.RewriteError:
+    at = construction_calls.last_set(node.live, name)
     causes = [s.cause for s in (shards.get(name), *shards.values()) if s is not None]
     also = [c.at for c in causes[:1] if c.at]
     return errors.Unsupported(

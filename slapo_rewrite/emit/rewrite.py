@@ -189,7 +189,6 @@ class _Emission:
             self.definitions = self.definitions.edited(text)
         self._refer()
         self.copies = SiblingFiles(project.sources, self.outputs, self.lowered.edits)
-        self.copies.check_made(project.tree, project.changes)
 
     def _step_inputs(self) -> dict[str, Any]:
         schedule, model = self.project.schedule, self.project.tree.root.live

@@ -24,8 +24,7 @@ from slapo_rewrite.code.splice import Change, Edit
 from slapo_rewrite.code.text import imported_as
 from slapo_rewrite.directive import REDIRECTED, Directive, merged_causes
 from slapo_rewrite.model import construction_calls
-from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import Sources, called_root, find_site, looked_up
+from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 
 # A definition: the module whose file holds it, and its name there; '' for the module itself.
@@ -54,34 +53,6 @@ class SiblingFiles:
         """The name of a file in the output folder."""
         return f"{self.outputs.stem(file)}.py"
 
-    def check_made(self, tree: Tree, before: Iterable[Change] = ()) -> None:
-        """Every instance of a class that changed must be made by a file of the output.
-
-        Raises:
-            UnfollowableConstruction: Something makes one that knows the original's class alone.
-        """
-        main = self.sources.main
-        causes = {name: self._why(main, name, before) for name in main.classes}
-        seen: set[int] = set()
-        may_know: dict[tuple[int, int], bool] = {}  # layers that are made alike know alike
-        for node in tree.nodes.values():
-            module, name = node.cls.__module__, node.cls.__name__
-            if module != main.name:
-                if module in self.files and node.owner is not None and self._sees(module, name):
-                    self._check_made(node, self._causes(module))
-                continue
-            why = merged_causes(*(causes.get(c.__name__, ()) for c in node.cls.__mro__))
-            for holder in (node, *node.owners()) if why else ():
-                if holder.owner is None or id(holder) in seen:
-                    break
-                # What holds what changed must be the output's as well.
-                seen.add(id(holder))
-                alike = holder.kind, holder.owner.kind
-                if alike not in may_know:
-                    may_know[alike] = self._may_know(holder)
-                if not may_know[alike]:
-                    self._check_made(holder, why)
-
     def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
         """The output's model must be made of the classes that changed, and not of the originals.
 
@@ -98,15 +69,33 @@ class SiblingFiles:
                 causes = why(file, cls.__name__) if file and cls.__name__ in file.classes else ()
                 if not causes:
                     continue
-                known = tree.nodes.get(node.path)
-                stack = construction_calls.stack_of(known.live) if known is not None else ()
-                raise errors.UnfollowableConstruction(
-                    f"{node.shown} is the original's `{cls.__name__}` in the output as "
-                    "well: what makes it does not take the class from the output",
-                    at=construction_calls.place(stack),
-                    cause=causes,
-                    hint="name the class where it is made; in the schedule, take it from `m`",
-                )
+                # What holds it may be the original's already.
+                held = [n for n in (node, *node.owners()) if n.cls.__module__ in self.files]
+                raise self._made_elsewhere(held[-1], tree.nodes.get(held[-1].path), causes)
+
+    def _made_elsewhere(
+        self, node: Node, known: Node | None, causes: tuple[Directive, ...]
+    ) -> errors.RewriteError:
+        """A module is the original's in the output; `known` is the one of the original."""
+        name = node.cls.__name__
+        site = known_site(self.sources, known) if known is not None else None
+        if site and name not in {*names_in(site.call), getattr(site.callee, "attr", "")}:
+            return errors.UnfollowableConstruction(
+                f"{node.shown} is a `{name}`, which changes, and is made here by what knows the "
+                "original's class alone",
+                at=site.file.at(site.value),
+                cause=causes,
+                hint=f"write the construction out: {_written_out(site.value, name)}"
+                + (", imported by its name" if node.cls.__module__ != site.file.name else ""),
+            )
+        stack = construction_calls.stack_of(known.live) if known is not None else ()
+        return errors.UnfollowableConstruction(
+            f"{node.shown} is the original's `{name}` in the output as well: what makes it does "
+            "not take the class from the output",
+            at=construction_calls.place(stack),
+            cause=causes,
+            hint="name the class where it is made; in the schedule, take it from `m`",
+        )
 
     def _why(self, file: SourceFile, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
         """The directives for which a class of a file changes."""
@@ -115,38 +104,6 @@ class SiblingFiles:
         edits = [e for e in self.edits.get(file.name, ()) if e.start < end and e.end > start]
         changes = [c for c in before if c.first <= last and c.last >= node.lineno]
         return merged_causes(*(e.causes for e in edits), *(c.causes for c in changes))
-
-    def _root(self, site: Site) -> Target | None:
-        """What the name means that a call begins with, where that is imported."""
-        root = called_root(site)
-        bound = [dotted for local, dotted in _bound_by_imports(site.file) if local == root]
-        return _target(self.sources, bound[-1]) if bound else None
-
-    def _may_know(self, node: Node) -> bool:
-        """Whether what makes a module may have its class from the output."""
-        try:
-            site = find_site(self.sources, node)
-        except errors.UnfollowableConstruction:
-            return True
-        target = self._root(site)
-        seen = site.file.name not in self.files or target is None or target[0] in self.files
-        return seen or not looked_up(self.sources, node, target[0] if target else None)
-
-    def _check_made(self, node: Node, causes: tuple[Directive, ...]) -> None:
-        site = find_site(self.sources, node)
-        target = self._root(site)
-        if site.file.name in self.files and (target is None or target[0] in self.files):
-            return
-        if self.outputs.of_file(site.file).changes.is_remade(node):
-            return
-        raise errors.UnfollowableConstruction(
-            f"{node.shown} is a `{node.cls.__name__}`, which changes, and is made here by what "
-            "knows the original's class alone",
-            at=site.file.at(site.value),
-            cause=causes,
-            hint=f"write the construction out: {_written_out(site.value, node.cls.__name__)}"
-            + (", imported by its name" if node.cls.__module__ != site.file.name else ""),
-        )
 
     # Which files ----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from slapo_rewrite.changes.places import AtParameter, AtSite, BeforeBases, Place
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.lowering.subclass_choice import SubclassChoice
+from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.tree import Node, Tree
@@ -228,7 +229,7 @@ class _Specializing:
             causes = self.changes.causes[node.path][place]
             hint = "give each a line of its own"
             site = self.changes.sites[place.start]
-            if site.loops and not site.is_repeated:
+            if construction_calls.is_copy(child.live):
                 call = f"{child.cls.__name__}(...)"
                 hint = f"make each by a call of its own, in a loop there: [{call} for _ in ...]"
             _, *around = child.outwards()

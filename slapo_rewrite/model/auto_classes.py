@@ -44,10 +44,10 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     if not isinstance(call, ast.Call):
         return None
     if isinstance(call.func, ast.Attribute) and call.func.attr != node.cls.__name__:
-        told = type(resolve(sources, call.func.value, site, node, remembers=True))
+        told = type(resolve(sources, call.func.value, site, node))
         is_property = isinstance(inspect.getattr_static(told, call.func.attr, None), property)
         if is_property and told.__module__ != site.file.name:
-            gives = resolve(sources, call.func, site, node, remembers=True)
+            gives = resolve(sources, call.func, site, node)
             return Lookup(ast.unparse(call.func), node.cls.__name__) if gives is node.cls else None
     if auto_factory is None or cls is type(None):
         return None

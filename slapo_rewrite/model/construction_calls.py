@@ -10,10 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -27,23 +30,51 @@ from slapo_rewrite.code.text import Position, positions
 
 _MAX_CALLS = 16
 # How many of the calls have their variables kept.
-_MAX_SCOPES = 4
+_MAX_SCOPES = 5
 
 # The file and the place of a call.
 Call = tuple[str, Position]
 Stack = tuple[Call, ...]
-# The variables around a call: those of the file, and those of the function.
+# The variables around a call: those of the function, and those of the file.
 Scope = tuple[dict[str, Any], dict[str, Any]]
 # For each module the names set on it, each with the modules whose constructors ran, by identity.
 Sets = WeakKeyDictionary[nn.Module, list[tuple[str, frozenset[int]]]]
 # What sets a name of a module.
 _SETTING = ("__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
-_stacks: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
-_scopes: WeakKeyDictionary[nn.Module, tuple[Scope, ...]] = WeakKeyDictionary()
+# Where torch carries out what sets a parameter.
+_SETTERS = {__name__, "torch.nn.modules.module", "torch.nn.modules.container"}
+# Where a module keeps its record, which goes when it goes.
+_RECORD = "_slapo_rewrite_record"
+_orders = itertools.count()
+
+
+@dataclass
+class _Record:
+    """How a module was made, and the one that it is a copy of."""
+
+    of: int = 0  # the identity of the module that was made
+    stack: Stack = ()
+    scopes: tuple[Scope, ...] = ()
+    order: int = 0  # greater than that of all that were made before
+    # Where each of its parameters and buffers was set last by something else than torch.
+    last: dict[str, Call] = field(default_factory=dict)
+    # The same in a method of its own, if there is such a place: others put there what is tied.
+    tensors: dict[str, tuple[bool, Call, Scope]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: object) -> _Record:
+        return replace(self, last={**self.last}, tensors={**self.tensors})
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Record, ()
+
+
+def _record(module: nn.Module) -> _Record:
+    known: _Record | None = vars(module).get(_RECORD)
+    return known or _Record()
 
 
 @contextlib.contextmanager
-def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[None]:
+def recorded() -> Iterator[None]:
     """Notes the calls that lead to each module made meanwhile, the innermost first."""
     original = nn.Module.__init__
     around = sys._getframe(2)  # below `contextlib`'s: what leads here leads to every module
@@ -52,10 +83,31 @@ def recorded(stacks: WeakKeyDictionary[nn.Module, Stack] = _stacks) -> Iterator[
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         stack, scopes = _calls(self, sys._getframe(1), around)
         original(self, *args, **kwargs)
-        if self not in stacks:
-            stacks[self], _scopes[self] = stack, scopes
+        vars(self).setdefault(_RECORD, _Record(id(self), stack, scopes, next(_orders)))
 
-    with mock.patch.object(nn.Module, "__init__", construct):
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def method(self: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+            original(self, name, *args, **kwargs)
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_globals.get("__name__") in _SETTERS:
+                frame = frame.f_back
+            if frame is None or _RECORD not in vars(self):
+                return
+            by_torch = str(frame.f_globals.get("__name__")).startswith("torch.")
+            if by_torch and type(self).__module__.startswith("torch."):
+                return  # nobody rewrites these
+            known, place, own = _record(self), _place_in(frame), _receiver(frame) is self
+            if not by_torch:
+                known.last[name] = place
+            if own or not known.tensors.get(name, (False,))[0]:
+                known.tensors[name] = own, place, _scope_in(frame)
+
+        return method
+
+    tensors = ("register_parameter", "register_buffer")
+    methods: dict[str, Any] = {name: noting(getattr(nn.Module, name)) for name in tensors}
+    with mock.patch.multiple(nn.Module, __init__=construct, **methods):
         yield
 
 
@@ -79,40 +131,70 @@ def sets_noted() -> Iterator[Sets]:
 
 def stack_of(module: nn.Module) -> Stack:
     """The calls that led to a module; none where it was not made while that was noted."""
-    return _stacks.get(module, ())
+    return _record(module).stack
 
 
-def scope_of(module: nn.Module, number: int) -> dict[str, Any] | None:
+def is_copy(module: nn.Module) -> bool:
+    """Whether a module is a copy of the one that was made."""
+    return _record(module).of not in (0, id(module))
+
+
+def order_of(module: nn.Module) -> int:
+    """A number that is greater than those of all modules that were made before."""
+    return _record(module).order
+
+
+def scope_of(module: nn.Module, number: int) -> Mapping[str, Any] | None:
     """What every name meant in one of the calls that led to a module; None where that is gone."""
-    scopes = _scopes.get(module, ())
-    return {**scopes[number][0], **scopes[number][1]} if number < len(scopes) else None
+    scopes = _record(module).scopes
+    return ChainMap(*scopes[number]) if number < len(scopes) else None
 
 
-def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> dict[str, Any] | None:
+def variable(module: nn.Module, number: int, name: str) -> object:
+    """What a local variable was in one of the calls that led to a module; None if not known."""
+    scopes = _record(module).scopes
+    return scopes[number][0].get(name) if number < len(scopes) else None
+
+
+def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> Mapping[str, Any] | None:
     """What every name meant where a call made a module; None where that is not known."""
     number = depth(file, call, stack_of(module))
     return scope_of(module, number) if number is not None else None
 
 
+def tensor_set(module: nn.Module, name: str) -> tuple[Call, Mapping[str, Any]] | None:
+    """Where a parameter or buffer was made, and what every name meant there; None if not noted."""
+    if name not in _record(module).tensors:
+        return None
+    _, call, scope = _record(module).tensors[name]
+    return call, ChainMap(*scope)
+
+
+def last_set(module: nn.Module, name: str) -> errors.Span | None:
+    """Where something else than torch set a parameter or buffer last, for a diagnostic."""
+    call = _record(module).last.get(name)
+    return place((call,)) if call is not None else None
+
+
 def stand_in(module: nn.Module, other: nn.Module) -> None:
     """Notes that a module stands where another was made."""
-    _stacks[module], _scopes[module] = _stacks.get(other, ()), _scopes.get(other, ())
-
-
-def forget() -> None:
-    """Lets go of the variables of models that were built before."""
-    _scopes.clear()
+    own, made = _record(module), _record(other)
+    vars(module)[_RECORD] = replace(made, of=id(module), last=own.last, tensors=own.tensors)
 
 
 def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
     """Which of the calls of a stack an expression is; None where it is none of them."""
     begin, end = (value.lineno, value.col_offset), (value.end_lineno, value.end_col_offset)
-    path = _real(os.path.abspath(file.path))
     for number, (name, at) in enumerate(stack):
         # A method call over several lines begins, for CPython, at the line of the method's name.
-        if at[2:] == end and at[:2] >= begin and _real(name) == path:
+        if at[2:] == end and at[:2] >= begin and is_file(file, name):
             return number
     return None
+
+
+def is_file(file: SourceFile, name: str) -> bool:
+    """Whether code of this file name is that of a file."""
+    return bool(_real(name) == _real(os.path.abspath(file.path)))
 
 
 def place(stack: Stack) -> errors.Span | None:
@@ -126,37 +208,43 @@ def place(stack: Stack) -> errors.Span | None:
     return errors.Span(path, line, start + 1, max(1, stop - start), text, "made here")
 
 
-def passes_through(file: SourceFile, stack: Stack) -> bool:
-    """Whether any of the calls stands in a file."""
-    path = _real(os.path.abspath(file.path))
-    return any(_real(name) == path for name, _ in stack)
-
-
 def _calls(
     module: nn.Module, frame: FrameType | None, around: FrameType
 ) -> tuple[Stack, tuple[Scope, ...]]:
     while frame is not None and frame.f_code.co_name == "__init__":
-        names = frame.f_code.co_varnames
-        if not names or frame.f_locals.get(names[0]) is not module:
+        if _receiver(frame) is not module:
             break
         frame = frame.f_back
     calls: list[Call] = []
     scopes: list[Scope] = []
     while frame is not None and frame is not around and len(calls) < _MAX_CALLS:
-        calls.append((frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2]))
+        calls.append(_place_in(frame))
         if len(scopes) < _MAX_SCOPES:
-            scopes.append((frame.f_globals, _variables(frame)))
+            scopes.append(_scope_in(frame))
         frame = frame.f_back
     return tuple(calls), tuple(scopes)
+
+
+def _place_in(frame: FrameType) -> Call:
+    return frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2]
+
+
+def _scope_in(frame: FrameType) -> Scope:
+    return _variables(frame), frame.f_globals
 
 
 def _made_around(frame: FrameType | None) -> Iterator[int]:
     """The modules in whose constructors a call is."""
     while frame is not None:
-        names = frame.f_code.co_varnames
-        if frame.f_code.co_name == "__init__" and names:
-            yield id(frame.f_locals.get(names[0]))
+        if frame.f_code.co_name == "__init__" and frame.f_code.co_varnames:
+            yield id(_receiver(frame))
         frame = frame.f_back
+
+
+def _receiver(frame: FrameType) -> object:
+    """The first argument of a call: the object, where it is one of a method."""
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

@@ -1,58 +1,56 @@
-"""Joins the live module tree to the source: which expression made each module and parameter."""
+"""Joins the live module tree to the source: which expression made each module and parameter.
+
+While a model is built, the calls that lead to each module are noted, with the variables around
+them. The expression is the innermost of these calls that belongs to the module's place.
+"""
 
 from __future__ import annotations
 
 import ast
-import inspect
+import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.arguments import argument_of, arguments_by
-from slapo_rewrite.code.dataflow import names_in, stays_as_it_is
+from slapo_rewrite.code.arguments import first_parameter, parameters, values_given
+from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.evaluate import Constant, came_to
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import assignments, counter_of, end_position, position
+from slapo_rewrite.code.text import Position, joined_path, with_wildcards
 from slapo_rewrite.code.written_out import returned_by
-from slapo_rewrite.model import constructed_values, construction_calls
-from slapo_rewrite.model.constructed_values import Evaluator, Scene, Unknown
-from slapo_rewrite.model.construction_sites import RECORDED, Site
-from slapo_rewrite.model.constructor_values import Frame
-from slapo_rewrite.model.recorded_sites import recorded_site
-from slapo_rewrite.model.site_candidates import (
-    REFERENCES,
-    Candidate,
-    at_assignment,
-    can_be_numbered,
-    element_of,
-    holder_at,
-    is_elsewhere,
-    is_missed,
-    last_certain,
-    numbers_at,
-    passed_through,
-)
-from slapo_rewrite.model.sources import Level
+from slapo_rewrite.groups import grouped
+from slapo_rewrite.model import construction_calls
+from slapo_rewrite.model.construction_sites import RECORDED, Loop, Site
 from slapo_rewrite.model.sources import Sources as Sources
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import CONTAINERS, Node
+
+_Turning = ast.comprehension | ast.For | ast.While
+# A loop, and what has it.
+_Around = tuple[_Turning, ast.AST]
 
 
 def find_site(sources: Sources, node: Node) -> Site:
     """The construction site of a module.
 
     Raises:
-        UnfollowableConstruction: No site, or no single one, can be named.
+        UnfollowableConstruction: None can be named.
     """
-    return _Search(sources).module(node)
+    known = sources.known.get((id(node), ""))
+    if known is None:
+        known = sources.known[id(node), ""] = _module(sources, node)
+    return known
 
 
 def known_site(sources: Sources, node: Node) -> Site | None:
-    """The same; None where no site, or no single one, can be named, as of the root."""
+    """The same; None where none can be named, as of the root."""
     try:
         return find_site(sources, node) if node.parent is not None else None
     except errors.UnfollowableConstruction:
@@ -63,9 +61,18 @@ def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
     """The expression that makes a parameter or buffer that a class keeps itself.
 
     Raises:
-        UnfollowableConstruction: No site, or no single one, can be named.
+        UnfollowableConstruction: None can be named.
     """
-    return _Search(sources).parameter(node, name)
+    key = id(node), name
+    known = sources.known.get(key) or _tensor(sources, node, name)
+    if known is None:
+        raise errors.UnfollowableConstruction(
+            f"nothing in the source makes the parameter `{joined_path(node.path, name)}` of "
+            f"{node.cls.__name__}",
+            hint="make it in `__init__`: `self.name = nn.Parameter(...)`",
+        )
+    sources.known[key] = known
+    return known
 
 
 def holder_of(site: Site, node: Node) -> tuple[Node, str]:
@@ -74,30 +81,29 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     The owner, unless somebody gave it the module that he had made.
     """
     assert node.owner is not None
-    holder = holder_at(node, site) if site.is_given else None
-    if holder is None:
+    if not site.is_given:
         return node.owner, node.relative
-    return holder, holder.below(node.path)
+    above = [*node.outwards()][len(site.path.split("."))]
+    return above, above.below(node.path)
 
 
-def resolve(
-    sources: Sources, expr: ast.expr, site: Site, node: Node, remembers: bool = False
-) -> object | None:
+def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
     """What an expression came to at the site of a module, or of a parameter of it.
 
-    With `remembers` names mean what they meant while the model was built, where the source does not
-    tell. None where that cannot be told.
+    None where that cannot be told.
     """
-    holder = node if site.kind in ("parameter", "buffer") else holder_at(node, site)
-    try:
-        return _Search(sources, remembers).value(expr, site, holder, node) if holder else None
-    except Unknown:
-        return None
+    if site.kind in ("parameter", "buffer"):
+        noted = construction_calls.tensor_set(node.live, site.path.rpartition(".")[2])
+        names = noted[1] if noted is not None else None
+    else:
+        names = construction_calls.scope_at(site.file, site.value, node.live)
+    worth = came_to(expr, names) if names is not None else None
+    return worth.value if isinstance(worth, Constant) else None
 
 
 def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | None:
     """The whole number that an expression came to there; None where it is not known to be one."""
-    value = resolve(sources, expr, site, node, remembers=True)
+    value = resolve(sources, expr, site, node)
     return value if type(value) is int else None
 
 
@@ -114,7 +120,7 @@ def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
         and root is not None
         and root.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
         and names_in(site.call).isdisjoint(c.__name__ for c in node.cls.__mro__)
-        and bool(construction_calls.stack_of(node.live))
+        and not construction_calls.is_copy(node.live)
     )
 
 
@@ -126,346 +132,415 @@ def called_root(site: Site) -> str | None:
     return root.id if isinstance(root, ast.Name) else None
 
 
-class _Search:
-    """One search; knows the modules it is in the middle of, so that it ends.
+# Modules ------------------------------------------------------------------------------------
 
-    `remembers` is as for `resolve`.
+
+def _module(sources: Sources, node: Node) -> Site:
+    first = sources.first_of(node)
+    if first is not node:
+        site = find_site(sources, first)
+        beside = first.owner is node.owner and site.kind == "assign" and "*" not in site.path
+        return site if beside else replace(site, kind="alias", alias=first.path)
+    stack = construction_calls.stack_of(node.live)
+    for number in range(len(stack) if node.parent is not None else 0):
+        if (found := _site_at(sources, node, number)) is not None:
+            return found
+    if not stack and (found := _kept(sources, node)) is not None:
+        return found
+    place = construction_calls.place(stack)
+    if place is None and node.owner is not None:
+        classes = sources.classes(node.owner.cls)[:1]
+        place = next((file.at(file.classes[name]) for file, name in classes), None)
+    raise errors.UnfollowableConstruction(
+        f"nothing that can be followed makes {node.shown} ({node.cls.__name__})",
+        at=place,
+        hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
+    )
+
+
+def _kept(sources: Sources, node: Node) -> Site | None:
+    """What a class keeps as it is, of a module that was made before the model was."""
+    for file, name in sources.classes(node.owner.cls) if node.owner is not None else ():
+        for method in file.methods(name):
+            for statement in ast.walk(method):
+                match statement:
+                    case ast.Assign(targets=[ast.Attribute(ast.Name("self"), attr)], value=value):
+                        if attr == node.relative:
+                            kind = "factory" if isinstance(value, ast.Subscript) else "alias"
+                            return Site(file, name, method, attr, kind, statement, value, ())
+    return None
+
+
+def _site_at(sources: Sources, node: Node, number: int) -> Site | None:
+    """The site that one of the calls is that led to a module; None where it is none.
+
+    A call in a method of a class makes what a module of that class holds. In another function only
+    a call of the class itself is a site, and only where it is named.
     """
-
-    def __init__(self, sources: Sources, remembers: bool = False) -> None:
-        self.sources, self._remembers = sources, remembers
-        self._busy: set[int] = set()
-
-    # Modules --------------------------------------------------------------------------------
-
-    def module(self, node: Node) -> Site:
-        known = self.sources.known.get((id(node), ""))
-        if known is None:
-            known = self.sources.known[id(node), ""] = self._module(node)
-        return known
-
-    def _module(self, node: Node) -> Site:
-        if id(node) in self._busy:
-            raise self._nowhere(node, None)
-        self._busy.add(id(node))
-        try:
-            site, stack = self._followed(node), construction_calls.stack_of(node.live)
-            depth = construction_calls.depth(site.file, site.value, stack)
-            is_outer = bool(depth) and site.written_out is None
-            return (recorded_site(self.sources, node) if is_outer else None) or site
-        except errors.UnfollowableConstruction:
-            recorded = recorded_site(self.sources, node)
-            if recorded is None:
-                raise
-            return recorded
-        finally:
-            self._busy.discard(id(node))
-
-    def _followed(self, node: Node) -> Site:
-        """The site by what the source says, from the constructors on."""
-        groups = itertools.chain(self._groups(node), self._groups(node, later=True))
-        chosen = (self._choose(node, group) for group in groups)
-        found = next((c for c in chosen if c is not None), None)
-        if found is not None and found.site.kind not in REFERENCES:
-            return self._inner(found, node)
-        return self._made_elsewhere(node, found)
-
-    def _groups(self, node: Node, later: bool = False) -> Iterator[list[Candidate]]:
-        """The sites that may have made a module: its owner's, and those of modules further up.
-
-        What a module further up puts in its place runs later, so it comes first.
-        """
-        for holder, sites in self._sites(node, node.path, node.owner, later):
-            found = [c for c in sites if can_be_numbered(c)]
-            if holder is not node.owner:
-                found = [c for c in found if self._fits(c, node) is not False]
-                found = [c for c in found if self._guarded(c)]
-            yield found
-
-    def _sites(
-        self, node: Node, path: str, owner: Node | None, later: bool
-    ) -> Iterator[tuple[Node, list[Candidate]]]:
-        """The sites of a path at a module, by the module that has them, the outermost first."""
-        itself = [] if node.is_container or path == node.path else [node]
-        for holder in reversed([*itself, *node.owners()]):
-            maker = self.sources.maker(holder.cls)
-            if holder is owner or later or maker.has_deep:
-                matched = (maker.later if later else maker).match(holder.below(path))
-                yield holder, [Candidate(site, holder, numbers) for site, numbers in matched]
-
-    def _possible(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Those that the tests around them may let make the module."""
-        reached = [(c, self._guarded(c)) for c in candidates]
-        return [replace(c, certain=g is True) for c, g in reached if g is not False]
-
-    def _choose(self, node: Node, candidates: list[Candidate]) -> Candidate | None:
-        if not candidates:
-            return None
-        made = passed_through(candidates, node)
-        if made is not None:
-            return made
-        fitting = [c for c in candidates if self._fits(c, node) is not False]
-        fitting = [c for c in fitting if not is_missed(c, node)]
-        if len(fitting) > 1 or (fitting and fitting[0].site.steps):
-            possible = self._possible(fitting)
-            # A config changed after construction may speak against the one expression that fits.
-            exact = [c for c in fitting if self._fits(c, node)]
-            fitting = possible or (exact if len(exact) == 1 else [])
-        fitting = last_certain(fitting)
-        if len(fitting) > 1:
-            exact = [c for c in fitting if self._fits(c, node)]
-            fitting = exact or fitting
-        if len({id(c.site.value) for c in fitting}) > 1:
-            raise self._ambiguous(node, fitting)
-        return fitting[0] if fitting else None
-
-    def _ambiguous(self, node: Node, candidates: list[Candidate]) -> errors.RewriteError:
-        first, *others = [c.site for c in candidates]
-        return errors.UnfollowableConstruction(
-            f"{node.shown} ({node.cls.__name__}) may be made in {len(candidates)} places",
-            at=first.file.at(first.value, "here"),
-            also=[s.file.at(s.value, "or here") for s in others],
-            hint="make it in one place, or choose between them with a test of `config` or `self`",
-        )
-
-    def _fits(self, candidate: Candidate, node: Node) -> bool | None:
-        """Whether a site makes a module of this class; None where that cannot be told."""
-        site = candidate.site
-        if site.callee is None or site.kind in {"helper", "factory"}:
-            return None
-        try:
-            made = self._evaluator(candidate).evaluate(site.callee)
-        except Unknown:
-            return None
-        if not isinstance(made, type):
-            return None
-        if made is node.cls:
-            return True
-        return None if issubclass(node.cls, made) and issubclass(made, nn.Module) else False
-
-    def _guarded(self, candidate: Candidate) -> bool | None:
-        """Whether the tests around a site let it make this module; None where that is not known."""
-        unknown = False
-        for step in candidate.site.steps:
-            test = getattr(step, "test", None)
-            if test is None:
-                continue
-            way = self._evaluator(candidate, step.frame).truth(test)
-            if way is not None and way is not getattr(step, "sense", True):
-                return False
-            unknown |= way is None
-        return None if unknown else True
-
-    def _inner(self, candidate: Candidate, node: Node) -> Site:
-        """The site inside a helper function, where one can be named."""
-        site = candidate.site
-        inner = [replace(candidate, site=s) for s in site.inner if s.kind not in REFERENCES]
-        try:
-            found = self._choose(node, inner)
-        except errors.UnfollowableConstruction:
-            found = None
-        if found is None:
-            # A copy, say, of what the constructor is given.
-            given = [replace(candidate, site=s) for s in site.inner if s.kind == "argument"]
-            is_one = len(given) == len(site.inner) == 1
-            return (self._given(node, given[0], copied=True) if is_one else None) or site
-        made = self._inner(found, node)
-        if isinstance(site.value, ast.Call) and made.frame.call is site.value:
-            written = returned_by(made.function, made.value, made.call, site.value, site.function)
-            if written is not None:
-                return replace(site, kind="assign", written_out=written)
-        return replace(made, kind="helper")
-
-    def _made_elsewhere(self, node: Node, found: Candidate | None) -> Site:
-        """The site of a module that is made under another name, or given to the constructor."""
-        shared = self.sources.same_live(node)
-        if shared and (recorded := recorded_site(self.sources, node)) is not None:
-            return recorded  # of the first of the paths; the others are aliases
-        for other in shared:
-            if id(other) not in self._busy:
-                try:
-                    site = self.module(other)
-                    return replace(site, kind="alias", alias=other.path)
-                except errors.UnfollowableConstruction:
-                    continue
-        copied = self._copied(node)
-        if copied is not None and isinstance(copied.value, ast.Call):
-            return copied
-        if found is not None:
-            given = self._given(node, found) or self._global(node, found.site)
-            if given is not None:
-                return given
-        raise self._nowhere(node, found)
-
-    def _given(self, node: Node, found: Candidate, copied: bool = False) -> Site | None:
-        """The expression that makes a module in the call of the constructor it is given to.
-
-        `found` is what the module is in the class that keeps it: an argument of the constructor.
-        With `copied` each element of a list is a copy of that, and not an element of it.
-        """
-        if not isinstance(found.site.value, ast.Name) or found.holder.parent is None:
-            return None
-        try:
-            expr, site = self._argument(found.holder, found.site.value.id, found.site)
-        except (Unknown, errors.UnfollowableConstruction):
-            return None
-        outer = holder_at(found.holder, site)
-        if outer is None:
-            return None
-        path = f"{site.path}.{found.site.path}"
-        given = replace(site, path=path, kind="argument", value=expr, container=False)
-        if path.endswith(".*") and not copied:
-            is_kept = stays_as_it_is(found.site.function, found.site.value)
-            element = element_of(given, node.name) if is_kept else None
-            if element is None or is_elsewhere(element, node):
-                return None
-            given = element
-        given = at_assignment(given)
-        called = Candidate(given, outer, numbers_at(site, outer, found.holder))
-        makes = isinstance(given.value, ast.Call | ast.Subscript)
-        return given if makes and self._fits(called, node) is not False else None
-
-    def _copied(self, node: Node) -> Site | None:
-        """The expression that makes what a stack of torch is given and makes copies of."""
-        parent = node.parent
-        if parent is None:
-            return None
-        stack, name = parent, node.name
-        if parent.is_container and parent.parent is not None:
-            stack, name = parent.parent, f"{parent.name}.*"
-        if not stack.is_stack:
-            return None
-        site = self.module(stack)
-        if not isinstance(site.call, ast.Call) or site.partial is not None:
-            return None
-        layer = next(iter(inspect.signature(stack.cls).parameters))
-        given = arguments_by(site.call, *inspect.signature(stack.cls).parameters)
-        expr = given.get(layer if name.endswith(".*") else name)
-        if expr is None:
-            return None
-        return at_assignment(replace(site, path=f"{site.path}.{name}", value=expr, container=False))
-
-    def _global(self, node: Node, site: Site) -> Site | None:
-        """The module-level assignment of a module that is made once, at import."""
-        name = site.file.qualified(site.value)
-        home, _, attribute = (name or "").rpartition(".")
-        if vars(sys.modules.get(home, object)).get(attribute) is not node.live:
-            return None
-        file = self.sources.file_named(home)
-        for statement in file.tree.body if file else ():
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=target)]) if target == attribute:
-                    assert file is not None
-                    value = statement.value
-                    return replace(site, file=file, statement=statement, value=value, steps=())
+    filled = _filled(sources, node, number)
+    scope = construction_calls.scope_of(node.live, number)
+    if filled is None or scope is None:
         return None
+    made, site = filled.made, filled.site(node, scope)
+    callee = getattr(made.node, "func", None)
+    if site.kind == RECORDED:
+        outside = made.file.name in sources.editable or made.file.name.startswith("torch.")
+        if number or outside or callee is None:
+            return None
+        named = site.partial.args[0] if site.partial is not None else callee
+        # Another module may stand in the place of what was made, so which class does not matter.
+        is_class = isinstance(_dotted(named, scope), type)
+        if not is_class or not names_in(named).isdisjoint(made.local):
+            return None
+    elif number and not (
+        isinstance(callee, ast.Attribute) and _dotted(callee.value, scope) in node.cls.__mro__
+    ):
+        return replace(site, kind="factory")
+    while not number or site.written_out is not None:
+        number += 1
+        if (outer := _written_out(sources, node, site, number)) is None:
+            break
+        site = outer
+    return site
 
-    def _nowhere(self, node: Node, found: Candidate | None) -> errors.RewriteError:
-        owner = node.owner
-        near = self.sources.maker(owner.cls).near(node.relative) if owner else []
-        named = found.site if found is not None else near[-1] if near else None
-        places = [construction_calls.place(construction_calls.stack_of(node.live))]
-        places.append(named.file.at(named.value, "named here") if named else None)
-        if places == [None, None] and owner is not None:
-            places += [f.at(f.classes[name]) for f, name in self.sources.classes(owner.cls)[:1]]
-        known = [p for p in places if p is not None]
-        return errors.UnfollowableConstruction(
-            f"nothing that can be followed makes {node.shown} ({node.cls.__name__})",
-            at=known[0] if known else None,
-            also=known[1:],
-            hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
-        )
 
-    # Parameters -----------------------------------------------------------------------------
+def _written_out(sources: Sources, node: Node, site: Site, number: int) -> Site | None:
+    """The call of a function that makes a module by a site and does no more, if it can say so."""
+    scope = construction_calls.scope_of(node.live, number)
+    if scope is None or not isinstance(site.call, ast.Call):
+        return None
+    made = _made_at(sources, construction_calls.stack_of(node.live)[number], scope)
+    if made is None or made.file is not site.file:
+        return None
+    callee = getattr(made.node, "func", None)
+    name = getattr(callee, "attr", None) or getattr(callee, "id", None)
+    if name != site.function.name or name in made.local:
+        return None  # another one may be given there
+    assert isinstance(made.node, ast.Call)
+    written = returned_by(site.function, site.value, site.call, made.node, made.function)
+    outer = _filled(sources, node, number) if written is not None else None
+    return outer.site(node, scope, written) if outer is not None else None
 
-    def parameter(self, node: Node, name: str) -> Site:
-        key = (id(node), name)
-        if key not in self.sources.known:
-            self.sources.known[key] = self._parameter(node, name)
-        return self.sources.known[key]
 
-    def _parameter(self, node: Node, name: str) -> Site:
-        full = joined_path(node.path, name)
-        direct = node.owner if node.is_container else node
-        for later in (False, True):
-            for holder, sites in self._sites(node, full, direct, later):
-                possible = last_certain(self._possible(sites))
-                if len({id(c.site.value) for c in possible}) > 1:
-                    raise self._ambiguous(holder, possible)
-                if possible:
-                    return possible[0].site
-        raise errors.UnfollowableConstruction(
-            f"nothing in the source makes the parameter `{full}` of {node.cls.__name__}",
-            hint="make it in `__init__`: `self.name = nn.Parameter(...)`",
-        )
+def _filled(sources: Sources, node: Node, number: int) -> _Filled | None:
+    """What one of the calls made that led to a module; None where it cannot be read."""
+    stack = construction_calls.stack_of(node.live)[: number + 1]
+    scope = construction_calls.scope_of(node.live, number)
+    if len(stack) <= number or scope is None:
+        return None
+    key = id(node.root), stack
+    if key not in sources.filled:
+        made = _made_at(sources, stack[-1], scope)
+        modules = sources.made_by(node.root, stack)
+        sources.filled[key] = made and _Filled(made, number, node.root.live, modules)
+    filled: _Filled | None = sources.filled[key]
+    return filled
 
-    # Values ---------------------------------------------------------------------------------
 
-    def value(self, expr: ast.expr, site: Site, holder: Node, node: Node) -> Any:
-        """What an expression at a site came to when it made `node`; raises Unknown."""
-        candidate = Candidate(site, holder, numbers_at(site, holder, node))
-        evaluator = self._evaluator(candidate)
-        if site.kind == RECORDED:  # the arguments of its function are not those of the holder
-            return evaluator.evaluate(expr, construction_calls.scope_of(node.live, 0) or {})
-        try:
-            return evaluator.evaluate(expr)
-        except Unknown:
-            names = construction_calls.scope_at(site.file, site.value, node.live)
-            if names is None or not self._remembers:
-                raise
-            return evaluator.evaluate(expr, names)
+def _dotted(expr: ast.expr, scope: Mapping[str, Any]) -> object:
+    """What a dotted name means; None of other expressions."""
+    if isinstance(expr, ast.Attribute):
+        return getattr(_dotted(expr.value, scope), expr.attr, None)
+    return scope.get(expr.id) if isinstance(expr, ast.Name) else None
 
-    def _evaluator(self, candidate: Candidate, frame: Frame | None = None) -> Evaluator:
-        site, holder = candidate.site, candidate.holder
-        maker = self.sources.maker(holder.cls)
-        level = maker.levels[maker.level_of[site]] if site in maker.level_of else None
-        numbers = [int(n) for n in candidate.numbers if n.isdecimal()]
-        scene = self._scene(holder, site.file, frame or site.frame, level)
-        elements = constructed_values.iterations(site.loops, numbers)
-        hidden = frozenset({site.path.partition(".")[0]})
-        return Evaluator(replace(scene, elements=elements, hidden=hidden))
 
-    def _scene(self, holder: Node, file: SourceFile, frame: Frame, level: Level | None) -> Scene:
-        """A function as it ran for a module, in the constructor of one of its classes if any."""
-        argument = partial(self._argument_value, holder, level)
-        stored = self.sources.maker(holder.cls).stored(level) if level else {}
-        return Scene(holder.live, file, frame, argument, stored)
+class _Filled:
+    """What a call made in one model, and where that is."""
 
-    def _argument_value(self, holder: Node, level: Level | None, name: str) -> Any:
-        """What a parameter of a constructor was given."""
-        if level is not None and level.call is not None and level.frame is not None:
-            maker = self.sources.maker(holder.cls)
-            outer = maker.levels[maker.levels.index(level) - 1]
-            assert level.function is not None
-            given = argument_of(level.function, level.call, name)
-            if given is None:
-                raise Unknown
-            return Evaluator(self._scene(holder, outer.file, level.frame, outer)).evaluate(given)
-        if holder.parent is None:
-            raise Unknown
-        try:
-            expr, site = self._argument(holder, name, None)
-        except errors.UnfollowableConstruction as error:
-            raise Unknown from error
-        if isinstance(expr, ast.Constant):
-            return expr.value
-        outer_holder = holder_at(holder, site)
-        if outer_holder is None:
-            raise Unknown
-        return self.value(expr, site, outer_holder, holder)
+    def __init__(
+        self, made: _Made, number: int, root: nn.Module, modules: Mapping[str, nn.Module]
+    ) -> None:
+        self.made, self._root, self._number, self._modules = made, root, number, modules
+        self._sites: dict[tuple[str, str], Site] = {}
+        alike = [*grouped((with_wildcards(path), path) for path in modules).values()]
+        # Of each shape of a path which of its segments the loops count.
+        self._counted: dict[str, set[int]] = {with_wildcards(p[0]): set() for p in alike}
+        self._loops = self._told(alike)
 
-    def _argument(self, holder: Node, name: str, within: Site | None) -> tuple[ast.expr, Site]:
-        """The expression that a constructor's parameter was given, and the call's site."""
-        if id(holder) in self._busy:
-            raise Unknown
-        maker = self.sources.maker(holder.cls)
-        if within is not None and maker.level_of.get(within):
-            raise Unknown  # behind a call of `super().__init__`
-        site = self.module(holder)
-        constructor = maker.constructor
-        if constructor is None or not isinstance(site.call, ast.Call) or site.partial is not None:
-            raise Unknown
-        given = argument_of(constructor, site.call, name)
-        if given is None:
-            raise Unknown
-        return given, site
+    def start(self, path: str) -> int | None:
+        """How long the path of the module is in whose class the call stands; None without one."""
+        above: list[Any] = [self._root]
+        for segment in path.split(".")[:-1]:
+            above.append(above[-1]._modules[segment])
+        lengths = reversed(range(len(above)))
+        return next((n for n in lengths if self.made.is_of(type(above[n]))), None)
+
+    def site(self, node: Node, scope: Mapping[str, Any], written: ast.Call | None = None) -> Site:
+        """The site of a module that the call made; elements of one list share one."""
+        made, segments = self.made, node.path.split(".")
+        start = self.start(node.path)
+        if start is None or isinstance(scope.get(made.receiver), type):
+            start, kind, class_name = 0, RECORDED, type(self._root).__name__
+        else:
+            is_own = node.owner is not None and node.owner.path == ".".join(segments[:start])
+            kind, class_name = "assign" if is_own else "argument", made.class_name
+        counted = self._counted.get(with_wildcards(node.path), ())
+        pattern = ["*" if n in counted else each for n, each in enumerate(segments)]
+        path = ".".join(pattern[start:])
+        if (path, kind) not in self._sites:
+            self._sites[path, kind] = Site(
+                file=made.file,
+                class_name=class_name,
+                function=made.function,
+                path=path,
+                kind=kind,
+                statement=made.statement,
+                value=made.node,
+                loops=self._loops,
+                variable=made.variable,
+                written_out=written,
+            )
+        return self._sites[path, kind]
+
+    def _told(self, alike: Sequence[Sequence[str]]) -> tuple[Loop, ...]:
+        """The loops, and whether they count what they make, in all of the lists that this fills."""
+        found: list[Loop] = []
+        starts = [self.start(paths[0]) or 0 for paths in alike]
+        after = [*starts]
+        for loop, _ in self.made.loops:
+            counter = _counter(loop)
+            places = [self._equal(counter, p, n) for p, n in zip(alike, after, strict=True)]
+            known = [place for place in places if place is not None]
+            counts = bool(known) and len(known) == len(places)
+            if counts:
+                after = [place + 1 for place in known]
+                for paths, place in zip(alike, known, strict=True):
+                    self._counted[with_wildcards(paths[0])].add(place)
+            found.append(Loop(loop, counter, counts))
+        if not all(loop.counts for loop in found):
+            varying = [self._varying(p, n) for p, n in zip(alike, starts, strict=True)]
+            for paths, numbers in zip(alike, varying, strict=True):
+                self._counted[with_wildcards(paths[0])].update(numbers)
+            loop, around = self.made.loops[-1]
+            if found[-1].counter is None and getattr(around, "generators", None) == [loop]:
+                counts = not getattr(loop, "ifs", None) and all(
+                    bool(numbers) and self._in_turn(around, p, numbers[-1])
+                    for p, numbers in zip(alike, varying, strict=True)
+                )
+                found[-1] = replace(found[-1], counts=counts)
+        return tuple(found)
+
+    def _equal(self, counter: str | None, paths: Sequence[str], start: int) -> int | None:
+        """The first number in some paths that is what a loop's counter was, for all of them."""
+        if counter is None:
+            return None
+        modules = (self._modules[path] for path in paths)
+        turns = [str(construction_calls.variable(m, self._number, counter)) for m in modules]
+        numbers = [*zip(*(path.split(".") for path in paths), strict=True)]
+        fitting = (n for n in range(start, len(numbers)) if [*numbers[n]] == turns)
+        return next((n for n in fitting if self._is_list(paths[0], n)), None)
+
+    def _varying(self, paths: Sequence[str], start: int) -> list[int]:
+        """The segments of some paths that are several numbers in lists."""
+        numbers = [*zip(*(path.split(".") for path in paths), strict=True)]
+        several = (n for n in range(start, len(numbers)) if len({*numbers[n]}) > 1)
+        return [n for n in several if self._is_list(paths[0], n)]
+
+    def _is_list(self, path: str, place: int) -> bool:
+        holder = ".".join(path.split(".")[:place])
+        return isinstance(self._root.get_submodule(holder), CONTAINERS)
+
+    def _in_turn(self, around: ast.AST, paths: Sequence[str], place: int) -> bool:
+        """Whether a comprehension makes the elements of lists in turn, from the first one on."""
+        for head in {".".join(path.split(".")[:place]) for path in paths}:
+            listed = [*self._root.get_submodule(head).children()]
+            turned = [m for m in listed if _passed(self.made.file, around, m)]
+            orders = [construction_calls.order_of(module) for module in turned]
+            if turned != listed[: len(turned)] or orders != sorted({*orders}):
+                return False
+        return True
+
+
+def _passed(file: SourceFile, node: ast.AST, module: nn.Module) -> bool:
+    """Whether Python passed through a part of a file when it made a module."""
+    assert isinstance(node, ast.expr)
+    begin, end = position(node), end_position(node)
+    return any(
+        begin <= at[:2] and at[2:] <= end and construction_calls.is_file(file, name)
+        for name, at in construction_calls.stack_of(module)
+    )
+
+
+# What stands there ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """An expression that made something, with what is around it."""
+
+    file: SourceFile
+    node: ast.Call | ast.Subscript
+    statement: ast.stmt
+    # The function that carries it out; a lambda as one that returns its value.
+    function: ast.FunctionDef
+    loops: tuple[_Around, ...]  # those around it there, and what has them
+    local: frozenset[str]  # what is bound in the functions around it
+    class_name: str  # the class in whose body it stands; '' if in none
+    receiver: str  # the first parameter of the class's function; '' if none
+    variable: tuple[ast.stmt, ...]  # what assigns the local variable that it calls
+
+    def is_of(self, cls: type) -> bool:
+        """Whether it stands in a class, or in one that this is derived from."""
+        own = self.file.name, self.class_name
+        return any((c.__module__, c.__name__) == own for c in cls.__mro__)
+
+
+_known: WeakKeyDictionary[SourceFile, dict[Position, _Made | None]] = WeakKeyDictionary()
+
+
+def _made_at(
+    sources: Sources, call: construction_calls.Call, scope: Mapping[str, Any]
+) -> _Made | None:
+    """The call or subscript at a place; None where it stands in no function, or is none."""
+    file = sources.file_named(str(scope.get("__name__")))
+    path, at = call
+    if file is None or not construction_calls.is_file(file, path):
+        return None
+    known = _known.setdefault(file, {})
+    if at not in known:
+        known[at] = _read(file, file.holding(at))
+    return known[at]
+
+
+def _read(file: SourceFile, held: Sequence[ast.AST]) -> _Made | None:
+    """What the innermost of some nodes makes, each of which holds the next one."""
+    node, around = held[-1], _functions_around(file, held)
+    if around is None or not isinstance(node, ast.Call | ast.Subscript):
+        return None
+    function, loops, local, class_name, receiver = around
+    variable: tuple[ast.stmt, ...] = ()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        bound = assignments(function, node.func.id)
+        variable = tuple(s for s in bound if not isinstance(s, ast.Import | ast.ImportFrom))
+    statement = next(n for n in reversed(held) if isinstance(n, ast.stmt))
+    return _Made(file, node, statement, function, loops, local, class_name, receiver, variable)
+
+
+def _functions_around(
+    file: SourceFile, held: Sequence[ast.AST]
+) -> tuple[ast.FunctionDef, tuple[_Around, ...], frozenset[str], str, str] | None:
+    """The function around a node, its loops, what is bound there, and the class that has it.
+
+    And what the class's function calls its object. The nodes are those that hold the node, and it.
+    """
+    function: ast.FunctionDef | None = None
+    class_name: str | None = None
+    receiver: str | None = None
+    loops: list[_Around] = []
+    local: set[str] = set()
+    for outer, inner in reversed([*itertools.pairwise(held)]):
+        if function is None:
+            loops = [*((loop, outer) for loop in _turning(inner, outer)), *loops]
+        if isinstance(outer, ast.ClassDef | ast.AsyncFunctionDef) and function is None:
+            return None
+        if isinstance(outer, ast.ClassDef) and class_name is None:
+            class_name = outer.name if file.classes.get(outer.name) is outer else ""
+        elif isinstance(outer, ast.FunctionDef | ast.Lambda):
+            made = _as_function(outer) if isinstance(outer, ast.Lambda) else outer
+            if inner in (outer.body, *made.body):  # and not computed where it is defined
+                function, receiver = function or made, first_parameter(made)
+                local |= {*parameters(outer), *bound_in(outer)}
+    if function is None:
+        return None
+    return function, tuple(loops), frozenset(local), class_name or "", receiver or ""
+
+
+def _counter(loop: _Turning) -> str | None:
+    return None if isinstance(loop, ast.While) else counter_of(loop.target, loop.iter)
+
+
+def _turning(inner: ast.AST, outer: ast.AST) -> list[_Turning]:
+    """The loops that carry a part out again for where it stands in something."""
+    match outer:
+        case ast.For(body=body) if inner in body:
+            return [outer]
+        case ast.While(orelse=last) if inner not in last:
+            return [outer]
+        case ast.comprehension(ifs=tests) if inner in tests:
+            return [outer]
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            turns: list[_Turning] = [*outer.generators]
+            return turns[: turns.index(inner)] if isinstance(inner, ast.comprehension) else turns
+    return []
+
+
+@functools.lru_cache(maxsize=4096)
+def _as_function(made: ast.Lambda) -> ast.FunctionDef:
+    """A lambda as a function that returns its value."""
+    value = ast.copy_location(ast.Return(made.body), made.body)
+    return ast.copy_location(ast.FunctionDef("<lambda>", made.args, [value], []), made)
+
+
+# Parameters ---------------------------------------------------------------------------------
+
+
+def _tensor(sources: Sources, node: Node, name: str) -> Site | None:
+    """The site of a parameter or buffer; None where it is not known what sets it."""
+    noted = construction_calls.tensor_set(node.live, name)
+    if noted is None:
+        return None
+    (path, at), scope = noted
+    file = sources.file_named(str(scope.get("__name__")))
+    if file is None or not construction_calls.is_file(file, path):
+        return None
+    held = file.holding(at)
+    found = _functions_around(file, held)
+    statement = next((n for n in reversed(held) if isinstance(n, ast.stmt)), None)
+    if found is None or statement is None:
+        return None
+    function, loops, _, class_name, _ = found
+    value = _given(statement, at)
+    if isinstance(value, ast.Name):
+        statement, value = _assigned(function, value, statement)
+    path = name
+    for above in node.outwards():
+        if (file.name, class_name) in {(c.__module__, c.__name__) for c in above.cls.__mro__}:
+            path = joined_path(above.below(node.path), name)
+            break
+    return Site(
+        file=file,
+        class_name=class_name,
+        function=function,
+        path=path,
+        kind="parameter" if name in node.live._parameters else "buffer",
+        statement=statement,
+        value=value,
+        loops=tuple(Loop(loop, _counter(loop), counts=False) for loop, _ in loops),
+    )
+
+
+def _given(statement: ast.stmt, at: Position) -> ast.expr:
+    """What a statement sets, of which this is the target or the call."""
+    value: ast.expr | None = None
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                match target, value:
+                    case ast.Tuple(elts=into), ast.Tuple(elts=elts) if len(into) == len(elts):
+                        pairs = zip(into, elts, strict=True)
+                        value = next((v for t, v in pairs if end_position(t) == at[2:]), value)
+        case ast.AnnAssign(value=value):
+            pass
+        case ast.Expr(value=ast.Call() as call):
+            given = values_given(call)
+            place = 2 if is_name(call.func, "setattr") else 1
+            value = given[place] if len(given) > place else call
+    match value:
+        case (
+            ast.IfExp(body=made, orelse=ast.Constant())
+            | ast.IfExp(body=ast.Constant(), orelse=made)
+        ):
+            return made
+    return value if value is not None else ast.expr()
+
+
+def _assigned(
+    function: ast.FunctionDef, name: ast.Name, statement: ast.stmt
+) -> tuple[ast.stmt, ast.expr]:
+    """The last assignment of a local variable above a statement that reads it, and its value."""
+    for found in reversed(assignments(function, name.id)):
+        if isinstance(found, ast.Assign) and position(found) < position(name):
+            if any(is_name(target, name.id) for target in found.targets):
+                return found, found.value
+            break  # one of several that are given together
+    return statement, name

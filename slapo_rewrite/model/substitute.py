@@ -46,7 +46,7 @@ def built_in_place(
         raise CannotBuild("what its constructor gets is not known")
     if arguments is not None:
         expression = ast.parse(f"{_NEW}({arguments})", mode="eval")
-    elif isinstance(site.call, ast.Call) and site.kind not in ("helper", "factory"):
+    elif isinstance(site.call, ast.Call) and site.kind != "factory":
         new = ast.Name(_NEW, ast.Load())
         call = ast.Call(new, *site.arguments)
         expression = ast.fix_missing_locations(ast.Expression(ast.copy_location(call, site.value)))

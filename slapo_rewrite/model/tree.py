@@ -36,7 +36,6 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
         ModelError: It raises, or returns something that is not a module.
     """
     try:
-        construction_calls.forget()
         with without_dynamo(), on_meta(), torch.no_grad(), construction_calls.recorded():
             model = make(module)
     except errors.RewriteError:

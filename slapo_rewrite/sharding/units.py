@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from slapo_rewrite.code.names import is_name
-from slapo_rewrite.code.syntax import Assignment, assignments
+from slapo_rewrite.code.syntax import assignments
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.operation_places import (
@@ -254,7 +254,7 @@ def _size_at(
 def _always(name: str, function: ast.FunctionDef) -> ast.expr | None:
     """What a name always stands for in a function, if it does."""
     match assignments(function, name):
-        case [Assignment(ast.Assign(targets=[ast.Name()], value=found), (), _)]:
+        case [ast.Assign(targets=[ast.Name()], value=found) as bound] if bound in function.body:
             given = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
             return None if name in given else found
     return None

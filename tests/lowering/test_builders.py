@@ -302,7 +302,7 @@ CASES = {
     "counted otherwise than it stands": (
         "Stack(*[Wrap(nn.Linear(8, 8)) for i in range(4) if i != 1])",
         '["{1,2}"].checkpoint()',
-        "`build` makes `0` and `1`, which are scheduled differently",
+        "`*` differ, and nothing counts them where they are made",
     ),
     "a variable that is another one by then": (
         "Stack(*[f() for f in [lambda: two(8, 8 * (i + 1)) for i in range(3)]])",
@@ -317,7 +317,7 @@ CASES = {
     "a lambda, not alike": (
         "Block(lambda a, b: nn.Linear(a, b))",
         '["layers.*.0"].checkpoint()',
-        "`<lambda>` makes `layers.0.0` and `layers.0.1`, which are scheduled differently",
+        "`layers.0.0` and `layers.0.1` are made by one line, and are scheduled differently",
     ),
     "a lambda that a class is given": (
         "Block(lambda a, b: nn.Linear(a, b))",

@@ -702,7 +702,7 @@ RETURNED = "    return nn.Linear(n, n)\n"
     ("selected", "words"),
     [
         ('s["{layers.*,other.up}"]', None),
-        ('s["layers.*"]', "`layers.0` and `other.up`, which are scheduled"),
+        ('s["layers.*"]', "`other.up` and `layers.0`, which are scheduled"),
         ('s["other.up"]', "`other.up` and `layers.0`, which are scheduled"),
         ('s["{layers.0,other.up}"]', "`wide` makes"),
     ],

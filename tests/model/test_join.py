@@ -6,7 +6,6 @@ import random
 import sys
 from pathlib import Path
 from types import ModuleType
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -28,11 +27,10 @@ numbers = itertools.count()
 
 
 class Joined:
-    """A model, its tree and its sources; the search is not told how the model was made."""
+    """A model, its tree and its sources."""
 
     def __init__(self, module: ModuleType, make):
-        self.stacks = WeakKeyDictionary()
-        with torch.device("meta"), construction_calls.recorded(self.stacks):
+        with torch.device("meta"), construction_calls.recorded():
             self.tree = Tree(make(module))
         self.sources = Sources(SourceFile.read(Path(module.__file__), module.__name__))
 
@@ -45,7 +43,7 @@ class Joined:
 
     def check(self, path):
         """Whether the site is where Python made the module."""
-        site, stack = self.site(path), self.stacks[self.tree.nodes[path].live]
+        site, stack = self.site(path), construction_calls.stack_of(self.tree.nodes[path].live)
         return construction_calls.depth(site.file, site.value, stack) is not None
 
     def check_all(self):
@@ -87,8 +85,8 @@ def test_every_module_of_a_hugging_face_model(name):
     joined = Joined(sys.modules[cls.__module__], lambda _: cls(config))
     joined.check_all()
     for path, node in joined.tree.nodes.items():
-        if path and joined.site(path).kind == "assign":
-            site = joined.site(path)
+        site = joined.site(path) if path else None
+        if site and site.kind == "assign" and not node.name.isdecimal():
             assert node.name in site.file.segment(site.statement)
 
 
@@ -99,7 +97,8 @@ def test_every_parameter_of_a_hugging_face_model(name):
     cls = getattr(transformers, name)
     joined = Joined(sys.modules[cls.__module__], lambda _: cls(cls.config_class(**MODELS[name])))
     for node in joined.tree.nodes.values():
-        for parameter in [*node.parameters, *node.buffers]:
+        of_torch = node.cls.__module__.startswith("torch.")
+        for parameter in [*node.parameters, *node.buffers] if not of_torch else ():
             site = find_parameter_site(joined.sources, node, parameter)
             assert parameter in site.file.segment(site.statement)
 
@@ -389,7 +388,7 @@ def test_every_module_is_found_where_python_made_it(tmp_path, name):
 
 def test_kinds_and_paths(tmp_path):
     joined = join(tmp_path, SNIPPETS["helpers"])
-    assert joined.site("c").kind == "helper"
+    assert joined.site("c").kind == "assign"
     assert joined.site("c").function.name == "one"
     assert joined.site("blocks.1").path == "blocks.*"
     given = join(tmp_path, SNIPPETS["modules given to others"])
@@ -418,7 +417,7 @@ def test_kinds_and_paths(tmp_path):
         "*[few[0] for _ in range(1)], *[nn.Linear(2, 2)]",
     ],
 )
-def test_what_numbers_in_a_list_do_not_tell_is_not_guessed(given, tmp_path):
+def test_what_numbers_in_a_list_do_not_tell_is_known(given, tmp_path):
     joined = join(
         tmp_path,
         SNIPPETS["lists given to others"].partition("class M")[0]
@@ -430,8 +429,7 @@ class M(nn.Module):
         self.a = All({given})
 """,
     )
-    with pytest.raises(errors.UnfollowableConstruction):
-        joined.site("a.inner.1")
+    joined.check_all()
 
 
 @pytest.mark.parametrize(
@@ -447,7 +445,7 @@ class M(nn.Module):
     ],
 )
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_list_that_is_changed_before_it_is_used_tells_nothing(inside, line, tmp_path):
+def test_elements_of_a_list_that_is_changed_before_it_is_used(inside, line, tmp_path):
     lines = (line, "pass") if inside else ("pass", line)
     joined = join(
         tmp_path,
@@ -466,8 +464,7 @@ class M(nn.Module):
         self.a = All(xs)
 """.format(*lines),
     )
-    with pytest.raises(errors.UnfollowableConstruction):
-        joined.site("a.inner.0")
+    joined.check_all()
 
 
 def test_elements_of_a_loop_share_one_site(tmp_path):
@@ -544,7 +541,7 @@ class M(nn.Module):
 """,
     )
     assert joined.text("x.1") == "nn.Sequential(nn.Linear(2, 2))"
-    assert joined.site("x.1").kind == "helper"
+    assert joined.site("x.1").kind == "assign"
     assert joined.text("x.1.0") == "nn.Linear(2, 2)"
     layer = "nn.TransformerEncoderLayer(4, 2, batch_first=True)"
     assert joined.text("encoder.layers.1") == layer  # torch copies what it is given
@@ -576,58 +573,22 @@ class M(nn.Module):
     assert joined.text("y.layers.0") == joined.text("y.last") == "nn.Linear(2, 2)"
 
 
-def test_a_single_site_of_the_wrong_class_is_not_taken(tmp_path):
+def test_a_module_that_nothing_is_noted_of_is_refused_with_its_class(tmp_path):
     joined = join(
         tmp_path,
         """
+HIDDEN = nn.Linear(2, 2)
+
 class M(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a = nn.Linear(2, 2)
-        swap(self)
-
-def swap(model):
-    for name in list(model._modules):
-        model._modules[name] = nn.ReLU()
-""",
-    )
-    with pytest.raises(errors.UnfollowableConstruction) as caught:
-        joined.site("a")
-    assert caught.value.at.text.strip() == "self.a = nn.Linear(2, 2)"
-
-
-def test_two_places_that_cannot_be_told_apart_are_both_named(tmp_path):
-    joined = join(
-        tmp_path,
-        """
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        if random.random() < 0.5:
-            self.a = nn.Linear(2, 2)
-        else:
-            self.a = nn.Linear(2, 2, bias=True)
-""",
-    )
-    with pytest.raises(errors.UnfollowableConstruction, match="2 places") as caught:
-        joined.site("a")
-    assert len(caught.value.also) == 1
-    assert caught.value.hint
-
-
-def test_a_module_that_nothing_makes_is_refused_with_its_class(tmp_path):
-    joined = join(
-        tmp_path,
-        """
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.__dict__["_modules"]["hidden"] = nn.Linear(2, 2)
+        self._modules["hidden"] = HIDDEN
 """,
     )
     with pytest.raises(errors.UnfollowableConstruction, match="`hidden` \\(Linear\\)") as caught:
         joined.site("hidden")
     assert caught.value.at.text == "class M(nn.Module):"
+    assert caught.value.hint
 
 
 def test_guards_are_evaluated_without_calling_the_users_functions(tmp_path):
@@ -690,9 +651,10 @@ class M(Base):
     assert found("", "bias") == ("parameter", "nn.Parameter(torch.zeros(2))", "Base")
     assert found("", "mask") == ("buffer", "torch.ones(2)", "M")
     assert found("", "sin") == ("buffer", "torch.ones(2)", "M")
-    assert found("scales", "1") == ("comprehension", "nn.Parameter(torch.ones(1))", "M")
-    assert found("fc", "bias")[2] == "Linear"
-    assert find_parameter_site(joined.sources, nodes["fc"], "weight").class_name == "M"
+    assert found("scales", "1")[::2] == ("parameter", "M")
+    assert found("fc", "weight")[2] == "M"
+    with pytest.raises(errors.UnfollowableConstruction, match=r"`fc\.bias`"):
+        found("fc", "bias")  # torch makes it
     with pytest.raises(errors.UnfollowableConstruction, match="`nothing`"):
         find_parameter_site(joined.sources, nodes[""], "nothing")
 
