@@ -195,6 +195,7 @@ def test_a_parameter_of_the_model_itself_is_used_on_parts_or_on_whole_values(tmp
     schedule = SCHEDULE.replace("outputs.square", "outputs[0].square")
     text = refused(tmp_path, source, schedule + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
     assert "is made of a parameter of `s` that is used on parts elsewhere" in text
+    assert 'up.shard(["weight", "bias"], axis=0)' in text, "where it becomes parts"
 
 
 @pytest.mark.parametrize("repeated", ["repeat(1, 2)", "repeat(repeats=(1, 2))", "tile(2)"])
