@@ -6,7 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
@@ -20,9 +23,30 @@ def guard(module: Any) -> None:
 
 
 @cache
-def watch_registrations() -> Any:
+def watch_registrations() -> tuple[Any, ...]:
     """From the first call on, what is put into a module is looked at first."""
-    return register_module_module_registration_hook(refuse_wrappers)
+    return (
+        register_module_module_registration_hook(refuse_wrappers),
+        register_module_parameter_registration_hook(refuse_reworked),
+    )
+
+
+def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
+    """Refuses what a part would be worked out of: by pruning, or a norm of the weight."""
+    of, _, kind = name.rpartition("_")
+    parts = getattr(layer, "sharded_parameters", {})
+    if of in parts and kind in ("orig", "g", "v") and world_size() > 1:
+        refuse_beside_part(name, layer)
+
+
+def refuse_beside_part(name: str, layer: nn.Module) -> None:
+    """Says what to do instead of putting parameters beside a part."""
+    raise RuntimeError(
+        f"`{name}` of `{type(layer).__name__}` works on this rank's part: each rank "
+        "would train other parameters beside it. Put LoRA adapters in by "
+        "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
+        "layer out of others, of parametrizations and of pruning"
+    )
 
 
 def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -35,12 +59,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
     parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
     if parametrized or is_adapter(module, dict(parent.named_children()).get(name)):
-        raise RuntimeError(
-            f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
-            "would train other parameters beside it. Put LoRA adapters in by "
-            "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
-            "layer out of others, and of parametrizations"
-        )
+        refuse_beside_part(name, parent)
     if not parts_in(module):
         return
     if hasattr(type(parent), "save_pretrained"):

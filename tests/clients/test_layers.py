@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from slapo_rewrite.runtime import tensor_parallel as tp
@@ -67,6 +68,12 @@ def check_adapters():
         with pytest.raises(RuntimeError, match="`0` of `Sequential` works on this rank's part"):
             model.inner[0] = LowRank(layer, 6, 6)
         assert model.inner[0] is layer
+        if layer.sharded_parameters:
+            with pytest.raises(RuntimeError, match=r"`weight_orig` of .* and of pruning"):
+                prune.l1_unstructured(layer, "weight", amount=0.5)
+            said = pytest.raises(RuntimeError, match=r"`weight_g` of .* this rank's part")
+            with said, pytest.warns(FutureWarning):
+                nn.utils.weight_norm(copy.deepcopy(layer))
         with pytest.raises(RuntimeError, match="`parametrizations` of `Parametrized"):
             weight_norm(layer)
 

@@ -382,6 +382,7 @@ def test_nothing_is_left_behind_that_looks_at_modules(tmp_path):
     """Layers that hold parts look at what is put into modules; a program's own go on without."""
     rewritten(tmp_path, DRAWING.replace("ASKED", "False"), SPLIT)
     assert guards.refuse_wrappers not in module._global_module_registration_hooks.values()
+    assert guards.refuse_reworked not in module._global_parameter_registration_hooks.values()
 
 
 def test_rounding_of_a_gradient_that_is_zero_is_no_other_number():
