@@ -90,15 +90,18 @@ def check_parts(layer: Any) -> None:
     Where the first run finds the same weights on every rank, something has copied one
     rank's part over those of the others, or all have drawn the same numbers.
     """
-    shard, weight = layer.sharded_parameters["weight"], layer.weight
-    size, world = shard.local_size(), named_world()
-    if world_size() > 1 and weight.shape[shard.axis] != size:
+    shard, world = layer.sharded_parameters["weight"], named_world()
+    size = shard.local_size()
+    if size == shard.size:  # `spectral_norm` goes on each time that the weight is read
+        return
+    weight = layer.weight
+    if weight.shape[shard.axis] != size:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
             f"part, {size} long: replace and tie embeddings in the original, in one "
             "process, and load what it saves"
         )
-    if layer.parts_differ or size == shard.size or world.supposed or weight.is_meta:
+    if layer.parts_differ or world.supposed or weight.is_meta:
         return
     is_fake = dist.get_backend(world.group) == "fake"
     if is_fake or hasattr(weight, "full_tensor") or torch.compiler.is_compiling():

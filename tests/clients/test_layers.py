@@ -12,7 +12,7 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D
@@ -111,6 +111,19 @@ def check_distributed_checkpoint():
         model.load_state_dict(state)
         model.load_state_dict(state, assign=True)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_a_weight_is_read_once_a_call():
+    """That of `spectral_norm` is another each time that it is read."""
+    for layer in tp.ColumnParallelLinear(6, 12), tp.RowParallelLinear(6, 12):
+        plain = nn.Linear(6, 12)
+        plain.load_state_dict(layer.state_dict())
+        for each in (layer, plain):
+            torch.manual_seed(0)
+            spectral_norm(each)
+        x = torch.randn(2, 6)
+        for _ in range(3):
+            assert torch.equal(layer(x), plain(x))
 
 
 def run_checks():
