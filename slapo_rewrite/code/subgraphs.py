@@ -248,6 +248,9 @@ def _counts(statement: ast.stmt, buffers: Collection[str]) -> bool:
     if isinstance(statement, ast.AugAssign):
         name = getattr(statement.target, "attr", None)
         return isinstance(statement.value, ast.Constant) and name not in buffers
+    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):
+        read = {getattr(n, "attr", None) for n in ast.walk(statement.value)}
+        return bool({getattr(t, "attr", "") for t in statement.targets} & read - {*buffers})
     return any(
         isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "append"
         for n in own_nodes(statement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import textwrap
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import statements
@@ -110,30 +110,47 @@ def names_read(source: str) -> set[str]:
     return {*read_in(ast.parse(textwrap.dedent(source)))}
 
 
-# What tells a tensor's sizes.
+# What tells a tensor's sizes, and what where and in which precision a model runs.
 _SIZES = {"shape", "size", "numel", "nelement"}
+_MACHINE = {"cuda", "is_cuda", "is_compiling", "is_autocast_enabled", "float16", "bfloat16", "half"}
 
 
 def sizes_in_tests(source: str) -> set[str]:
     """What a function's branches ask about the sizes of tensors, but to raise an error."""
+    return _asked(
+        source, lambda node: isinstance(node, ast.Attribute) and node.attr in _SIZES, _is_number
+    )
+
+
+def machine_in_tests(source: str) -> set[str]:
+    """What a function's branches ask about the device, the precision or a compiler, likewise."""
+    words = ("attr", "id", "value")
+    answers = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Attribute)
+    return _asked(
+        source,
+        lambda node: any(str(getattr(node, word, "")) in _MACHINE for word in words),
+        lambda value: isinstance(value, answers),
+    )
+
+
+def _asked(
+    source: str, tells: Callable[[ast.AST], bool], may_answer: Callable[[ast.expr], bool]
+) -> set[str]:
+    """What a function's branches ask, where a part of it tells, or a name for what told."""
     function = ast.parse(textwrap.dedent(source))
-    sizes: set[str] = set()
+    names: set[str] = set()
     asked: set[str] = set()
 
-    def tells(expr: ast.expr) -> bool:
-        return any(
-            (isinstance(n, ast.Attribute) and n.attr in _SIZES)
-            or (isinstance(n, ast.Name) and n.id in sizes)
-            for n in ast.walk(expr)
-        )
+    def told(expr: ast.expr) -> bool:
+        return any(tells(n) or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(expr))
 
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and tells(node.value) and _is_number(node.value):
+        if isinstance(node, ast.Assign) and told(node.value) and may_answer(node.value):
             wanted = node.targets[0]
             each = wanted.elts if isinstance(wanted, ast.Tuple) else [wanted]
-            sizes |= {n.id for n in each if isinstance(n, ast.Name)}
+            names |= {n.id for n in each if isinstance(n, ast.Name)}
     for node in ast.walk(function):
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)) and tells(node.test):
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)) and told(node.test):
             body = node.body if isinstance(node, ast.If) else []
             if not (len(body) == 1 and isinstance(body[0], ast.Raise)):
                 asked.add(ast.unparse(node.test))

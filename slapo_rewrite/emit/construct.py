@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.around_forward import WrapForward
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
-from slapo_rewrite.directive import needed_depth
+from slapo_rewrite.directive import Directive, needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.idle_methods import check_run
@@ -19,6 +20,7 @@ from slapo_rewrite.model.rehearsal import (
     MOST_ELEMENTS,
     MOST_OF_SMALL,
     NotComparedError,
+    Rehearsed,
     TooLargeError,
     rehearse,
 )
@@ -113,7 +115,7 @@ class Construction:
             return
         with self.project.timed("rehearse"):
             try:
-                unfit = self._rehearsed(emitted)
+                rehearsed = self._rehearsed(emitted)
             except TooLargeError:
                 draft.warnings.append(TOO_LARGE)
                 return
@@ -122,14 +124,31 @@ class Construction:
                     f"nothing was compared with the original, whose small model {error}"
                 )
                 return
-        if unfit:
+        draft.warnings += self._idle(rehearsed.uncalled)
+        if rehearsed.unfit:
             tried = " or ".join(map(str, self.sizes))
             draft.warnings.append(
-                f"{UNFIT} {tried} ranks ({unfit}): define a verify_model(m) that does, and verify "
-                "the output"
+                f"{UNFIT} {tried} ranks ({rehearsed.unfit}): define a verify_model(m) that "
+                "does, and verify the output"
             )
 
-    def _rehearsed(self, emitted: Emitted) -> str:
+    def _wrapped(self) -> dict[str, Directive]:
+        """The modules around whose `forward` something is to happen, and who asks for it."""
+        states = self.plan.states.items()
+        return {path: s.asks(WrapForward)[0][1] for path, s in states if s.asks(WrapForward)}
+
+    def _idle(self, uncalled: Collection[str]) -> Iterator[str]:
+        """Warns of what does nothing, as nobody calls the modules that it is asked of."""
+        found: dict[Directive, list[str]] = {}
+        for path, cause in self._wrapped().items():
+            if path in uncalled:
+                found.setdefault(cause, []).append(path)
+        for cause, paths in found.items():
+            others = f" and {len(paths) - 1} more" if paths[1:] else ""
+            words = f"`{cause.text}` does nothing for `{paths[0]}`{others}: training calls modules "
+            yield errors.warning(f"{words}inside, and not that itself; select these", cause.at)
+
+    def _rehearsed(self, emitted: Emitted) -> Rehearsed:
         plan, schedule = self.plan, self.project.schedule.module
         draws_alike = not any(state.replacement for state in plan.states.values())
         is_mixed, updates = (
@@ -139,7 +158,7 @@ class Construction:
         depth = needed_depth(plan.directives)
         given = (schedule, self.original, emitted, self.sizes, depth)
         try:
-            return rehearse(*given, draws_alike, is_mixed, updates)
+            return rehearse(*given, draws_alike, is_mixed, updates, self._wrapped().keys())
         except OtherNumbersError as error:
             inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
             near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

@@ -193,7 +193,8 @@ def _forget() -> None:
             continue
         module = sys.modules.pop(name)
         if hasattr(module, "watch_registrations"):
-            module.watch_registrations().remove()  # torch would keep the output
+            for watch in module.watch_registrations():
+                watch.remove()  # torch would keep the output
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import copy
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from torch import nn
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
+from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
@@ -66,6 +67,17 @@ class DoesNotRunError(NotComparedError):
     """The original's small model does not run on a CPU, in words."""
 
 
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a run against the original says of an output that computes the same."""
+
+    # Why no ranks shared the model, in the words of the output, which fits none of the sizes; ""
+    # where some did, or nothing is split.
+    unfit: str = ""
+    # What it was to call, and does not, though it does modules inside.
+    uncalled: frozenset[str] = frozenset()
+
+
 def rehearse(
     schedule: Any,
     original: types.ModuleType,
@@ -75,7 +87,8 @@ def rehearse(
     draws_alike: bool = True,
     is_mixed: bool = False,
     updates: bool = False,
-) -> str:
+    called: Collection[str] = (),
+) -> Rehearsed:
     """Runs the output's small model against the original's.
 
     A model that draws random numbers besides dropout is run in one process: ranks that are threads
@@ -92,10 +105,7 @@ def rehearse(
         is_mixed: Whether the output computes in half precision. It is compared with its casts left
             out, and has to run with them.
         updates: Whether the output's backward pass can update parameters. It is tried so as well.
-
-    Returns:
-        Why no ranks shared the model, in the words of the output, which fits none of the sizes;
-        "" where some did, or nothing is split.
+        called: The paths of modules that mean something else only where they are called.
 
     Raises:
         OtherNumbersError: They differ.
@@ -120,10 +130,12 @@ def rehearse(
                 _check_step(each, schedule, original, output, sizes, updates)
             except OtherNumbersError as differs:
                 raise OtherUpdateError(*differs.args) from differs
+        uncalled = [each.uncalled(schedule, original, called) for each in references]
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
             _check_mixed(references[0], schedule, output)
-    return unfit[0] if unfit and all(unfit) else ""
+    idle = frozenset.intersection(*uncalled) if uncalled else frozenset()
+    return Rehearsed(unfit[0] if unfit and all(unfit) else "", idle)
 
 
 def _check_step(
@@ -248,6 +260,22 @@ class _Reference:
             for parameter in model.parameters():
                 parameter.mul_(1 + torch.randn_like(parameter) * rounding)
         return _step(schedule, model, self.inputs, None)
+
+    def uncalled(
+        self, schedule: Any, original: types.ModuleType, paths: Collection[str]
+    ) -> frozenset[str]:
+        """The modules that the original does not call in training, though it does some inside."""
+        if not paths:
+            return frozenset()
+        model = _drawn(schedule, original, self.depth)[0].to(self.dtype).train()
+        model.load_state_dict(self.weights)
+        named = {module: path for path, module in model.named_modules()}
+        ran: set[str] = set()
+        watched = ((module, lambda m, *_: ran.add(named[m]), None) for module in named)
+        with contextlib.suppress(Exception), calls_watched(watched):  # it may mind being watched
+            model(**copy.deepcopy(self.inputs))
+        idle = set(named.values()).intersection(paths) - ran
+        return frozenset(p for p in idle if any(inner.startswith(f"{p}.") for inner in ran))
 
 
 class _Rank:

@@ -88,12 +88,19 @@ class Sources:
         found = [(self.file_of(c), c.__name__) for c in own]
         return [(f, name) for f, name in found if f is not None and name in f.classes]
 
-    def check_receivers(self, root: Node) -> None:
-        """Refuses classes of the main file whose methods call their object something else.
+    def check_originals(self, root: Node) -> None:
+        """Refuses a model that is split already, or whose methods call their object something else.
 
         Raises:
-            Unsupported: A method calls it otherwise than `self`.
+            Unsupported: A layer is an output's, or a method calls its object otherwise than `self`.
         """
+        for node in root.walk():
+            if hasattr(node.live, "sharded_parameters"):
+                raise errors.Unsupported(
+                    f"{node.shown} is a {node.cls.__name__} that shares its weight with other "
+                    "ranks already: the file was rewritten before",
+                    hint="rewrite the original, by one schedule that asks for everything",
+                )
         for cls in dict.fromkeys(c for node in root.walk() for c in node.cls.__mro__):
             if not self.defines(self.main, cls):
                 continue

@@ -4,6 +4,7 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,7 +36,8 @@ class StepsInBackward(nn.Module):
 
         Args:
             make_optimizer: Makes the optimizer of one parameter, also given its name.
-            replicas: The data-parallel processes, over which gradients are averaged.
+            replicas: The data-parallel processes, over which gradients are averaged. All
+                have to use the same parameters in a step.
 
         Returns:
             The optimizers by the parameters' names, for schedulers and checkpoints.
@@ -59,17 +61,27 @@ class StepsInBackward(nn.Module):
                     "gradients needs an ordinary optimizer, without `step_in_backward`"
                 )
 
-        def step(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+        def step(optimizer: Optimizer, number: int, parameter: nn.Parameter) -> None:
             if replicas is not None and parameter.grad is not None:
+                turn = torch.tensor([number, -number], device=parameter.device)
+                dist.all_reduce(turn, dist.ReduceOp.MAX, replicas)
+                if turn.sum():
+                    raise RuntimeError(
+                        f"`{trained[number][0]}` has a gradient here, another parameter in "
+                        "another replica: replicas of which each uses other parameters, "
+                        "as where experts get no token, take an ordinary optimizer and "
+                        "`DistributedDataParallel(find_unused_parameters=True)`"
+                    )
                 parameter.grad.div_(dist.get_world_size(replicas))
                 dist.all_reduce(parameter.grad, group=replicas)
             optimizer.step()
             optimizer.zero_grad()
 
-        for name, optimizer in optimizers.items():
+        for number, (name, optimizer) in enumerate(optimizers.items()):
             parameter: Any = self.get_parameter(name)
             # The training loop's own step would do nothing, and hide what is wrong.
             optimizer.register_step_pre_hook(partial(refuse_late, name, parameter))
             _UPDATED[parameter] = True
-            parameter.register_post_accumulate_grad_hook(partial(step, optimizer))
+            hook = partial(step, optimizer, number)
+            parameter.register_post_accumulate_grad_hook(hook)
         return optimizers

@@ -105,7 +105,7 @@ class Plan:
         if isinstance(primitive, Question):
             return primitive.answer(call, nodes)
         if not self.directives:
-            self.sources.check_receivers(self.tree.root)
+            self.sources.check_originals(self.tree.root)
         call, nodes = self._rewritten(primitive, call, nodes)
         if (done := call.done) is not None:
             self.idle |= dict.fromkeys(done.absorbed, directive)

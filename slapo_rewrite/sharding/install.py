@@ -88,7 +88,8 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
 
 def _stop_watching() -> None:
     """Has the layers no longer look at each module that is put into another, as in training."""
-    watch_registrations().remove()
+    for watch in watch_registrations():
+        watch.remove()
     watch_registrations.cache_clear()
 
 

@@ -87,11 +87,10 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             remedy=MissingCollective.sum_of(state.source),
         )
     if any(path == state.grad_reduced for path, _ in run.wanted.shared):
-        syncs = ((path, b.mode) for path, own in run.request.borders.items() for b in own)
         raise CannotFollow(
             f"the model's `{name}` is made of a parameter of `{state.grad_reduced}` that is used "
             "on parts elsewhere: its gradient would be summed over the ranks for both",
-            next((path for path, mode in syncs if mode == "bwd_post"), state.grad_reduced),
+            None,
             "leave it out of the outputs, or gather what it is used on elsewhere",
             position=sys.maxsize,
         )

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.code.syntax import (
     changing_in_tests,
+    machine_in_tests,
     names_in_tests,
     names_read,
     sizes_in_tests,
@@ -51,6 +52,13 @@ from slapo_rewrite.sharding.types import (
     Way,
     layer_key,
 )
+
+# What finds tests in a `forward` of which one answer was followed, and by what they decide.
+_TESTS = {
+    sizes_in_tests: "sizes, and only those of inputs(model) were followed",
+    machine_in_tests: "what it runs on, and only float32 on a CPU was followed",
+    changing_in_tests: "what earlier calls left, and only a first one was followed",
+}
 
 
 @dataclass
@@ -253,16 +261,11 @@ class _Propagation:
                     f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
                 )
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
-        sizes, steps = set[str](), set[str]()
-        for cls in classes if not known else ():
-            sizes |= self._names_in(cls, sizes_in_tests)
-            steps |= self._names_in(cls, changing_in_tests)
-        for test in sorted(sizes):
-            words = f"`{test}` decides which way `forward` goes, by sizes, and only those of"
-            followed.unfollowed.append((f"{words} inputs(model) were followed", None))
-        for test in sorted(steps):
-            words = f"`{test}` decides which way `forward` goes, by what earlier calls left, and"
-            followed.unfollowed.append((f"{words} only a first one was followed", None))
+        for names, words in _TESTS.items() if not known else ():
+            tests = {test for cls in classes for test in self._names_in(cls, names)}
+            for test in sorted(tests):
+                decides = f"`{test}` decides which way `forward` goes, by {words}"
+                followed.unfollowed.append((decides, None))
         if self.has_coins:
             words = "`random` is drawn from, and where it decides which way `forward` goes, one was"
             followed.unfollowed.append((f"{words} followed", None))

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D
@@ -67,6 +68,12 @@ def check_adapters():
         with pytest.raises(RuntimeError, match="`0` of `Sequential` works on this rank's part"):
             model.inner[0] = LowRank(layer, 6, 6)
         assert model.inner[0] is layer
+        if layer.sharded_parameters:
+            with pytest.raises(RuntimeError, match=r"`weight_orig` of .* and of pruning"):
+                prune.l1_unstructured(layer, "weight", amount=0.5)
+            said = pytest.raises(RuntimeError, match=r"`weight_g` of .* this rank's part")
+            with said, pytest.warns(FutureWarning):
+                nn.utils.weight_norm(copy.deepcopy(layer))
         with pytest.raises(RuntimeError, match="`parametrizations` of `Parametrized"):
             weight_norm(layer)
 
@@ -104,6 +111,19 @@ def check_distributed_checkpoint():
         model.load_state_dict(state)
         model.load_state_dict(state, assign=True)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_a_weight_is_read_once_a_call():
+    """That of `spectral_norm` is another each time that it is read."""
+    for layer in tp.ColumnParallelLinear(6, 12), tp.RowParallelLinear(6, 12):
+        plain = nn.Linear(6, 12)
+        plain.load_state_dict(layer.state_dict())
+        for each in (layer, plain):
+            torch.manual_seed(0)
+            spectral_norm(each)
+        x = torch.randn(2, 6)
+        for _ in range(3):
+            assert torch.equal(layer(x), plain(x))
 
 
 def run_checks():

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import KERNEL_FILES
 from slapo_rewrite.changes.output_files import _RESERVED
 from slapo_rewrite.cli import main
 from slapo_rewrite.code.locate import free_name
 from slapo_rewrite.emit.helpers import MODULES, RUNTIME_ORDER
+from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.primitives.shard import MLP, MODEL
-from tests.rewriting import refused
+from tests.rewriting import refused, rewritten, written
 
 SHARDED = """\
 def schedule(s):
@@ -219,6 +221,17 @@ def test_methods_that_call_their_object_otherwise(call, tmp_path):
     assert "`MLP.__init__` calls its object `this`" in text and "rename it to `self`" in text
     only = MLP.replace("def forward(self, x)", "def forward(me, x)").replace("(self.", "(me.")
     assert "`MLP.forward` calls its object `me`" in refused(tmp_path, only, schedule, "SR305")
+
+
+@pytest.mark.parametrize("call", ['["up"].checkpoint()', '["up"].shard("weight", axis=0)'])
+def test_an_output_that_is_split_is_no_source(call, tmp_path):
+    """Its helpers are of one folder, and what runs and loads it would be of another."""
+    model = written(tmp_path, rewritten(tmp_path, MLP, MODEL + SHARDED))
+    (tmp_path / "again.py").write_text(MODEL + f"def schedule(s):\n    s{call}\n")
+    with pytest.raises(errors.Unsupported) as caught:
+        rewrite(str(model), str(tmp_path / "again.py"))
+    text = caught.value.render()
+    assert "`up` is a ColumnParallelLinear" in text and "rewrite the original" in text
 
 
 @pytest.mark.parametrize("folder", ["match", "_", "__x__", "größe", "模型", "type"])

@@ -382,6 +382,7 @@ def test_nothing_is_left_behind_that_looks_at_modules(tmp_path):
     """Layers that hold parts look at what is put into modules; a program's own go on without."""
     rewritten(tmp_path, DRAWING.replace("ASKED", "False"), SPLIT)
     assert guards.refuse_wrappers not in module._global_module_registration_hooks.values()
+    assert guards.refuse_reworked not in module._global_parameter_registration_hooks.values()
 
 
 def test_rounding_of_a_gradient_that_is_zero_is_no_other_number():
@@ -457,3 +458,39 @@ class Model(nn.Module):
 def test_a_model_that_is_not_the_same_twice_is_said_not_to_be_compared(tmp_path):
     (warning,) = rewritten(tmp_path, TURNS, f"{SPLITTING}    s['up'].checkpoint()\n").warnings
     assert "computes something else each time that it is built" in warning
+
+
+IDLE = """\
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = Block(), Block(), Block(), Block(), Block()
+
+    def forward(self, x):
+        if not self.training:
+            x = self.b(x) + self.e(x)
+        x = self.a(x) + self.b.down(self.b.up(x).relu())
+        return self.c.forward(x) + Block.forward(self.d, x)
+"""
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "fork_rng"])
+def test_what_is_asked_of_modules_that_training_does_not_call_is_told(wrap, tmp_path):
+    schedule = SPLITTING + f'    s["{{a,b,c,d,e}}"].{wrap}()\n'
+    said = "\n".join(rewritten(tmp_path, IDLE, schedule).warnings)
+    assert f".{wrap}()` does nothing for `b` and 1 more: training calls modules inside, and" in said
+    assert "s.py:25: " in said
+    schedule = schedule.replace("{a,b,c,d,e}", "{a,b.*,c,e}")
+    assert "does nothing" not in "".join(rewritten(tmp_path, IDLE, schedule).warnings)

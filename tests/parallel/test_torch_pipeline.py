@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,6 +171,10 @@ def trained(folders: dict[str, Path], layouts: tuple[Layout, ...]) -> list[Any]:
         if layout.kind is ScheduleInterleaved1F1B:
             with pytest.raises(ValueError, match="runs one stage on a rank, and there are 2"):
                 pipeline.schedule(stages, Schedule1F1B, MICRO_BATCHES)
+            first_batch = pipeline.batch(**joined(steps_of(schedule, model, 1)[0]))
+            in_a_v = pipeline.schedule(stages, ScheduleZBVZeroBubble, MICRO_BATCHES)
+            with pytest.raises(ValueError, match="wants other stages on a rank than `build`"):
+                in_a_v.step(**first_batch)
         parameters = [p for stage in stages for p in stage.submod.parameters()]
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         run = pipeline.schedule(stages, layout.kind, MICRO_BATCHES)

@@ -143,6 +143,24 @@ def test_gradients_of_replicas_are_averaged(tmp_path):
     assert run(replica, 2, path, tmp_path / "source_0.py") == [[True] * 8] * 2
 
 
+def chosen(path: Path) -> str:
+    """What is said where each replica runs a block of its own beside one that both run."""
+    model = made(path)
+    model.step_in_backward(lambda _, p: adam([p]), replicas=dist.group.WORLD)
+    own = model.blocks[dist.get_rank()]
+    with pytest.raises(RuntimeError) as raised:
+        model.blocks[3](own(batch(0))).square().mean().backward()
+    return str(raised.value)
+
+
+@pytest.mark.processes
+def test_replicas_that_use_other_parameters(tmp_path):
+    """Their gradients would be averaged with those of others, of the same shape, and no word."""
+    path = written(tmp_path, rewritten(tmp_path, STACK, STEPPING))
+    for number, said in enumerate(run(chosen, 2, path)):
+        assert f"`blocks.{number}.linear." in said and "another parameter in another" in said
+
+
 @pytest.mark.processes
 def test_verification_trains_by_it(tmp_path):
     path = written(tmp_path, rewritten(tmp_path, STACK, STEPPING))

@@ -141,6 +141,9 @@ def check_refusals():
         causal_lm_loss(torch.cat([part, part], -1), targets, VOCABULARY)
     with pytest.raises(TypeError, match="not probabilities"):
         loss(part, logits.softmax(-1))
+    with pytest.raises(RuntimeError, match="as create_graph=True wants it: gather them"):
+        trained = part.detach().requires_grad_()
+        torch.autograd.grad(loss(trained, targets), trained, create_graph=True)
     for wrong in (VOCABULARY, -1):
         with pytest.raises((IndexError, RuntimeError)):
             loss(part, targets.masked_fill(targets == -100, wrong))

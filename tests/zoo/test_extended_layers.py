@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slapo_rewrite.model.rehearsal import Rehearsed
 from tests.rewriting import changed_lines, refused, rewritten
 
 SOURCE = """\
@@ -198,7 +199,7 @@ def schedule(s):
     ],
 )
 def test_what_it_computes_around_the_layer_is_followed(computed, words, tmp_path, monkeypatch):
-    monkeypatch.setattr("slapo_rewrite.emit.construct.rehearse", lambda *_: None)
+    monkeypatch.setattr("slapo_rewrite.emit.construct.rehearse", lambda *_: Rehearsed())
     source = SOURCE.replace("FORWARD", computed).replace(
         "self.scale = scale", 'self.register_buffer("bias", torch.ones(width))'
     )

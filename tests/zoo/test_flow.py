@@ -195,6 +195,7 @@ def test_a_parameter_of_the_model_itself_is_used_on_parts_or_on_whole_values(tmp
     schedule = SCHEDULE.replace("outputs.square", "outputs[0].square")
     text = refused(tmp_path, source, schedule + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
     assert "is made of a parameter of `s` that is used on parts elsewhere" in text
+    assert 'up.shard(["weight", "bias"], axis=0)' in text, "where it becomes parts"
 
 
 @pytest.mark.parametrize("repeated", ["repeat(1, 2)", "repeat(repeats=(1, 2))", "tile(2)"])
@@ -548,3 +549,28 @@ class Model(nn.Module):
 def test_a_way_that_only_later_steps_take_is_told(tmp_path):
     (warning,) = rewritten(tmp_path, COUNTING, SPLITTING + "    split(s)\n").warnings
     assert "`self.steps > 100 and self.training` decides which way" in warning
+
+
+@pytest.mark.parametrize(
+    ("before", "test", "why"),
+    [
+        ("", "x.is_cuda", "what it runs on, and only float32 on a CPU"),
+        ("", "torch.cuda.is_available() and x.device.type == 'cuda'", "what it runs on"),
+        ("fast = h.dtype == torch.bfloat16\n        ", "fast", "what it runs on"),
+        ("", "torch.compiler.is_compiling()", "what it runs on"),
+        ("b, t = x.shape\n        ", "t > 512", "sizes, and only those of inputs(model)"),
+    ],
+)
+def test_a_way_that_is_taken_elsewhere_is_told(before, test, why, tmp_path):
+    source = COUNTING.replace("self.steps > 100 and self.training", test)
+    (warning,) = rewritten(
+        tmp_path, source.replace("if ", f"{before}if ", 1), SPLITTING + "    split(s)\n"
+    ).warnings
+    assert f"`{test}` decides which way `forward` goes, by {why}" in warning
+
+
+def test_what_only_raises_decides_nothing(tmp_path):
+    source = COUNTING.replace("h = h.flip(-1)", "raise ValueError").replace(
+        "self.steps > 100 and self.training", "h.dtype == torch.bfloat16 and h.is_cuda"
+    )
+    assert not rewritten(tmp_path, source, SPLITTING + "    split(s)\n").warnings

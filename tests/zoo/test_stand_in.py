@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slapo_rewrite.model.rehearsal import Rehearsed
 from tests.numbers import Case
 from tests.rewriting import changed_lines, refused, rewritten
 
@@ -168,7 +169,7 @@ def test_a_twin_that_cannot_stand_for_the_model_is_warned_of(
     old, new, words, tmp_path, monkeypatch
 ):
     # What is not followed is wrong here, and refused when it is run.
-    monkeypatch.setattr("slapo_rewrite.emit.construct.rehearse", lambda *_: None)
+    monkeypatch.setattr("slapo_rewrite.emit.construct.rehearse", lambda *_: Rehearsed())
     schedule = CASES["routed"].schedule.replace(old, new)
     schedule += '    s["layers.5.attention.out"].annotate("weight", "tag", 1)\n'
     (warning, *_) = rewritten(tmp_path, SOURCE, schedule).warnings or [""]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .activations import activate, activate_and_slope, activated
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     device_of,
+    differentiable_once,
     flat_tile,
     float32,
     jit,
@@ -200,7 +200,7 @@ class BiasActivationFunction(torch.autograd.Function):
         return bias_activation_forward(x, bias, seed, kind, p)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of x and bias."""
         x, bias, seed = ctx.saved_tensors

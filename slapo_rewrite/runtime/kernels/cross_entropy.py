@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .activations import exponential, tanh_tile
 from .launch import (
     block_size,
     ceil_div,
     device_of,
+    differentiable_once,
     float32,
     jit,
     rows_of,
@@ -383,7 +383,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return (losses.sum() * scale).to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> Any:
         """The gradient of the logits."""
         logits, labels, statistics, scale = ctx.saved_tensors

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     device_of,
+    differentiable_once,
     flat_tile,
     float32,
     jit,
@@ -196,7 +196,7 @@ class DropoutResidualFunction(torch.autograd.Function):
         return dropout_residual_forward(x, residual, input_bias, seed, p)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dtotal: Tensor) -> Any:
         """Gradients of x, residual and input_bias."""
         (seed,) = ctx.saved_tensors

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .activations import activate, activate_and_slope, activated
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     device_of,
+    differentiable_once,
     flat_tile,
     float32,
     jit,
@@ -179,7 +179,7 @@ class GatedFunction(torch.autograd.Function):
         return gated_forward(gate, up, seed, kind, p)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of gate and up."""
         gate, up, seed = ctx.saved_tensors

@@ -5,11 +5,13 @@ Shapes: M rows, D features.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -24,6 +26,27 @@ interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 def jit(kernel: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton."""
     return kernel if triton is None else triton.jit(kernel)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Has `backward` refuse to give what is to be differentiated again.
+
+    Torch's `once_differentiable` says so late, or never: where what it is given is a
+    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    """
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "what a kernel's backward pass gives has no gradient of its own, as "
+                'create_graph=True wants it: fuse by backend="eager" in the schedule, '
+                "which writes PyTorch's operations"
+            )
+        return once(ctx, *gradients)
+
+    return refusing
 
 
 @jit

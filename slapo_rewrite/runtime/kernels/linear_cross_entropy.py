@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .cross_entropy import (
     Options,
@@ -20,7 +19,7 @@ from .cross_entropy import (
     loss_scale,
     shifted,
 )
-from .launch import runs_triton
+from .launch import differentiable_once, runs_triton
 from .plain import is_plain
 
 
@@ -115,7 +114,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> Any:
         """Scales the gradients. The division comes last: half precision keeps more."""
         scale, *gradients = ctx.saved_tensors

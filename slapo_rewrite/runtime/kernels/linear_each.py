@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from .launch import rows_of, runs_triton
+from .launch import differentiable_once, rows_of, runs_triton
 from .plain import is_plain
 
 
@@ -28,7 +27,7 @@ class LinearEachFunction(torch.autograd.Function):
         return tuple(nn.functional.linear(x, weight, bias) for weight, bias in pairs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Gradients of the input, and of each weight and bias."""
         x, *weights = ctx.saved_tensors

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .dropout import draw_seed, keep_scale, kept
 from .launch import (
     ceil_div,
     device_of,
+    differentiable_once,
     float32,
     jit,
     one_each,
@@ -302,7 +302,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y if residual is None else (y, total)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual and weight."""
         total, seed, weight, rstd = ctx.saved_tensors

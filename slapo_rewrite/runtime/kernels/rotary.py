@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .launch import (
     block_size,
     device_of,
+    differentiable_once,
     jit,
     neighbouring,
     power_of_two,
@@ -228,7 +228,7 @@ class RotaryFunction(torch.autograd.Function):
         return rotate(q, k, cos, sin, dtypes, backward=False)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         """Gradients of q and k."""
         cos, sin = ctx.saved_tensors

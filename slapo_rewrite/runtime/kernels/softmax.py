@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .activations import exponential
 from .launch import (
     ceil_div,
     device_of,
+    differentiable_once,
     float32,
     jit,
     row_tile,
@@ -227,7 +227,7 @@ class MaskedSoftmaxFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of x and the mask."""
         y, mask = ctx.saved_tensors
