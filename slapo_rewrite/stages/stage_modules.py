@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.errors import Span
 from slapo_rewrite.runtime.stages import own_tensors
@@ -88,16 +89,21 @@ def _used(stages: Stages, number: int, model: Any) -> list[Held]:
                 value = eval(spelled, {"self": model})
                 found[spelled] = Held(spelled, path, value, is_picked)
     order = {name: n for n, (name, _) in enumerate(model.named_modules())}
-    return sorted(found.values(), key=lambda held: order.get(held.path, len(order)))
+    kept = [h for h in found.values() if not any(h.text.startswith(f"{all_}[") for all_ in found)]
+    return sorted(kept, key=lambda held: order.get(held.path, len(order)))
 
 
 def held_slice(text: str) -> str:
-    """Layers of a list, to the end where a setting of the model says how far."""
+    """Layers of a list, to the end where a setting of the model says how far.
+
+    From the first where a variable of `forward` says from which on.
+    """
     node = ast.parse(text, mode="eval").body
     assert isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
     first, stop = node.slice.lower, node.slice.upper
     upper = ast.unparse(stop) if isinstance(stop, ast.Constant) else ""
-    lower = ast.unparse(first) if first else ""
+    is_read = first is not None and names_in(first) <= {"self"}
+    lower = ast.unparse(first) if first is not None and is_read else ""
     listed = ast.unparse(node.value)
     return f"{listed}[{lower}:{upper}]" if lower or upper else listed
 

@@ -628,6 +628,19 @@ def test_a_method_that_leads_to_a_cut_is_written_out(tmp_path):
     assert "training does not call it by this name" in said
 
 
+def test_layers_of_which_forward_works_out_the_first(tmp_path):
+    """A stage holds all of them, since which of them it needs is known as it runs."""
+    text = BY_METHODS.replace(
+        "        for layer in self.layers:\n            h = torch.tanh(layer(h))\n",
+        "        first = len(self.layers) - 1\n"
+        "        for layer in self.layers[:first]:\n            h = torch.tanh(layer(h))\n"
+        "        for layer in self.layers[first:]:\n            h = torch.relu(layer(h))\n",
+    )
+    found = rewritten(tmp_path, text, BY_METHODS_SCHEDULE).files["pipeline.py"]
+    assert "for layer in self.layers[first:]:" in found
+    assert "return self.layers, self.last\n" in found
+
+
 @pytest.mark.parametrize("target", ["torch", "deepspeed"])
 def test_labels_that_are_worked_on_before_the_cut(target, tmp_path):
     """The loss has them as they were, though what the last layer gives is of their shape."""
