@@ -1194,3 +1194,4 @@ def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_pat
     found = derived(tmp_path, around, step)
     assert "checkpoint(" not in found.text
     assert "is not checkpointed: " in " ".join(found.text.split())
+    assert "cut_evenly(" in found.text  # stages recompute nothing
