@@ -641,6 +641,20 @@ def test_layers_of_which_forward_works_out_the_first(tmp_path):
     assert "return self.layers, self.last\n" in found
 
 
+def test_what_is_as_long_as_values_say_cannot_be_joined(tmp_path):
+    """As points that are found in images, filled up to the most of a micro-batch."""
+    length = "1 + int(x.abs().sum() * 900) % 8"
+    text = BY_METHODS.replace(
+        "        return self.last(x)\n",
+        f"        return self.last(x)[:, None] * x[:, : {length}]\n",
+    ).replace("torch.nn.functional.mse_loss(self.read(x), y)", "self.read(x), y")
+    schedule = BY_METHODS_SCHEDULE.replace("return outputs\n", "return outputs[0].mean()\n")
+    schedule = schedule.replace("stage()", 'stage(target="torch")')
+    said = refused(tmp_path, text, schedule, "SR310")
+    assert "for one micro-batch and [2, " in said and "cannot be joined" in said
+    rewritten(tmp_path, text.replace(length, "5"), schedule)
+
+
 @pytest.mark.parametrize("target", ["torch", "deepspeed"])
 def test_labels_that_are_worked_on_before_the_cut(target, tmp_path):
     """The loss has them as they were, though what the last layer gives is of their shape."""
