@@ -299,6 +299,7 @@ class Trial:
             CannotCut: They do not.
         """
         whole = copy.deepcopy(self.pristine).train()
+        versions = {name: p._version for name, p in whole.named_parameters()}
         expected = self._loss(whole, self.inputs)
         try:
             wanted = gradients([whole], expected)
@@ -322,6 +323,7 @@ class Trial:
         self.check_later_steps(whole, models, functions, stages)
         self.check_state(whole, models)
         if stages.by_name:
+            self.check_kept(whole, versions)
             self.check_joined(models, functions[-1], stages)
 
     def unlike(
@@ -400,6 +402,25 @@ class Trial:
                     "the model's `forward`, or what one stage changes and another reads",
                     at=self.cause,
                     hint="cut so that one stage reads and changes it, or hand it on as a value",
+                )
+
+    def check_kept(self, whole: nn.Module, versions: Mapping[str, int]) -> None:
+        """No parameter may be written into as the model runs: a first call only finds out sizes.
+
+        Args:
+            whole: The model, which was trained and evaluated.
+            versions: How often each parameter was written into before.
+
+        Raises:
+            CannotCut: One is.
+        """
+        for name, parameter in whole.named_parameters():
+            if parameter._version != versions[name]:
+                raise errors.CannotCut(
+                    f"`forward` writes into `{name}`, and torch calls each stage once more than "
+                    "the model, to find out sizes",
+                    at=self.cause,
+                    hint='cut with target="deepspeed", which does not',
                 )
 
     @torch.no_grad()
