@@ -371,11 +371,21 @@ def table(outcomes: Iterable[dict[str, Any]]) -> str:
         ["`auto` over the plan", "families", "same or less", "median", "most"], rows
     )
     dear = sorted((f for f in own if times(f) > SAME), key=times)
-    names = ", ".join(f"{_short(f)} {times(f):.2f} ({of_shared(f):.2f})" for f in dear)
+    names = ", ".join(f"{_short(f)} {times(f):.2f} ({of_shared(f):.2f}{_gained(f)})" for f in dear)
     why = Counter(_kind(found) for found in outcomes if not is_counted(found))
     left = "; ".join(f"{count} {words}" for words, count in why.most_common())
-    text += f"\nMore is sent (in brackets, of what both split): {names}.\n"
+    text += (
+        "\nMore is sent (in brackets, of what both split; and the predicted time of a step over "
+    )
+    text += f"that with what both split alone, where it was predicted): {names}.\n"
     return f"{text}Not counted: {left}.\n"
+
+
+def _gained(found: Mapping[str, Any]) -> str:
+    """The time of a step over that where only what both split is split; empty without one."""
+    if "shared_seconds" not in found:
+        return ""
+    return f"; {found['auto_seconds'] / found['shared_seconds']:.2f}"
 
 
 def _short(found: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def outcomes(
         for column in cases:
             found[column] = _late(limit_s)
         for column, (settings, worlds) in cases.items():
-            if column in ("checkpoint", "stages") and "ckpt_ratio:" not in derived.text:
+            if column == "checkpoint" and "ckpt_ratio:" not in derived.text:
                 found[column] = f"refused: {derived.why}"
                 continue
             yield found

@@ -73,7 +73,7 @@ def derive(source: str, wanted: str = "") -> Derived:
     flow = flow_of(model.train(), inputs, oracle.project.tree.root.live)
     found = Search(oracle, flow, step.has_loss).run()
     lists, uncounted, why = _lists(oracle, flow, found)
-    cuts = bool(lists) and oracle.refusal(["s.cut_evenly(2)"]) is None
+    cuts = oracle.refusal(["s.cut_evenly(2)"]) is None
     head, title = step.text(), step.title
     if isinstance(step, Given):
         title = f"{type(model).__name__} as {Path(step.title).name} builds it"
@@ -87,7 +87,7 @@ def derive(source: str, wanted: str = "") -> Derived:
         unmade = refused is None and _not_taken(source, text, lists, oracle)
         if unmade:
             lists = {path: parts for path, parts in lists.items() if path not in unmade}
-            cuts, why = cuts and bool(lists), "" if lists else next(iter(unmade.values()))
+            why = "" if lists else next(iter(unmade.values()))
         elif refused is None:
             share = _share(found, oracle.project.tree.root)
             return Derived(text, head, title, found.groups, share, why, others)

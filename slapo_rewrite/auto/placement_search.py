@@ -14,7 +14,7 @@ import ast
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,7 +48,7 @@ from slapo_rewrite.changes.change_set import stands_in_its_class
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
-from slapo_rewrite.model.layers import Split, splits_of
+from slapo_rewrite.model.layers import Split, layer_below, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.simulate.hardware import hardware
 
@@ -184,14 +184,43 @@ class Search:
 
     def _components(self) -> list[Component]:
         heads = self._heads()
+        own = components(self.flow)
         found = [
             (producers, consumers)
-            for producers, consumers in components(self.flow)
+            for producers, consumers in (*own, *self._through_blocks(own))
             if not producers & consumers
             and {*producers, *consumers} <= self.modules.keys()
             and not consumers & heads
         ]
         return together(found, self._function_of)
+
+    def _through_blocks(self, found: Sequence[Component]) -> Iterator[Component]:
+        """Components with a layer between that has a matrix for each block of what it is given."""
+        for (before, given), (after, taken) in itertools.permutations(found, 2):
+            for layer in given & after:
+                if makers := {p for p in before if self._has_blocks_of(layer, p)}:
+                    yield frozenset(makers | after - {layer}), taken
+
+    def _has_blocks_of(self, layer: str, producer: str) -> bool:
+        """Whether a layer may multiply each block of a producer's features by a matrix of its own.
+
+        That is for it to say: one that computes as its class of torch does has a single matrix.
+        """
+        if not {layer, producer} <= self.modules.keys():
+            return False
+        (size, made), width = self._sizes(layer), self._sizes(producer)[1]
+        has_own = layer_below(type(self.modules[layer][0])) is not None
+        return has_own and width > size and width % size == 0 and made % (width // size) == 0
+
+    def _between(self, producers: Collection[str], consumers: Collection[str]) -> list[str]:
+        """The layers by blocks through which producers reach consumers."""
+        fed = set[str]().union(*(self.flow.sources[c] for c in consumers)).difference(producers)
+        return [
+            layer
+            for layer in self.flow.layers
+            if layer in fed
+            and any(self._has_blocks_of(layer, p) for p in self.flow.sources[layer] & {*producers})
+        ]
 
     def _function_of(self, pattern: str) -> ast.expr | None:
         """The call in a function that makes the layers of a pattern, and is changed for all."""
@@ -306,10 +335,10 @@ class Search:
         known = (p for p in self.flow.ends if p in self.modules and "*" not in p)
         return {p for p in known if self._sizes(p)[1] in words}
 
-    def _worth(self, producers: Iterable[str], consumers: Iterable[str]) -> float:
+    def _worth(self, producers: Collection[str], consumers: Collection[str]) -> float:
         """Seconds that splitting a component saves."""
         inputs: dict[tuple[frozenset[str], int], float] = {}
-        patterns = (*producers, *consumers)
+        patterns = (*producers, *self._between(producers, consumers), *consumers)
         saved = math.fsum(map(self._saved, patterns)) + self._freed(patterns)
         for pattern in producers:
             key = frozenset(self.flow.sources.get(pattern, ())), self.flow.layers[pattern].width
@@ -372,10 +401,16 @@ class Search:
         rows = [self._shards(p, is_row) for p in sorted(consumers, key=order)]
         if not all((*columns, *rows)):
             return
-        ends = tuple(shard for row in rows for shard in row)
+        blocks = self._between(producers, consumers)
+        ends = tuple(shard for p in blocks for shard in self._shards(p, is_column))
+        ends += tuple(shard for row in rows for shard in row)
         carried = tuple(c for p in between if (c := self._carried(p)) is not None)
         # What is split as one, since one line makes it, may lie in several modules.
-        fed = [(self.flow.sources[c] & producers, c) for c in sorted(consumers)]
+        sources = {c: self.flow.sources[c] for c in sorted(consumers)}
+        fed = [
+            (by.union(*(self.flow.sources[p] for p in by & {*blocks})) & producers, c)
+            for c, by in sources.items()
+        ]
         inside = tuple(f"{common_pattern(by)}." for by, _ in fed if by)
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))

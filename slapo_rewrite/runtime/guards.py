@@ -121,7 +121,10 @@ def check_parts(layer: Any) -> None:
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    sums = weight.sum(dtype=torch.float64), weight.float().norm().double()
+    table, sums = weight.reshape(len(weight), -1), [weight.float().norm().double()]
+    for axis in (0, 1):  # parts of an identity differ by place alone
+        line = table.sum(axis, dtype=torch.float64)
+        sums += [line.sum(), line @ torch.arange(len(line)).to(line)]
     if are_alike(torch.stack(sums)):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"

@@ -376,7 +376,7 @@ class _Propagation:
                 try:
                     return self._search(guess)
                 except CannotFollow as other:
-                    furthest = max(furthest, other, key=lambda e: e.position)
+                    furthest = max(furthest, other, key=_likeliness)
                 except Indivisible as other:
                     indivisible = indivisible or other
             raise indivisible or furthest from None
@@ -459,6 +459,11 @@ class _Propagation:
             raise unfit from error
         compare_outputs(self.whole.result, got, run)
         compare_buffers(self.whole.buffers, buffers, run)
+
+
+def _likeliness(error: CannotFollow) -> tuple[bool, int]:
+    """How likely a failure is the one to mend: first of all where a collective would mend it."""
+    return bool(error.remedy or error.at_values), error.position
 
 
 def _check_told_apart(followed: ShardingResult) -> None:

@@ -23,6 +23,7 @@ from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.meta_build import READS
+from slapo_rewrite.model.results import tensors
 from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of
 from slapo_rewrite.stages.environment import rounds_of
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
@@ -298,6 +299,7 @@ class Trial:
             CannotCut: They do not.
         """
         whole = copy.deepcopy(self.pristine).train()
+        versions = {name: p._version for name, p in whole.named_parameters()}
         expected = self._loss(whole, self.inputs)
         try:
             wanted = gradients([whole], expected)
@@ -320,6 +322,9 @@ class Trial:
         del result, had, expected, wanted  # they take as much memory as the model
         self.check_later_steps(whole, models, functions, stages)
         self.check_state(whole, models)
+        if stages.by_name:
+            self.check_kept(whole, versions)
+            self.check_joined(models, functions[-1], stages)
 
     def unlike(
         self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
@@ -397,6 +402,60 @@ class Trial:
                     "the model's `forward`, or what one stage changes and another reads",
                     at=self.cause,
                     hint="cut so that one stage reads and changes it, or hand it on as a value",
+                )
+
+    def check_kept(self, whole: nn.Module, versions: Mapping[str, int]) -> None:
+        """No parameter may be written into as the model runs: a first call only finds out sizes.
+
+        Args:
+            whole: The model, which was trained and evaluated.
+            versions: How often each parameter was written into before.
+
+        Raises:
+            CannotCut: One is.
+        """
+        for name, parameter in whole.named_parameters():
+            if parameter._version != versions[name]:
+                raise errors.CannotCut(
+                    f"`forward` writes into `{name}`, and torch calls each stage once more than "
+                    "the model, to find out sizes",
+                    at=self.cause,
+                    hint='cut with target="deepspeed", which does not',
+                )
+
+    @torch.no_grad()
+    def check_joined(
+        self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
+    ) -> None:
+        """What the last stage gives for micro-batches must be of one size, to be joined.
+
+        Raises:
+            CannotCut: It is as large as the values of the micro-batch make it.
+        """
+        made: list[list[Any]] = []
+        data = other_data(self.inputs, self.more_inputs)
+        half = max(
+            (len(v) // 2 for v in data.values() if isinstance(v, Tensor) and v.dim()), default=0
+        )
+        for start in (0, half):
+            made.append([])
+            part = {
+                name: value[start : start + half]
+                if isinstance(value, Tensor) and value.dim()
+                else value
+                for name, value in data.items()
+            }
+            with contextlib.suppress(Exception):  # rows that are no micro-batch, say
+                self.chained(models, loss, stages, {**self.world, **part}, made[-1])
+        pairs = zip(*(tensors(each[-1:]) for each in made), strict=False)
+        for one, other in pairs if len(made[0]) == len(made[1]) == len(models) else ():
+            if one.shape[1:] != other.shape[1:]:
+                raise errors.CannotCut(
+                    f"in eval mode the model gives {list(one.shape)} for one micro-batch and "
+                    f"{list(other.shape)} for another, by the values in them, and what it gives "
+                    "for all cannot be joined",
+                    at=self.cause,
+                    hint="let it give as much for each row, or run it whole",
                 )
 
     def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
@@ -500,7 +559,7 @@ class Trial:
                 given = given if isinstance(given, tuple) else (given,)
                 given = tuple(v.clone() if isinstance(v, Tensor) else v for v in given)
                 if outputs is not None:
-                    outputs.append(tuple(v.clone() for v in given))
+                    outputs.append(tuple(v.clone() if isinstance(v, Tensor) else v for v in given))
             return loss(
                 models[-1],
                 given[0] if len(given) == 1 else given,

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.text import accessor
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.text import accessor, joined_path
 from slapo_rewrite.errors import Span
 from slapo_rewrite.runtime.stages import own_tensors
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.stage_layout import Stages
-from slapo_rewrite.stages.trained_reads import reads_of
+from slapo_rewrite.stages.trained_reads import reads_of, source_of
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,21 @@ def _used(stages: Stages, number: int, model: Any) -> list[Held]:
                 value = eval(spelled, {"self": model})
                 found[spelled] = Held(spelled, path, value, is_picked)
     order = {name: n for n, (name, _) in enumerate(model.named_modules())}
-    return sorted(found.values(), key=lambda held: order.get(held.path, len(order)))
+    kept = [h for h in found.values() if not any(h.text.startswith(f"{all_}[") for all_ in found)]
+    return sorted(kept, key=lambda held: order.get(held.path, len(order)))
 
 
 def held_slice(text: str) -> str:
-    """Layers of a list, to the end where a setting of the model says how far."""
+    """Layers of a list, to the end where a setting of the model says how far.
+
+    From the first where a variable of `forward` says from which on.
+    """
     node = ast.parse(text, mode="eval").body
     assert isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
     first, stop = node.slice.lower, node.slice.upper
     upper = ast.unparse(stop) if isinstance(stop, ast.Constant) else ""
-    lower = ast.unparse(first) if first else ""
+    is_read = first is not None and names_in(first) <= {"self"}
+    lower = ast.unparse(first) if first is not None and is_read else ""
     listed = ast.unparse(node.value)
     return f"{listed}[{lower}:{upper}]" if lower or upper else listed
 
@@ -132,17 +138,24 @@ def sizes_of(
         CannotCut: What is read changes as the model runs, elsewhere.
     """
     found = []
+    changed = [
+        {key for text in _texts(stages, number) for key in _set_on_modules(model, text)}
+        for number in range(len(held))
+    ]
     for number, own in enumerate(held):
         there = [f"{part.path}." for part in own]
         sizes: dict[str, None] = {}
+        elsewhere = set[tuple[str, str]]().union(*changed) - changed[number]
         for text in _texts(stages, number):
             for path, name in _read_of_modules(model, text):
-                if any(f"{path}.".startswith(h) or h.startswith(f"{path}.") for h in there):
+                is_set = (path, name) in elsewhere
+                is_there = (f"{path}.".startswith(h) or h.startswith(f"{path}.") for h in there)
+                if not is_set and (not path or any(is_there)):
                     continue
-                if name in files.changing([model.get_submodule(path)], by_itself=True):
+                if is_set or name in files.changing([model.get_submodule(path)], by_itself=True):
                     raise errors.CannotCut(
-                        f"stage {number} reads `{path}.{name}`, which changes as the model runs, "
-                        "in another stage",
+                        f"stage {number} reads `{joined_path(path, name)}`, which changes as the "
+                        "model runs, in another stage",
                         at=at,
                         hint="hand it on as a value, or cut elsewhere",
                     )
@@ -159,8 +172,25 @@ def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
             inner = getattr(owner, "_modules", {}).get(step)
             if inner is None:
                 is_plain = hasattr(owner, step) and step not in own_tensors(owner)
-                if path and is_plain and _is_written_out(owner, step):
+                if is_plain and _is_written_out(owner, step):
                     yield ".".join(path), step
+                break
+            owner = inner
+            path.append(step)
+
+
+def _set_on_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
+    """The attributes that a text sets on modules, the methods that it calls among them."""
+    for steps in reads_of(model, text):
+        owner, path = model, list[str]()
+        for step in steps:
+            inner = getattr(owner, "_modules", {}).get(step)
+            if inner is None:
+                body = source_of(getattr(type(owner), step, None))
+                for node in ast.walk(ast.parse(body or "")):
+                    match node:
+                        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                            yield ".".join(path), name
                 break
             owner = inner
             path.append(step)

@@ -713,6 +713,88 @@ class Model"""
     } < shards(found.text)
 
 
+BY_BLOCKS = """
+import torch
+from torch import nn
+
+
+class Blocks(nn.Linear):
+    def __init__(self, given, made, blocks):
+        super().__init__(given, made, bias=False)
+        self.blocks = blocks
+
+    def forward(self, x):
+        own = self.weight.view(self.blocks, -1, x.shape[-1]).transpose(1, 2)
+        x = x.reshape(-1, self.blocks, x.shape[-1]).transpose(0, 1)
+        return torch.bmm(x, own).transpose(0, 1)
+
+
+def repeated(x, times):
+    b, heads, t, size = x.shape
+    x = x[:, :, None].expand(b, heads, times, t, size)
+    return x.reshape(b, heads * times, t, size)
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads, blocks=4):
+        super().__init__()
+        self.heads, self.times, self.size, self.blocks = heads, heads, 16, blocks
+        self.query = nn.Linear(width, heads * self.size)
+        self.value = nn.Linear(width, self.size)
+        self.mixed = Blocks(heads * self.size // blocks, width, blocks)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q = self.query(x).view(b, t, -1, self.size).transpose(1, 2)
+        v = self.value(x).view(b, t, -1, self.size).transpose(1, 2)
+        v = repeated(v, self.times)
+        found = ((q @ v.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
+        return self.out(self.mixed(found.reshape(b, t, self.blocks, -1)).reshape(b, t, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+
+@pytest.mark.processes
+def test_a_layer_between_that_multiplies_block_by_block_is_split_by_blocks(tmp_path):
+    """The single head of values is whole, and repeated for a rank's own queries."""
+    found = derived(tmp_path, BY_BLOCKS, STEP.replace("WIDTH", "1024"))
+    assert {
+        'attention.query ["weight", "bias"], axis=0',
+        'attention.mixed "weight", axis=0',
+        'attention.out "weight", axis=1',
+    } == shards(found.text)
+    source, file, out = str(tmp_path / "source.py"), tmp_path / "s.py", tmp_path / "out"
+    file.write_text(found.text)
+    write(out, rewrite(source, str(file)).files)
+    verified = verify(out, chosen(out, [2, 4]), source=source, schedule=str(file))
+    assert verified.ok, verified.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("reshape(b, t, self.blocks, -1)", "reshape(b, t, -1, self.blocks).mT"),  # of each head
+        (
+            "view(self.blocks, -1, x.shape[-1])",
+            "view(-1, self.blocks, x.shape[-1]).transpose(0, 1)",
+        ),
+    ],
+)
+def test_a_layer_whose_blocks_are_no_heads_of_a_rank_stays_whole(text, other, tmp_path):
+    source = BY_BLOCKS.replace(text, other)
+    found = derived(tmp_path, source, STEP.replace("WIDTH", "1024"))
+    assert 'attention.mixed "weight", axis=0' not in shards(found.text)
+
+
 def test_of_what_cannot_be_split_the_refusal_of_the_likeliest_way_is_said(tmp_path):
     source = BY_DISTANCE.replace("zeros(most, heads)", "zeros(most, 1)")
     source = source.replace("* self.temperature", "* self.temperature.softmax(0)")
@@ -1115,3 +1197,4 @@ def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_pat
     found = derived(tmp_path, around, step)
     assert "checkpoint(" not in found.text
     assert "is not checkpointed: " in " ".join(found.text.split())
+    assert "cut_evenly(" in found.text  # stages recompute nothing

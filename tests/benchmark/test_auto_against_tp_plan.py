@@ -82,3 +82,13 @@ def test_of_what_both_split_auto_sends_no_more():
 
 def test_figures_are_those_of_the_result_file():
     assert report.marked(against.NAME, against.table(OUTCOMES)) in report.README.read_text()
+
+
+def test_where_more_is_sent_a_step_takes_less_time():
+    """What `auto` splits beside the plan is worth what it sends."""
+    dear = [found for found in COUNTED if against.times(found) > against.SAME]
+    timed = [found for found in dear if "shared_seconds" in found]
+    assert timed
+    for found in timed:
+        assert found["auto_seconds"] < found["shared_seconds"], found["family"]
+        assert found["auto_seconds"] < found["plan_seconds"], found["family"]

@@ -522,6 +522,9 @@ def check_copies_of_one_ranks_part():
         nn.init.ones_(twin.weight)
         twin.load_state_dict(twin.state_dict())
         twin(torch.zeros(2, layer.weight.shape[1]))
+    for layer in (tp.ColumnParallelLinear(12, 12), tp.RowParallelLinear(12, 12)):
+        layer.load_state_dict({"weight": torch.eye(12), "bias": torch.zeros(12)})
+        layer(torch.zeros(2, layer.weight.shape[1]))  # alike but for where the ones are
 
 
 def check_clip_grad_norm():

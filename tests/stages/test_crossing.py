@@ -628,6 +628,63 @@ def test_a_method_that_leads_to_a_cut_is_written_out(tmp_path):
     assert "training does not call it by this name" in said
 
 
+@pytest.mark.parametrize("reader", ["self.last(x) / (1 + self.is_read)", "self.last(x)"])
+def test_what_a_method_sets_for_another_stage_is_refused(reader, tmp_path):
+    """Also where it makes no difference in a small model, or is a flag that training never has."""
+    text = BY_METHODS.replace("return self.last(x)", f"return {reader}")
+    text = text.replace(
+        "        x = self.encode(x)\n", "        self.prepare()\n        x = self.encode(x)\n"
+    )
+    text = text.replace(
+        "    def read(self",
+        "    def prepare(self):\n        self.is_read = False\n\n    def read(self",
+    ).replace("        self.first = nn", "        self.is_read = False\n        self.first = nn", 1)
+    if "is_read" not in reader:
+        rewritten(tmp_path, text, BY_METHODS_SCHEDULE)
+        return
+    said = refused(tmp_path, text, BY_METHODS_SCHEDULE, "SR310")
+    assert "stage 1 reads `is_read`, which changes as the model runs, in another stage" in said
+
+
+def test_what_forward_writes_into_parameters_is_refused_for_torch(tmp_path):
+    """As RWKV scales its weights where it does not train."""
+    text = BY_METHODS.replace(
+        "        x = self.encode(x)\n",
+        "        if not self.training:\n            self.first.weight.detach().mul_(1)\n"
+        "        x = self.encode(x)\n",
+    )
+    schedule = BY_METHODS_SCHEDULE.replace("stage()", 'stage(target="torch")')
+    assert "`forward` writes into `first.weight`" in refused(tmp_path, text, schedule, "SR310")
+    rewritten(tmp_path, text, BY_METHODS_SCHEDULE)
+
+
+def test_layers_of_which_forward_works_out_the_first(tmp_path):
+    """A stage holds all of them, since which of them it needs is known as it runs."""
+    text = BY_METHODS.replace(
+        "        for layer in self.layers:\n            h = torch.tanh(layer(h))\n",
+        "        first = len(self.layers) - 1\n"
+        "        for layer in self.layers[:first]:\n            h = torch.tanh(layer(h))\n"
+        "        for layer in self.layers[first:]:\n            h = torch.relu(layer(h))\n",
+    )
+    found = rewritten(tmp_path, text, BY_METHODS_SCHEDULE).files["pipeline.py"]
+    assert "for layer in self.layers[first:]:" in found
+    assert "return self.layers, self.last\n" in found
+
+
+def test_what_is_as_long_as_values_say_cannot_be_joined(tmp_path):
+    """As points that are found in images, filled up to the most of a micro-batch."""
+    length = "1 + int(x.abs().sum() * 900) % 8"
+    text = BY_METHODS.replace(
+        "        return self.last(x)\n",
+        f"        return self.last(x)[:, None] * x[:, : {length}]\n",
+    ).replace("torch.nn.functional.mse_loss(self.read(x), y)", "self.read(x), y")
+    schedule = BY_METHODS_SCHEDULE.replace("return outputs\n", "return outputs[0].mean()\n")
+    schedule = schedule.replace("stage()", 'stage(target="torch")')
+    said = refused(tmp_path, text, schedule, "SR310")
+    assert "for one micro-batch and [2, " in said and "cannot be joined" in said
+    rewritten(tmp_path, text.replace(length, "5"), schedule)
+
+
 @pytest.mark.parametrize("target", ["torch", "deepspeed"])
 def test_labels_that_are_worked_on_before_the_cut(target, tmp_path):
     """The loss has them as they were, though what the last layer gives is of their shape."""
