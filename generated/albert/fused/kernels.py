@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,27 @@ interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 def jit(kernel: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton."""
     return kernel if triton is None else triton.jit(kernel)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Has `backward` refuse to give what is to be differentiated again.
+
+    Torch's `once_differentiable` says so late, or never: where what it is given is a
+    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    """
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "what a kernel's backward pass gives has no gradient of its own, as "
+                'create_graph=True wants it: fuse by backend="eager" in the schedule, '
+                "which writes PyTorch's operations"
+            )
+        return once(ctx, *gradients)
+
+    return refusing
 
 
 @jit
@@ -568,7 +590,7 @@ class BiasActivationFunction(torch.autograd.Function):
         return bias_activation_forward(x, bias, seed, kind, p)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of x and bias."""
         x, bias, seed = ctx.saved_tensors
@@ -986,7 +1008,7 @@ class LayerNormFunction(torch.autograd.Function):
         return y if residual is None else (y, total)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual, input_bias, weight and bias."""
         total, seed, weight, mean, rstd = ctx.saved_tensors
@@ -1124,7 +1146,7 @@ class LinearEachFunction(torch.autograd.Function):
         return tuple(nn.functional.linear(x, weight, bias) for weight, bias in pairs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Gradients of the input, and of each weight and bias."""
         x, *weights = ctx.saved_tensors

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
@@ -27,9 +30,30 @@ def look_again(module: Any, *_: object) -> None:
 
 
 @cache
-def watch_registrations() -> Any:
+def watch_registrations() -> tuple[Any, ...]:
     """From the first call on, what is put into a module is looked at first."""
-    return register_module_module_registration_hook(refuse_wrappers)
+    return (
+        register_module_module_registration_hook(refuse_wrappers),
+        register_module_parameter_registration_hook(refuse_reworked),
+    )
+
+
+def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
+    """Refuses what a part would be worked out of: by pruning, or a norm of the weight."""
+    of, _, kind = name.rpartition("_")
+    parts = getattr(layer, "sharded_parameters", {})
+    if of in parts and kind in ("orig", "g", "v") and world_size() > 1:
+        refuse_beside_part(name, layer)
+
+
+def refuse_beside_part(name: str, layer: nn.Module) -> None:
+    """Says what to do instead of putting parameters beside a part."""
+    raise RuntimeError(
+        f"`{name}` of `{type(layer).__name__}` works on this rank's part: each rank "
+        "would train other parameters beside it. Put LoRA adapters in by "
+        "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
+        "layer out of others, of parametrizations and of pruning"
+    )
 
 
 def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -43,12 +67,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
     before = next((c for n, c in parent.named_children() if n == name), None)
     if parametrized or is_adapter(module, before):
-        raise RuntimeError(
-            f"`{name}` of `{type(parent).__name__}` works on this rank's part: each rank "
-            "would train other parameters beside it. Put LoRA adapters in by "
-            "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
-            "layer out of others, and of parametrizations"
-        )
+        refuse_beside_part(name, parent)
     replicas, ranks = vars(parent).get("process_group"), dist.get_process_group_ranks
     can_save = hasattr(type(parent), "save_pretrained")
     is_wrapper = isinstance(replicas, dist.ProcessGroup)
@@ -79,14 +98,16 @@ def check_parts(layer: Any) -> None:
     Where the first run finds the same weights on every rank, something has copied one
     rank's part over those of the others, or all have drawn the same numbers.
     """
-    weight, world, size = layer.weight, named_world(), world_size()
-    is_compiling = torch.compiler.is_compiling()
+    shard, world, size = layer.sharded_parameters["weight"], named_world(), world_size()
+    if size == 1:  # `spectral_norm` goes on each time that the weight is read
+        shard.check_group()
+        return
+    weight, is_compiling = layer.weight, torch.compiler.is_compiling()
     here = size, world.ranks, world.supposed, weight.shape
     if not is_compiling and layer.known_parts == here:
         return  # as in each run but the first
-    shard = layer.sharded_parameters["weight"]
     part_size = shard.local_size()
-    if size > 1 and weight.shape[shard.axis] != part_size:
+    if weight.shape[shard.axis] != part_size:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
             f"part, {part_size} long: replace and tie embeddings in the original, in one "
@@ -101,7 +122,10 @@ def check_parts(layer: Any) -> None:
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    sums = weight.sum(dtype=torch.float64), weight.float().norm().double()
+    table, sums = weight.reshape(len(weight), -1), [weight.float().norm().double()]
+    for axis in (0, 1):  # parts of an identity differ by place alone
+        line = table.sum(axis, dtype=torch.float64)
+        sums += [line.sum(), line @ torch.arange(len(line)).to(line)]
     if are_alike(torch.stack(sums)):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"

@@ -317,7 +317,8 @@ class Schedule:
         """The schedule of torch's for batches like this one.
 
         Raises:
-            ValueError: The batch cannot be divided, or has no labels to train with.
+            ValueError: The batch cannot be divided, or has no labels to train with; or the
+                schedule is for stages that lie on other ranks.
         """
         target = batch["target"]
         if target is None and trains:
@@ -347,6 +348,13 @@ class Schedule:
             loss_fn=None if target is None else self.loss,
             **self.options,
         )
+        if any(
+            s.stage_index_to_group_rank[s.stage_index] != s.group_rank for s in stages
+        ):
+            raise ValueError(
+                f"`{self.kind.__name__}` wants other stages on a rank than `build` makes, "
+                "which go round: take `ScheduleInterleavedZeroBubble`, say"
+            )
         for hook in self.hooks:
             hook.remove()
         for stage in stages:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .shards import Shard, sum_parts
 from .tensor_parallel import all_reduce, gather
@@ -34,10 +33,16 @@ class _LogSumAndTarget(torch.autograd.Function):
         return total.log(), at_target
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, log_sum: Tensor, at_target: Tensor
     ) -> tuple[Tensor, None, None]:
+        # `once_differentiable` lets it pass where what it is given is a constant.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the gradient of a loss of split logits has none of its own, as "
+                "create_graph=True wants it: gather them, by the schedule's "
+                'sync("fwd_post", "all_gather", axis=-1) at the layer that gives them'
+            )
         softmax, column, elsewhere = ctx.saved_tensors
         at_target = at_target.masked_fill(elsewhere, 0).unsqueeze(-1)
         logits = softmax * log_sum.unsqueeze(-1)

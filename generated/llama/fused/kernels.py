@@ -7,6 +7,7 @@ tokens, H head size, R <= H rotated part.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,27 @@ interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 def jit(kernel: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton."""
     return kernel if triton is None else triton.jit(kernel)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Has `backward` refuse to give what is to be differentiated again.
+
+    Torch's `once_differentiable` says so late, or never: where what it is given is a
+    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    """
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "what a kernel's backward pass gives has no gradient of its own, as "
+                'create_graph=True wants it: fuse by backend="eager" in the schedule, '
+                "which writes PyTorch's operations"
+            )
+        return once(ctx, *gradients)
+
+    return refusing
 
 
 @jit
@@ -498,7 +520,7 @@ class GatedFunction(torch.autograd.Function):
         return gated_forward(gate, up, seed, kind, p)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of gate and up."""
         gate, up, seed = ctx.saved_tensors
@@ -562,7 +584,7 @@ class LinearEachFunction(torch.autograd.Function):
         return tuple(nn.functional.linear(x, weight, bias) for weight, bias in pairs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Gradients of the input, and of each weight and bias."""
         x, *weights = ctx.saved_tensors
@@ -887,7 +909,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y if residual is None else (y, total)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         """Gradients of x, residual and weight."""
         total, seed, weight, rstd = ctx.saved_tensors
@@ -1197,7 +1219,7 @@ class RotaryFunction(torch.autograd.Function):
         return rotate(q, k, cos, sin, dtypes, backward=False)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         """Gradients of q and k."""
         cos, sin = ctx.saved_tensors

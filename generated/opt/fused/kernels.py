@@ -7,6 +7,7 @@ Shapes: M rows, D features.
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,27 @@ interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 def jit(kernel: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton."""
     return kernel if triton is None else triton.jit(kernel)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Has `backward` refuse to give what is to be differentiated again.
+
+    Torch's `once_differentiable` says so late, or never: where what it is given is a
+    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    """
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "what a kernel's backward pass gives has no gradient of its own, as "
+                'create_graph=True wants it: fuse by backend="eager" in the schedule, '
+                "which writes PyTorch's operations"
+            )
+        return once(ctx, *gradients)
+
+    return refusing
 
 
 @jit
@@ -447,7 +469,7 @@ class DropoutResidualFunction(torch.autograd.Function):
         return dropout_residual_forward(x, residual, input_bias, seed, p)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dtotal: Tensor) -> Any:
         """Gradients of x, residual and input_bias."""
         (seed,) = ctx.saved_tensors
@@ -509,7 +531,7 @@ class LinearEachFunction(torch.autograd.Function):
         return tuple(nn.functional.linear(x, weight, bias) for weight, bias in pairs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Gradients of the input, and of each weight and bias."""
         x, *weights = ctx.saved_tensors
