@@ -62,8 +62,9 @@ def fitted(text: str, indent: int, line_length: int, comment: str = "", before: 
     """
     first, *others = f"{text}{comment}".split("\n")
     fits = all(len(line) <= line_length for line in (" " * indent + first, *others))
-    own = _has_lines_of(before, text) and formatted(before, indent, line_length) != before
-    if fits and (not others or own):
+    if fits and not others:
+        return text
+    if fits and _has_lines_of(before, text) and formatted(before, indent, line_length) != before:
         return text
     laid_out = formatted(text + comment, indent, line_length)
     if not laid_out.endswith(comment):  # black has put it elsewhere
