@@ -6,7 +6,8 @@ Small models of 16 layers, forwards, backwards and with gradients clipped, on on
 original, and the bundled schedule's output as the first of one, two and eight ranks, of which the
 others need not be there (torch's `fake` backend: collectives cost their calls alone). Layers of 64
 are bound by what the host does, as layers are on a GPU that waits for it. Original and output take
-turns; ratios are of CPU times of one round, and their median counts.
+turns; ratios are of CPU times of one round, and their median counts. What is timed has to be split,
+and to compute the original's loss alone, or the script stops.
 
 Writes `benchmark/results/host_time.json`.
 """
@@ -25,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmark import report
+from benchmark.tensor_parallel import held
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.model.meta_device import pretend_world
@@ -92,12 +94,34 @@ def built(module: Any, model: str) -> nn.Module:
     return own.train()
 
 
+def loss_of(model: nn.Module) -> Tensor:
+    """The loss of a row of tokens."""
+    ids = torch.zeros(1, HEADS, dtype=torch.long)
+    found: Tensor = model(input_ids=ids, labels=ids).loss
+    return found
+
+
+def check_is_split(ours: nn.Module, whole: nn.Module, world: int) -> None:
+    """Refuses to time something else: a rank of several that holds all, or other numbers.
+
+    Raises:
+        RuntimeError: It is that.
+    """
+    share = held(ours) / held(whole)
+    if share * world > 1.5:  # what is not split stays whole on each rank
+        raise RuntimeError(f"one of {world} ranks holds {share:.2f} of the parameters")
+    if world == 1:
+        pair = loss_of(ours.eval()), loss_of(whole.eval())
+        if not torch.allclose(*pair):
+            raise RuntimeError(f"a loss of {pair[0]}, the original's is {pair[1]}")
+        ours.train(), whole.train()
+
+
 def seconds(model: nn.Module, clip: Clip, steps: int) -> float:
     """CPU time of a step."""
-    ids = torch.zeros(1, HEADS, dtype=torch.long)
     before = time.process_time()
     for _ in range(steps):
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(model).backward()
         clip(model)
         model.zero_grad()
     return (time.process_time() - before) / steps
@@ -120,6 +144,7 @@ def measure(
         ratios = []
         with pretend_world(world) if world > 1 else contextlib.nullcontext():
             ours = built(output, model)
+            check_is_split(ours, whole, world)
             for number in range(rounds + 1):
                 pair = (
                     seconds(whole, clip_whole, steps),

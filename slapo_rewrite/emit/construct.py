@@ -134,8 +134,8 @@ class Construction:
 
     def _wrapped(self) -> dict[str, Directive]:
         """The modules around whose `forward` something is to happen, and who asks for it."""
-        states = self.plan.states.items()
-        return {path: s.asks(WrapForward)[0][1] for path, s in states if s.asks(WrapForward)}
+        asked = {path: state.asks(WrapForward) for path, state in self.plan.states.items()}
+        return {path: found[0][1] for path, found in asked.items() if found}
 
     def _idle(self, uncalled: Collection[str]) -> Iterator[str]:
         """Warns of what does nothing, as nobody calls the modules that it is asked of."""

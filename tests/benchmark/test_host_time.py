@@ -1,6 +1,7 @@
 """What tensor parallelism costs the host: the figures, and that a measurement works."""
 
 import pytest
+from torch import nn
 
 from benchmark import host_time, report
 
@@ -17,6 +18,13 @@ def test_a_step_costs_the_host_little_more_than_the_originals():
 
 
 @pytest.mark.parametrize("is_sliced", [False, True])
-def test_a_measurement_works(tmp_path, is_sliced):
+def test_what_is_timed_is_split_and_computes_the_same(tmp_path, is_sliced):
+    """Else `measure` stops."""
     found = host_time.measure("llama", is_sliced, tmp_path, rounds=1, steps=1)
-    assert all(found[f"at {world}"] > 0 for world in host_time.WORLDS)
+    assert found.keys() == {"original ms", *(f"at {world}" for world in host_time.WORLDS)}
+
+
+def test_something_else_is_not_timed():
+    whole, other = (nn.Linear(8, 8) for _ in range(2))
+    with pytest.raises(RuntimeError, match="one of 2 ranks holds"):
+        host_time.check_is_split(other, whole, 2)
