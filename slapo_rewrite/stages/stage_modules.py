@@ -164,36 +164,34 @@ def sizes_of(
     return found
 
 
-def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
-    """The plain attributes that a text reads of modules, by the path of each."""
+def _attributes_read(model: Any, text: str) -> Iterator[tuple[str, Any, str]]:
+    """What a text reads of modules that is no module: the path of each, it, and the name."""
     for steps in reads_of(model, text):
         owner, path = model, list[str]()
         for step in steps:
             inner = getattr(owner, "_modules", {}).get(step)
             if inner is None:
-                is_plain = hasattr(owner, step) and step not in own_tensors(owner)
-                if is_plain and _is_written_out(owner, step):
-                    yield ".".join(path), step
+                yield ".".join(path), owner, step
                 break
             owner = inner
             path.append(step)
+
+
+def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
+    """The plain attributes that a text reads of modules, by the path of each."""
+    for path, owner, name in _attributes_read(model, text):
+        is_plain = hasattr(owner, name) and name not in own_tensors(owner)
+        if is_plain and _is_written_out(owner, name):
+            yield path, name
 
 
 def _set_on_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
-    """The attributes that a text sets on modules, the methods that it calls among them."""
-    for steps in reads_of(model, text):
-        owner, path = model, list[str]()
-        for step in steps:
-            inner = getattr(owner, "_modules", {}).get(step)
-            if inner is None:
-                body = source_of(getattr(type(owner), step, None))
-                for node in ast.walk(ast.parse(body or "")):
-                    match node:
-                        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                            yield ".".join(path), name
-                break
-            owner = inner
-            path.append(step)
+    """The attributes that a text sets on modules, by the methods that it calls of them."""
+    for path, owner, method in _attributes_read(model, text):
+        for node in ast.walk(ast.parse(source_of(getattr(type(owner), method, None)) or "")):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    yield path, name
 
 
 def _is_written_out(module: Any, step: str) -> bool:
