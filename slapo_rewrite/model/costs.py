@@ -158,8 +158,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
 class Product(NamedTuple):
     """What tells how fast a GPU computes a product."""
 
-    # "plain"; "attention", of one kernel; "masked" where that takes a mask or a bias; "unaligned"
-    # where rows begin elsewhere than at multiples of 16 bytes, so that loads are short.
+    # "plain"; "attention", of one kernel; "masked" where that takes a mask, a bias or values of
+    # another width; "unaligned" where rows begin elsewhere than at multiples of 16 bytes, so that
+    # loads are short.
     kind: str
     width: int  # bytes of an element
 
@@ -230,7 +231,9 @@ def _attention(
     """One operator, where there is one for what it is given."""
     result: Tensor
     needs_gradient = attn_mask is not None and attn_mask.requires_grad
-    if not is_gpu and (dropout_p or needs_gradient):  # a CPU's kernel has neither
+    is_even = query.shape[-1] == value.shape[-1]  # as flash attention takes them
+    # A CPU's kernel has none of these.
+    if not is_gpu and (dropout_p or needs_gradient or not is_even):
         result = functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -242,7 +245,7 @@ def _attention(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
         return result
-    if attn_mask is None:
+    if attn_mask is None and is_even:
         result = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]

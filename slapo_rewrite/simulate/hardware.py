@@ -129,7 +129,7 @@ SLOWER = ("attention", "masked", "unaligned")
 REACHED = {
     "flops": "of flops",
     "attention": "in attention",
-    "masked": "in attention with a mask or bias",
+    "masked": "in attention with a mask, a bias or values of another width",
     "unaligned": "in products whose rows are not aligned to 16 bytes",
     "bandwidth": "of bandwidth",
     "link": "of link",

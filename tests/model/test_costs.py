@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmark import element_costs
-from slapo_rewrite.model.costs import Product, costs_of, elements_of, flops_of
+from slapo_rewrite.model.costs import ON_CPU, ON_GPU, Product, costs_of, elements_of, flops_of
 from tests.marks import all_but
 from tests.simulate.shapes import PUBLISHED, SHAPES
 
@@ -130,6 +130,18 @@ def test_attention_is_told_and_whether_it_takes_a_bias():
     ops = torch.ops.aten
     assert Product.of(ops._scaled_dot_product_flash_attention.default, ()).kind == "attention"
     assert Product.of(ops._scaled_dot_product_efficient_attention.default, ()).kind == "masked"
+
+
+@pytest.mark.parametrize("instead", [ON_GPU, ON_CPU])
+def test_values_of_another_width_than_queries_keep_it(instead):
+    with torch.device("meta"):
+        query, key = torch.empty(2, 1, 2, 5, 24).unbind()
+        value = torch.empty(1, 2, 5, 16, requires_grad=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    result = instead[attend](query, key, value)
+    assert result.shape == value.shape
+    result.sum().backward()
+    assert value.grad.shape == value.shape
 
 
 def test_causal_attention_looks_at_half():
