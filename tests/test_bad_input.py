@@ -310,6 +310,8 @@ def test_user_code_that_fails(run: Run):
     assert "Modle" in text and "s.py:2" in text
     text = run("", schedule="def model(m):\n    return m.Model()\n")
     assert "defines no function `schedule`" in text
+    text = run("", schedule="loss = 0\ndef model(m):\n    return m\ndef schedule(s):\n    pass\n")
+    assert "`loss` in `" in text and "is not a function, but of type int" in text
     text = run('yield s["head"]')
     assert "`schedule` is a generator" in text and "def schedule(s" in text
 

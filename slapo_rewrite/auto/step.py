@@ -15,7 +15,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.results import tensors
-from slapo_rewrite.schedule.load import syntax_span
+from slapo_rewrite.schedule.load import check_functions, syntax_span
 
 OWN_LOSS = "What the model computes itself."
 STAND_IN_LOSS = "A stand-in, since the model computes no loss itself: write your own here."
@@ -79,6 +79,7 @@ class Step:
         """What the text defines."""
         names: dict[str, Any] = {}
         exec(compile(self.text(), "<schedule>", "exec", dont_inherit=True), names)
+        check_functions(names, self.title)
         return types.SimpleNamespace(**names)
 
 

@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,7 @@ class ScheduleFile:
                     at=errors.Span.of_line(str(path), line, text.splitlines()[line - 1]),
                     hint="write a plain function, without `yield` and `async`",
                 )
+        check_functions(vars(module), path)
         return schedule
 
     def guarded(self, action: Callable[[], Any], what: str) -> Any:
@@ -287,6 +288,22 @@ class ScheduleFile:
                 f"`{text}` is not a value for knob `{knob.name}`: {error}",
                 at=self._parameter(knob.name),
             ) from None
+
+
+def check_functions(defined: Mapping[str, Any], path: object) -> None:
+    """Refuses what has the name of a function that a schedule may define, and is none.
+
+    Raises:
+        ScheduleError: There is such a thing: `from transformers import *` gives a module `loss`.
+    """
+    for name in ("inputs", "loss", "verify_model", "space"):
+        if name in defined and not callable(defined[name]):
+            kind = type(defined[name]).__name__
+            raise errors.ScheduleError(
+                f"`{name}` in `{path}` is not a function, but of type {kind}",
+                hint=f"that name says what a schedule gives: define `{name}`, or name what is "
+                "there otherwise (an import of all names may have brought it)",
+            )
 
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
