@@ -37,6 +37,10 @@ class DoesNotRun(Exception):
     """A model cannot be built on so many ranks, or its step does not run, in words."""
 
 
+class LacksLayers(DoesNotRun):
+    """A step asks for layers that were left out: their number is the configuration's, say."""
+
+
 class FoldedStep:
     """A step of a model, to be counted in one way or several.
 
@@ -71,12 +75,15 @@ class FoldedStep:
 
         Raises:
             DoesNotRun: It does not run.
+            LacksLayers: It might, with all layers.
         """
         is_gpu = self.kernels is not None
         loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
             with launching_nothing(self.kernels or ()) if is_gpu else nullcontext():
                 return counted_step(self.model, self.inputs, loss, self.layers, is_gpu=is_gpu)
+        except IndexError as error:
+            raise LacksLayers(first_line(error)) from error
         except Exception as error:  # the model's own code
             raise DoesNotRun(first_line(error)) from error
 

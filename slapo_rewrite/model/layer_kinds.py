@@ -131,6 +131,12 @@ def fold(kinds: Sequence[Any]) -> Fold:
     )
 
 
+def all_left(folds: Mapping[str, Fold]) -> dict[str, Fold]:
+    """The same lists with all layers, each of which stands for itself."""
+    numbers = {path: tuple(range(len(fold.stands_for))) for path, fold in folds.items()}
+    return {path: Fold(own, own) for path, own in numbers.items()}
+
+
 def shortened(model: nn.Module, folds: Mapping[str, Fold]) -> dict[str, list[nn.Module]]:
     """Leaves out the other layers of a model, for good, and says which are left in each list."""
     layers = {}

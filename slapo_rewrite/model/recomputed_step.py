@@ -24,8 +24,8 @@ from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched, forwards_instead
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
-from slapo_rewrite.model.layer_kinds import Fold, folds_of, kinds_of, left_alone, lists_of
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, LacksLayers
+from slapo_rewrite.model.layer_kinds import Fold, all_left, folds_of, kinds_of, left_alone, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile
 from slapo_rewrite.model.tree import Node, Tree
@@ -69,14 +69,33 @@ def counted_ways(
     Raises:
         DoesNotRun: The step does not run without values, or there are no inputs for it.
     """
-    lists = lists_of(tree)
     folds = folds_of(
-        lists,
+        lists_of(tree),
         lambda node: [
             (kind, child.path in chosen)
             for kind, child in zip(kinds_of(node), node.children.values(), strict=True)
         ],
     )
+    counted = functools.partial(
+        _counted_ways, schedule, tree, chosen, sequence, dtype, seconds, kernels, is_gpu
+    )
+    try:
+        return counted(folds)
+    except LacksLayers:
+        return counted(all_left(folds))
+
+
+def _counted_ways(
+    schedule: Any,
+    tree: Tree,
+    chosen: Collection[str],
+    sequence: int | None,
+    dtype: torch.dtype,
+    seconds: Callable[[Part], float],
+    kernels: Iterable[ModuleType],
+    is_gpu: bool,
+    folds: Mapping[str, Fold],
+) -> CountedWays:
     with without_dynamo():
         model, layers = _short_copy(tree, folds)
         own = {

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from torch import nn
 
 from slapo_rewrite import errors
-from slapo_rewrite.model.layer_kinds import Fold, Kinds, folds_of, kinds_of, lists_of
+from slapo_rewrite.model.layer_kinds import Fold, Kinds, all_left, folds_of, kinds_of, lists_of
 from slapo_rewrite.model.tree import Tree
 
 
@@ -51,6 +51,10 @@ class Shortening:
         if self.wanted is None:
             return self
         return replace(self, wanted={instead(cls): made for cls, made in self.wanted.items()})
+
+    def undone(self) -> Shortening:
+        """All layers are made."""
+        return Shortening(all_left(self.folds), None)
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.

@@ -7,9 +7,10 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, LacksLayers
 from slapo_rewrite.model.layer_kinds import shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import Shortening, filled, full_names
@@ -62,7 +63,7 @@ def counted_rewrite(
         for ranks in sizes if is_split else sizes[:1]:
             try:
                 plain, again = rewritten.counted(
-                    ranks, shape, _keeping_all(emitted.modules()), nullcontext()
+                    ranks, shape, partial(_keeping_all, emitted.modules()), nullcontext
                 )
                 found[ranks] = plain, again
             except DoesNotRun as error:
@@ -95,17 +96,29 @@ class Countable:
     short: Shortening  # which of its layers are made
 
     def counted(
-        self, ranks: int, shape: StepShape, *ways: AbstractContextManager[None]
+        self, ranks: int, shape: StepShape, *ways: Callable[[], AbstractContextManager[None]]
     ) -> list[Counted]:
         """Counts a step on one of several ranks that share each layer.
 
         Raises:
             DoesNotRun: The model cannot be built so, or does not run.
         """
-        folds = self.short.folds
+        try:
+            return self._counted(self.short, ranks, shape, ways)
+        except LacksLayers:
+            return self._counted(self.short.undone(), ranks, shape, ways)
+
+    def _counted(
+        self,
+        short: Shortening,
+        ranks: int,
+        shape: StepShape,
+        ways: Sequence[Callable[[], AbstractContextManager[None]]],
+    ) -> list[Counted]:
+        folds = short.folds
         with pretend_world(ranks) if ranks > 1 else nullcontext(), without_dynamo():
             try:
-                model = self.short.built(lambda: build_model(self.schedule.model, self.module))
+                model = short.built(lambda: build_model(self.schedule.model, self.module))
             except errors.ModelError as error:
                 raise DoesNotRun(first_line(error.__cause__ or error)) from error
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -116,7 +129,7 @@ class Countable:
             step = FoldedStep(self.schedule, model, layers, shape.sequence, shape.dtype, kernels)
             profiles = []
             for way in ways:
-                with way:
+                with way():
                     profiles.append(step.count())
         stands_for = {path: fold.stands_for for path, fold in folds.items()}
         names = full_names(sizes, folds)

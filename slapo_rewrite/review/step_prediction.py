@@ -127,7 +127,7 @@ def _sizes(models: Models) -> tuple[int, int | None]:
 
 
 def _predictor(models: Models, step: Countable, ranks: int, shape: StepShape) -> Predictor:
-    (counted,) = step.counted(ranks, shape, nullcontext())
+    (counted,) = step.counted(ranks, shape, nullcontext)
     predictor = Predictor((counted, None), GPU, PRECISION, NODE, lambda _: _ends(models, predictor))
     return predictor
 

@@ -18,6 +18,7 @@ from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
 from slapo_rewrite.project import Project
 from slapo_rewrite.simulate.hardware import Link, hardware, known_gpus, own_hardware
 from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds, simulate
+from slapo_rewrite.simulate.step_memory import Unfolded
 from tests.marks import long, release
 from tests.plan.small_models import source_of, written_schedule
 
@@ -33,6 +34,25 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.linear(x)
+"""
+NUMBERS_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 4)}
+
+
+def loss(outputs):
+    return outputs.sum()
+
+
+def schedule(s):
+    pass
 """
 ARGUMENTS = ["--gpus", "8", "--gpu", "a100", "--batch", "64", "--sequence", "64"]
 
@@ -301,12 +321,29 @@ def test_stages_that_do_not_divide_the_gpus_are_named(tmp_path, capsys):
     assert "with pipeline_stages=3" in capsys.readouterr().err
 
 
+def test_layers_that_the_configuration_counts_are_all_counted(tmp_path):
+    """Where two of five are left, there is no third one."""
+    layers = NUMBERS.replace(
+        "nn.Linear(4, 4)", "nn.ModuleList([nn.Linear(4, 4) for _ in range(5)])"
+    )
+    ways = (
+        "for layer in self.linear:\n            x = layer(x)\n        return x",
+        "for i in range(5):\n            x = self.linear[i](x)\n        return x",
+    )
+    found = []
+    for way in ways:
+        (tmp_path / "net.py").write_text(layers.replace("return self.linear(x)", way))
+        (tmp_path / "s.py").write_text(NUMBERS_SCHEDULE)
+        project = Project(str(tmp_path / "net.py"), str(tmp_path / "s.py"))
+        both = counted_rewrite(project, [], [1], StepShape(None, torch.float32, is_gpu=True))[1]
+        pieces = Unfolded(*both).pieces(0.0)
+        found.append([[piece.forward.products, piece.forward.net] for piece in pieces])
+    assert found[0] == found[1] and len(found[0]) > 5
+
+
 def test_tokens_of_a_model_that_takes_none_are_refused(tmp_path):
     (tmp_path / "net.py").write_text(NUMBERS)
-    (tmp_path / "s.py").write_text(
-        "import torch\n\n\ndef model(m):\n    return m.Net()\n\n\ndef inputs(model):\n"
-        '    return {"x": torch.randn(2, 4)}\n\n\ndef schedule(s):\n    pass\n'
-    )
+    (tmp_path / "s.py").write_text(NUMBERS_SCHEDULE)
     project = Project(str(tmp_path / "net.py"), str(tmp_path / "s.py"))
     shape = StepShape(TOKENS, torch.float32, is_gpu=True)
     with pytest.raises(errors.UsageError, match=r"`--sequence 64` means nothing"):

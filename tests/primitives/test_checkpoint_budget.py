@@ -330,6 +330,16 @@ def test_layers_that_run_several_times_are_refused(tmp_path):
     assert "is called 2 times" in refused(tmp_path, source, line, "SR305")
 
 
+def test_layers_that_the_configuration_counts_are_all_run(tmp_path):
+    """Where two of six are left, there is no third one."""
+    counted = BLOCKS.replace("for block in self.blocks:", "for i in range(6):").replace(
+        "x = block(x)", "x = self.blocks[i](x)"
+    )
+    lines = HEAD + BUDGET.format("10MiB")
+    said = [outcome(rewritten(tmp_path, source, lines)) for source in (counted, BLOCKS)]
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("depth", [6, 96])
 def test_no_more_is_counted_of_a_deep_model(tmp_path, monkeypatch, depth):
     counted, count = [], recomputed_step.FoldedStep.count
