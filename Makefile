@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test test-long test-all test-release fuzz lint check check-all docs generated bench
+.PHONY: help demo example test test-long test-all test-release versions fuzz lint check check-all docs generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
@@ -14,6 +14,7 @@ help:
 	@echo 'make test       run the tests'
 	@echo 'make test-all   run them, and the long ones: further models, world sizes and random pairs'
 	@echo 'make test-release  run all there are: models compiled, fresh environments, benchmarks'
+	@echo 'make versions   verify what ships on the oldest and newest torch and transformers, some 12 GB'
 	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
 	@echo 'make check      before a commit: lint, types and tests; of a part by TESTS=tests/rules'
 	@echo 'make check-all  before a release: lint, types and all tests'
@@ -60,6 +61,9 @@ test-all: $(READY)
 
 test-release: $(READY)
 	$(PYTEST) $(TESTS)
+
+versions: $(READY)
+	$(BIN)/python -m tests.versions
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.soundness.fuzz --seconds $(SECONDS)

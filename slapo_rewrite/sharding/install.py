@@ -96,11 +96,11 @@ def _stop_watching() -> None:
 def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
     """Has functions with a `backward` of their own seen, as the operations of torch are."""
     function: Any = torch.autograd.Function
-    plain = vars(function)["apply"]
+    plain = vars(function)["apply"]  # written in Python or, since torch 2.14, in C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if run.depth:
-            return plain.__func__(cls, *args, **kwargs)
+            return plain.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:  # the gradient is that of the function that it is given
             computed, _, *operands = args
             return computed(*operands)
@@ -108,7 +108,7 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
         states = [run.flow.of(t) for t in given]
         _check_function(cls, states)
         run.flow.check_backward(f"the `backward` of `{cls.__name__}`", given)
-        result = plain.__func__(cls, *args, **kwargs)
+        result = plain.__get__(None, cls)(*args, **kwargs)
         _check_function(cls, [run.flow.of(t) for t in run.alive[before:]])
         known = run.flow.joined(cls.__name__, given, states)
         for tensor in tensors(result):
