@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -58,8 +59,10 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
             failures.append(error)
             group.exception_handle(error)
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            # In torch 2.11 these groups cannot be destroyed, and end with their thread.
+            with contextlib.suppress(AttributeError):
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     if world == 1:
         try:
