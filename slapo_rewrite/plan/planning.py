@@ -190,10 +190,12 @@ class _Planner:
         for ranks, both in counted.items():
             if isinstance(both, str):
                 if ranks == 1:
+                    of = f" of {wanted.sequence} tokens a row" if wanted.sequence else ""
+                    fp32 = "; some run in --precision fp32 alone" * (wanted.precision != "fp32")
                     raise errors.Unsupported(
-                        f"a step of {wanted.sequence or 'its'} tokens a row does not run: {both}",
-                        hint="the model of the schedule has to take them, and must not look at "
-                        "values",
+                        f"a step{of} does not run without values, in {wanted.precision}: {both}",
+                        hint="the model of the schedule has to take its inputs so, and must not "
+                        f"look at values{fp32}",
                     )
                 self.refused.setdefault(ranks, both)
                 continue

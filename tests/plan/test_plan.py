@@ -203,7 +203,7 @@ def test_less_memory_is_bought_with_time(tmp_path, capsys):
         (["--gpus", "0"], "--gpus is at least 1"),
         (["--gpus", "12"], "12 GPUs are not whole nodes of 8"),
         (["-o", __file__], "test_plan.py` is a file, where a folder is to be"),
-        (["--sequence", "4096"], "a step of 4096 tokens a row does not run"),
+        (["--sequence", "4096"], "4096 tokens a row does not run without values, in bf16"),
         (["--plot", "plan.txt"], "`--plot` writes .png or .svg"),
         (["--gpu", "v100", "--precision", "tf32"], "V100 SXM2 32GB computes nothing in tf32"),
         (["--set", "layers=2"], "the schedule has no knob `layers`"),
