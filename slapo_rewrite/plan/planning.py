@@ -130,6 +130,7 @@ class _Planner:
         self.free = set(schedule.knobs) - fixed.keys()
         self.values = schedule.settings(wanted.fixed)
         self.refused: dict[int, str] = {}
+        self.left_out: list[str] = []  # rewrites that are refused, and why
         self.layers: Sequence[float] = ()
         # The same in all rewrites, and on any number of ranks.
         self.cut = cache(lambda count: stage_ends(self.layers, count))
@@ -148,6 +149,11 @@ class _Planner:
             rules()  # once, for all processes
         self.progress(f"counting a step of {len(jobs)} rewrites")
         for variant, counted in zip(variants, counted_in_processes(jobs), strict=True):
+            if isinstance(counted, errors.RewriteError):
+                self.left_out.append(f"{_knobs_of(variant)}: refused, {counted.message}")
+                if len(self.left_out) == len(variants):
+                    raise counted
+                continue
             self.progress(f"predicting{' with fusion' * variant.fused}")
             for alike, predictor in self._ways(variant, counted):
                 _predict(alike, predictor, self.wanted.memory, fits, others)
@@ -235,6 +241,7 @@ class _Planner:
             "gradients are summed after the last micro-batch, with ZeRO 2 and 3 beside it, where "
             "ZeRO 3 gathers parameters beside the work on those before",
             "not counted: what CUDA, NCCL and fragments of the allocator take",
+            *self.left_out,
             *(
                 f"not varied, since the schedule has no free knob `{knob}`: {what}"
                 for knob, what in VARIED.items()
@@ -257,15 +264,22 @@ def _count(
 Job = tuple[Wanted, list[str], list[int]]
 
 
-def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
+def _counted(job: Job) -> Found | errors.RewriteError:
+    try:
+        return _count(*job)
+    except errors.RewriteError as error:
+        return error
+
+
+def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found | errors.RewriteError]:
     """What is counted of some rewrites, in order, each in a process that goes on from this one.
 
     The source and the schedule are read here, once. What fails there is counted again here, where
-    it can say how.
+    it can say how; a rewrite that is refused is its refusal.
     """
     workers = min(len(jobs), os.cpu_count() or 1)
     if workers == 1 or sys.platform != "linux":
-        yield from (_count(*job) for job in jobs)
+        yield from map(_counted, jobs)
         return
     project = Project(jobs[0][0].source, jobs[0][0].schedule)
     # Dealt out to and fro, as the first take longest: what one has worked out serves its next.
@@ -277,9 +291,15 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found]:
         running.append(forked(partial(itertools.starmap, partial(_count, project=project), own)))
     for job, worker in zip(jobs, dealt, strict=True):
         found: Found | None = next(running[worker], None)
-        yield _count(*job) if found is None else found
+        yield _counted(job) if found is None else found
     for each in running:
         next(each, None)  # it has ended
+
+
+def _knobs_of(variant: Way) -> str:
+    """What tells a variant from the others, in words."""
+    fused = f"{'with' if variant.fused else 'without'} {VARIED[FUSE]}"
+    return f"{fused} and {VARIED[SEQUENCE]}" if variant.sequence_parallel else fused
 
 
 def _percent(seconds: float) -> int:

@@ -180,6 +180,21 @@ def test_what_a_step_is_spent_on_is_all_of_it(tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_a_rewrite_that_is_refused_is_left_out_and_said(tmp_path, capsys):
+    file = Path(written_schedule("gpt2", tmp_path))
+    text = file.read_text()
+    named = text.replace("if fuse:", 'if fuse:\n        s["transformer.h.99"].checkpoint()', 1)
+    assert named != text
+    file.write_text(named)
+    arguments = ["plan", source_of("gpt2"), "--schedule", str(file), *ARGUMENTS]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "with fusion: refused, " in said and "with fusion and sequence parallelism: " in said
+    assert "fused" not in said.partition("assumed:")[0]
+    assert main([*arguments, "--set", "fuse=true"]) == 2
+    assert "transformer.h.99" in capsys.readouterr().err
+
+
 def test_less_memory_is_bought_with_time(tmp_path, capsys):
     found = []
     for size in ("4GiB", "40MiB"):
