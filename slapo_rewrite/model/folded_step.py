@@ -37,8 +37,8 @@ class DoesNotRun(Exception):
     """A model cannot be built on so many ranks, or its step does not run, in words."""
 
 
-class LacksLayers(DoesNotRun):
-    """A step asks for layers that were left out: their number is the configuration's, say."""
+class StepFails(DoesNotRun):
+    """The step itself fails: it may need the layers that were left out, by their number say."""
 
 
 class FoldedStep:
@@ -74,18 +74,15 @@ class FoldedStep:
         """Counts it.
 
         Raises:
-            DoesNotRun: It does not run.
-            LacksLayers: It might, with all layers.
+            StepFails: It does not run.
         """
         is_gpu = self.kernels is not None
         loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
             with launching_nothing(self.kernels or ()) if is_gpu else nullcontext():
                 return counted_step(self.model, self.inputs, loss, self.layers, is_gpu=is_gpu)
-        except IndexError as error:
-            raise LacksLayers(first_line(error)) from error
         except Exception as error:  # the model's own code
-            raise DoesNotRun(first_line(error)) from error
+            raise StepFails(first_line(error)) from error
 
 
 @contextmanager

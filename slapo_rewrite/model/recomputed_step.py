@@ -24,7 +24,7 @@ from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched, forwards_instead
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, LacksLayers
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails
 from slapo_rewrite.model.layer_kinds import Fold, all_left, folds_of, kinds_of, left_alone, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile
@@ -81,7 +81,7 @@ def counted_ways(
     )
     try:
         return counted(folds)
-    except LacksLayers:
+    except StepFails:
         return counted(all_left(folds))
 
 

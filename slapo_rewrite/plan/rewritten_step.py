@@ -22,7 +22,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, LacksLayers
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails
 from slapo_rewrite.model.layer_kinds import shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import Shortening, filled, full_names
@@ -105,7 +105,7 @@ class Countable:
         """
         try:
             return self._counted(self.short, ranks, shape, ways)
-        except LacksLayers:
+        except StepFails:
             return self._counted(self.short.undone(), ranks, shape, ways)
 
     def _counted(

@@ -344,6 +344,7 @@ def test_layers_that_the_configuration_counts_are_all_counted(tmp_path):
     ways = (
         "for layer in self.linear:\n            x = layer(x)\n        return x",
         "for i in range(5):\n            x = self.linear[i](x)\n        return x",
+        "a, b, c, d, e = self.linear\n        return e(d(c(b(a(x)))))",
     )
     found = []
     for way in ways:
@@ -353,7 +354,7 @@ def test_layers_that_the_configuration_counts_are_all_counted(tmp_path):
         both = counted_rewrite(project, [], [1], StepShape(None, torch.float32, is_gpu=True))[1]
         pieces = Unfolded(*both).pieces(0.0)
         found.append([[piece.forward.products, piece.forward.net] for piece in pieces])
-    assert found[0] == found[1] and len(found[0]) > 5
+    assert found[0] == found[1] == found[2] and len(found[0]) > 5
 
 
 def test_tokens_of_a_model_that_takes_none_are_refused(tmp_path):
