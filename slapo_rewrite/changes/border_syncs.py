@@ -215,11 +215,7 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
 def place_syncs(
     to: Placement, node: Node, borders: Sequence[ModuleBoundary], is_layer: bool
 ) -> None:
-    """The collectives at a module's borders, those that a layer carries out itself apart.
-
-    Raises:
-        RewriteError: There is no place for one.
-    """
+    """The collectives at a module's borders, those that a layer carries out itself apart."""
     syncs = to.states[node.path].syncs if borders else ()
     sides: dict[tuple[str, str | None], list[Sync]] = {}
     for border in borders:

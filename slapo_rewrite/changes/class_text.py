@@ -62,11 +62,7 @@ class ClassText:
         return self.classes.method(self.class_name, name)
 
     def forward(self) -> ast.FunctionDef:
-        """The class's `forward`.
-
-        Raises:
-            Unsupported: It has none in this file.
-        """
+        """The class's `forward`; `Unsupported` where it has none in this file."""
         found = self.method("forward")
         if found is None:
             raise errors.Unsupported(

@@ -240,9 +240,6 @@ def place_blocks(
 
     The site is None where a class of its own makes the tensor; `size` is the expression there for
     the size of the axis.
-
-    Raises:
-        UnfollowableSize: Blocks were seen in a small model only, which may have others.
     """
     full = getattr(node.live, shard.name).shape[shard.axis]
     cuts = [(place, number) for path, place, number in to.followed.cuts if path == node.path]

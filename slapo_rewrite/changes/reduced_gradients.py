@@ -26,11 +26,7 @@ from slapo_rewrite.sharding import Reading
 def place_gradients(
     to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
 ) -> None:
-    """Adds up the gradients of every whole parameter that meets parts, wherever its like does.
-
-    Raises:
-        RewriteError: There is no place for it.
-    """
+    """Adds up the gradients of every whole parameter that meets parts, wherever its like does."""
     _Gradients(to).share(owners, holders)
 
 

@@ -258,11 +258,7 @@ def _at_end(text: ClassText, place: EndOfConstructor, line: str) -> None:
 def place_sizes(
     to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
 ) -> None:
-    """What follows from the shards, on every module that holds sharded parameters.
-
-    Raises:
-        UnfollowableSize: Something that depends on a sharded size stands in no class.
-    """
+    """What follows from the shards, on every module that holds sharded parameters."""
     followed = to.followed
     for path, holder in holders.items():
         cls, causes = to.tree.nodes[path].cls, merged_causes(owners[holder.path])
@@ -345,11 +341,7 @@ def place_statistic(to: Placement, statistic: Statistic) -> None:
 
 
 def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
-    """Whoever reads the size of a layer that is split means the whole layer's.
-
-    Raises:
-        UnfollowableSize: The parallel layer has no attribute for that.
-    """
+    """Whoever reads the size of a layer that is split means the whole layer's."""
     share, whole = SHARES[layer.name]
     if share == whole:
         return

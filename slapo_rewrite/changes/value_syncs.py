@@ -49,11 +49,7 @@ def place_value_sync(
 
 
 def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
-    """The value that a sync is about; None where that stands at the module's border.
-
-    Raises:
-        Unsupported: No single statement of the module's `forward` binds the name.
-    """
+    """The value that a sync is about, bound by one statement; None for one at the border."""
     if not isinstance(sync.value, str):
         return sync.value
     home = files.computing(node.cls)

@@ -60,11 +60,7 @@ OPTIONAL = {
 
 
 def optional_helpers(names: Iterable[str]) -> dict[str, set[str]]:
-    """The helpers of these names, by the module that has them.
-
-    Raises:
-        UsageError: There is none of a name.
-    """
+    """The helpers of these names, by the module; `UsageError` where there is none of a name."""
     found: dict[str, set[str]] = {}
     for name in names:
         if name not in OPTIONAL:
@@ -174,11 +170,7 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
 
 
 def library_uses(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, set[str]]:
-    """The names that are used of each helper module, by the schedule's own code as well.
-
-    Raises:
-        ScheduleError: The schedule's own code cannot be copied.
-    """
+    """The names that are used of each helper module, by the schedule's own code as well."""
     wanted = {module: _plain(names) for module, names in used.items()}
     if MODULES in wanted:
         copied = _copied(schedule, wanted.pop(MODULES))

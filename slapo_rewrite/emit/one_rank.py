@@ -66,11 +66,7 @@ class OneRank:
         self.try_out = try_out
 
     def __call__(self, ranks: int, count: Count) -> Any:
-        """What `count` gives for the model's tree and the modules of the output.
-
-        Raises:
-            DoesNotFit: The model is not rewritten, or not built, on so many ranks, or not counted.
-        """
+        """What `count` gives for the tree and the modules of the output; else `DoesNotFit`."""
         if sys.platform != "linux":
             raise DoesNotFit("a budget for several ranks is counted on Linux alone")
         told = [*forked(lambda: [self._told(ranks, count)])]

@@ -398,11 +398,7 @@ def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[st
 
 
 def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> None:
-    """One file cannot hold what others define: their names may mean something else in it.
-
-    Raises:
-        Unsupported: A class of another file than the model's changes.
-    """
+    """One file cannot hold what others define: their names may mean something else in it."""
     others = [f for f in copies.files.values() if f is not copies.sources.main]
     if others:
         causes = merged_causes(*(e.causes for f in others for e in edits.get(f.name, ())))

@@ -23,11 +23,7 @@ def hand_edited(out: Path) -> dict[str, str]:
 
 
 def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
-    """Files that writing would overwrite although the tool did not write them so.
-
-    Raises:
-        NotAnOutput: The folder is not the tool's, and has files of these names.
-    """
+    """Files that writing would overwrite although the tool did not write them so."""
     try:
         known: dict[str, Any] = record.read(out, own)["files"]
     except errors.NotAnOutput as error:

@@ -250,11 +250,7 @@ class Plugged:
 
 
 def plugged(name: str) -> Plugged | None:
-    """The module of a dotted name; None where there is none.
-
-    Raises:
-        BadArgument: Importing it fails.
-    """
+    """The module of a dotted name; None where there is none."""
     try:
         return Plugged(importlib.import_module(name))
     except ModuleNotFoundError as error:

@@ -42,11 +42,7 @@ NOTHING = ConcreteArgs({})
 
 
 def given_for(values: Mapping[str, object] | None, nodes: Iterable[Node]) -> ConcreteArgs:
-    """The `concrete_args` of a line of the schedule.
-
-    Raises:
-        BadArgument: It does not map arguments that a selected `forward` takes.
-    """
+    """The `concrete_args` of a line of the schedule, of the selected modules' `forward`."""
     if values is None:
         return NOTHING
     known: dict[str, None] = {}

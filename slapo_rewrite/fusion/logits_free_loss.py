@@ -190,11 +190,7 @@ class _Forking:
         return found
 
     def _outputs(self, value: Value, use: Use) -> Iterator[str]:
-        """What a use of the logits makes of them, where None will do.
-
-        Raises:
-            Declined: It needs logits.
-        """
+        """What a use of the logits makes of them, where None will do (else `Declined`)."""
         by = use.by
         if by is None and use.why == "returned":
             yield ""

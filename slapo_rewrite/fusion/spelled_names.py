@@ -27,11 +27,7 @@ class Spelling:
         self.references: dict[str, Reference] = {}  # what the texts use from elsewhere
 
     def __call__(self, dotted: str, backend: str = "") -> str:
-        """The text for a dotted name, `torch.nn.functional.gelu -> nn.functional.gelu`.
-
-        Raises:
-            NameTaken: The file means something else by the names that it needs.
-        """
+        """The text for a dotted name, `torch.nn.functional.gelu -> nn.functional.gelu`."""
         if in_torch(dotted) is not None:
             return self._called(dotted, backend or TRITON)
         if dotted.startswith(RUNTIME):
@@ -94,11 +90,7 @@ class Spelling:
         return written
 
     def _check_one(self, name: str, backend: str, known: Iterable[Reference]) -> None:
-        """A function is imported under its name, so that of a user's module is the only one.
-
-        Raises:
-            NameTaken: It is another's already.
-        """
+        """A function is imported under its name, so that of a user's module is the only one."""
         for other in known:
             homes = {r for r in (other.module, backend) if r not in WRITTEN and r[0] != "."}
             if other.name == name and homes and other.module != backend:

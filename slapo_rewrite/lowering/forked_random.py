@@ -30,11 +30,7 @@ class Forks:
     files: OutputFiles  # the files that may be rewritten
 
     def check(self, followed: ShardingResult) -> None:
-        """Refuses numbers of a rank's own for a value that all ranks have.
-
-        Raises:
-            Unsupported: Such numbers are drawn inside of what is forked.
-        """
+        """Refuses numbers of a rank's own for a value that all ranks have (`Unsupported`)."""
         for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
             causes = [cause for path, line in draw.callers for cause in self._at(path, line)]
             if causes and not draw.blocks:

@@ -122,11 +122,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
 
 
 def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> None:
-    """Refuses a collective that does not fit what a split layer takes in or gives out.
-
-    Raises:
-        SyncMismatch: With the lines of the collective and of the shard.
-    """
+    """Refuses a collective that does not fit what a split layer takes in or gives out."""
     shard = state.shards[0]
     problem = hint = None
     spoken = SPOKEN.get(str(sync.op))

@@ -305,12 +305,7 @@ class _Lowering:
         return found
 
     def _follow(self, run: Callable[[ShardingRequest], ShardingResult]) -> ShardingResult:
-        """What follows from the sharded sizes, once the syncs left to be inferred are there.
-
-        Raises:
-            CannotRun: The model does not run.
-            UnfollowableSize: Something does not fit.
-        """
+        """What follows from the sharded sizes, with the syncs that are to be inferred."""
         refused: CannotFollow | None = None
         # What failed: from one start all ways of repairing it go alike for a while.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []

@@ -111,9 +111,6 @@ class Mixing:
         """What follows; None where nothing is asked.
 
         `shortened` is the model with one element of each kind, which stands for the others.
-
-        Raises:
-            Unsupported: The model cannot be computed so.
         """
         if not self.asked:
             return None

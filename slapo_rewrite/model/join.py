@@ -38,11 +38,7 @@ _Around = tuple[_Turning, ast.AST]
 
 
 def find_site(sources: Sources, node: Node) -> Site:
-    """The construction site of a module.
-
-    Raises:
-        UnfollowableConstruction: None can be named.
-    """
+    """The construction site of a module; `UnfollowableConstruction` where none can be named."""
     known = sources.known.get((id(node), ""))
     if known is None:
         known = sources.known[id(node), ""] = _module(sources, node)
@@ -58,11 +54,7 @@ def known_site(sources: Sources, node: Node) -> Site | None:
 
 
 def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
-    """The expression that makes a parameter or buffer that a class keeps itself.
-
-    Raises:
-        UnfollowableConstruction: None can be named.
-    """
+    """The expression that makes a parameter or buffer that a class keeps itself."""
     key = id(node), name
     known = sources.known.get(key) or _tensor(sources, node, name)
     if known is None:

@@ -103,11 +103,7 @@ def counted_ways(
 
 @contextmanager
 def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
-    """Sees to it that no layer is called several times meanwhile: each call keeps what it does.
-
-    Raises:
-        DoesNotRun: One was.
-    """
+    """Sees to it that no layer is called several times meanwhile: each call keeps what it does."""
     counts: Counter[str] = Counter()
 
     def seen(node: Node) -> Callable[..., None]:

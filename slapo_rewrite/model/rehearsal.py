@@ -184,11 +184,7 @@ def _check_step(
 
 
 def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
-    """With its casts the output runs, and what is a number without them is one.
-
-    Raises:
-        OtherNumbersError: It fails, or something overflows.
-    """
+    """With its casts the output runs, and what is a number without them is one."""
     try:
         with torch.random.fork_rng(devices=[]):
             model = small_model.build_small(schedule, output.module, reference.depth).float()
@@ -363,12 +359,7 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 def _reference(
     schedule: Any, original: types.ModuleType, depth: int, whole: bool
 ) -> _Reference | None:
-    """A step of the original's small model; None where one with a mask says nothing.
-
-    Raises:
-        TooLargeError: It would take too long.
-        DoesNotRunError: It does not run.
-    """
+    """A step of the original's small model; None where one with a mask says nothing."""
     fails: list[str] = []
     for dtype in LIMIT:
         try:
@@ -414,11 +405,7 @@ def _check_start(
     original: types.ModuleType,
     output: Emitted,
 ) -> None:
-    """In one process the output draws the weights that the original draws.
-
-    Raises:
-        OtherStartError: It draws others, as where a constructor asks for a module's very class.
-    """
+    """In one process the output draws the weights that the original draws."""
     try:
         wanted = drawn if drawn is not None else _drawn(schedule, original, depth)[1]
         model, found = _drawn(schedule, output.module, depth)

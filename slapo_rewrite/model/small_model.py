@@ -230,11 +230,7 @@ def build_deep(
 
 
 def _not_too_large(build: Callable[[], nn.Module]) -> nn.Module:
-    """What a function builds: with all layers of a model, what is small with two may be huge.
-
-    Raises:
-        ValueError: It is too large to be run.
-    """
+    """What a function builds, unless it is huge with all layers of a model (`ValueError`)."""
     with on_meta():
         count = sum(p.numel() for p in build().parameters())
     if count > LARGEST_TWIN:
@@ -369,9 +365,6 @@ def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Ten
     """The loss of one step: what `schedule.loss` makes of it, else `outputs.loss`.
 
     That takes the outputs, and by name what else it needs of the inputs, targets say.
-
-    Raises:
-        ValueError: There is no loss.
     """
     choose: Callable[..., Any] | None = getattr(schedule, "loss", None)
     takes = loss_parameters(schedule)

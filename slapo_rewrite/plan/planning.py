@@ -344,11 +344,7 @@ def described(way: Way) -> str:
 
 
 def memory_size(text: str) -> float:
-    """Bytes of `80GiB`, `80GB` or plain bytes.
-
-    Raises:
-        UsageError: It is none of these.
-    """
+    """Bytes of `80GiB`, `80GB` or plain bytes; a `UsageError` for anything else."""
     value = byte_size(text)
     if value is None:
         raise errors.UsageError(f"`--memory {text}` is no size", hint="write 80GiB, say")

@@ -181,9 +181,6 @@ def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[No
     """The layers that a training step calls, in that order; those of a tower for images, say, not.
 
     All where the model does not run without values: what cannot be cut is refused then.
-
-    Raises:
-        BadArgument: One that is called several times is all that there is to cut between.
     """
     from slapo_rewrite.model.costs import calls_of  # imports triton
 

@@ -171,11 +171,7 @@ def _casts(call: Call) -> Iterator[tuple[HalfPrecision, Directive]]:
 
 
 def check_casts_known(call: Call) -> None:
-    """Refuses `autocast` after a budget, which was solved for a step without it.
-
-    Raises:
-        ConflictingEdits: There is one.
-    """
+    """Refuses `autocast` after a budget, which was solved for a step without it."""
     late = [cause for _, cause in _casts(call) if cause.number > call.directive.number]
     if late:
         raise errors.ConflictingEdits(
@@ -209,11 +205,7 @@ def counted(
     tree: Tree,
     kernels: Iterable[ModuleType] = (),
 ) -> CountedWays:
-    """Counts a step in every way.
-
-    Raises:
-        DoesNotRun: It does not run without values.
-    """
+    """Counts a step in every way."""
     import torch
 
     from slapo_rewrite.model import recomputed_step

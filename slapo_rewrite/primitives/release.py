@@ -163,11 +163,7 @@ def _unchanged(cause: Directive) -> str:
 
 
 def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
-    """The functions of the file that some modules run, constructors left out.
-
-    Raises:
-        Unsupported: There are none.
-    """
+    """The functions of the file that some modules run, constructors left out."""
     selected = {node.path for node in below(nodes)}
     functions = [f for f in sharing.functions() if f.name != "__init__"]
     own = [f for f in functions if any(n.path in selected for n in sharing.sharers(f))]
@@ -182,11 +178,7 @@ def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
 
 
 def _inputs(call: Call, sequence: int | None) -> list[dict[str, Any]]:
-    """The arguments of the model at each length that counts.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """The arguments of the model at each length that counts; `ValueError` if there are none."""
     from slapo_rewrite.model.sized_inputs import positions_of, sized_inputs
 
     model = call.tree.root.live
@@ -236,11 +228,7 @@ def _paying(
 def _check_selected(
     call: Call, nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
 ) -> None:
-    """One text serves all modules that run it.
-
-    Raises:
-        Unsupported: One that is not selected runs a text that changes.
-    """
+    """One text serves all modules that run it."""
     selected = {node.path for node in below(nodes)}
     for function, death in functions.items():
         others = [node for node in sharing.sharers(function) if node.path not in selected]

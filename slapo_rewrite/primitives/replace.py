@@ -149,12 +149,7 @@ class Rebuilding(Primitive):
         return class_of(call, node)
 
     def _built(self, call: Call, node: Node) -> nn.Module | None:
-        """The new module on the meta device; None where that cannot be made, and need not be.
-
-        Raises:
-            BadArgument: Its constructor does not take the arguments.
-            WeightsMisfit: It cannot be made, and its weights are to be mapped.
-        """
+        """The new module on the meta device; None where that cannot be made, and need not be."""
         new, arguments = self._class(call, node), call.arguments.get("args")
         arguments = None if call.done is not None else arguments
         name = getattr(new, "__name__", "the new module")
@@ -229,11 +224,7 @@ def check_source(call: Call, arguments: str | None) -> None:
 
 
 def weights_of(call: Call) -> dict[str, Weight]:
-    """What the schedule says that the new module's tensors are made of.
-
-    Raises:
-        BadArgument: It is not a mapping of names to names, `concat`, `split` or `transpose`.
-    """
+    """What the schedule says that the tensors are made of: names, and functions of names."""
     given = call.arguments.get("weights") or {}
     for name, source in given.items():
         if not isinstance(name, str) or not isinstance(source, (str, Weight)):

@@ -37,11 +37,7 @@ def bundled() -> dict[str, Path]:
 
 
 def locate(name: str) -> Path:
-    """The file of a schedule that is given by path, or by name where it ships with the tool.
-
-    Raises:
-        ScheduleError: There is no such file or name.
-    """
+    """The file of a schedule that is given by path, or by name where it ships with the tool."""
     path = Path(name)
     if path.suffix == ".py" or "/" in name:
         if not path.is_file():
@@ -96,11 +92,7 @@ class ScheduleFile:
 
     @classmethod
     def load(cls, name: str) -> ScheduleFile:
-        """Reads and runs the file.
-
-        Raises:
-            ScheduleError: It does not parse, fails while it is run, or lacks `model` or `schedule`.
-        """
+        """Reads and runs the file."""
         path = locate(name)
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -255,12 +247,7 @@ class ScheduleFile:
         return None
 
     def settings(self, given: Sequence[str]) -> dict[str, Any]:
-        """Every knob's value: the defaults, with the `K=V` of `--set` in their place.
-
-        Raises:
-            UnknownKnob: `K` is no knob of this schedule.
-            BadKnob: `V` does not fit the knob's annotation.
-        """
+        """Every knob's value: the defaults, with the `K=V` of `--set` in their place."""
         knobs = self.knobs
         values = {name: knob.default for name, knob in knobs.items()}
         for item in given:
@@ -293,11 +280,7 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 
 
 def convert(annotation: Any, text: str) -> Any:
-    """`text` as a value of the annotated type.
-
-    Raises:
-        ValueError: It is not one, in words.
-    """
+    """`text` as a value of the annotated type; a `ValueError` in words where it is none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         for choice in arguments:

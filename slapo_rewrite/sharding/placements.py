@@ -226,11 +226,7 @@ class Flow:
         source: str | None,
         partial: bool = False,
     ) -> None:
-        """Has the gradient of a value summed where it comes from.
-
-        Raises:
-            PlacementError: There is nothing that could do it.
-        """
+        """Has the gradient of a value summed where it comes from, if anything can do it."""
         if state.parameters:
             for key in state.parameters:
                 self.shared.setdefault(key, source)
@@ -331,11 +327,7 @@ class Flow:
             self.set(output, result)
 
     def tell(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes in an operation that gives no tensor.
-
-        Raises:
-            PlacementError: It tells a value of a part or a partial sum, another one on each rank.
-        """
+        """Takes in an operation that gives no tensor: it may tell no value of a part."""
         if name not in _TELLING:
             return
         if name == "register_hook":
@@ -353,9 +345,6 @@ class Flow:
         """Refuses a gradient computed by other means than torch's where it is a summand.
 
         What torch computes of a gradient is linear in it, so that sums may be added up later.
-
-        Raises:
-            PlacementError: The value's gradient is added up before it only.
         """
         for tensor in inputs:
             path = self.of(tensor).grad_reduced
@@ -427,11 +416,7 @@ class Flow:
             )
 
     def joined(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
-        """The state of what is made of whole values alone.
-
-        Raises:
-            PlacementError: The gradients of some are summed over the ranks, and others' cannot be.
-        """
+        """The state of what is made of whole values alone."""
         trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
         covers = sorted({s.grad_reduced for _, s in trained if s.grad_reduced is not None})
         if covers:
@@ -461,11 +446,7 @@ class Flow:
         cover: str,
         trained: Sequence[tuple[torch.Tensor, State]],
     ) -> None:
-        """Takes a value in whose gradient every rank has whole, beside one that is covered.
-
-        Raises:
-            PlacementError: Its gradient cannot be summed as well.
-        """
+        """Takes a value in whose gradient every rank has whole, beside one that is covered."""
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
@@ -547,11 +528,7 @@ class Flow:
         whole: Sequence[Shape],
         part: State,
     ) -> bool:
-        """Whether the result is a partial sum, because the operation sums over a split axis.
-
-        Raises:
-            PlacementError: It needs such an axis whole, or is not known.
-        """
+        """Whether the result is a partial sum: the operation is known to add up a split axis."""
         if how is None:
             raise PlacementError(
                 f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "

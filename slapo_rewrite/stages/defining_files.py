@@ -39,11 +39,7 @@ class DefiningFile:
     module: str  # how `pipeline.py` imports it; files of the output by a dot
 
     def value(self, name: str) -> Any:
-        """What a name that is not local means here.
-
-        Raises:
-            KeyError: Nothing.
-        """
+        """What a name that is not local means here; `KeyError` where that is nothing."""
         return self.world[name] if name in self.world else vars(builtins)[name]
 
     def origin(self, name: str) -> Origin | None:

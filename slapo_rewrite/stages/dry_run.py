@@ -123,11 +123,7 @@ class Trial:
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
     def paths_of(self, held: Held) -> list[str]:
-        """The paths in the small model of what a stage holds: a module's, or those of layers.
-
-        Raises:
-            CannotCut: It has no such module or parameter.
-        """
+        """The paths in the small model of what a stage holds: a module's, or those of layers."""
         match ast.parse(held.text, mode="eval").body:
             case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
                 listed = ast.unparse(layers)
@@ -249,11 +245,7 @@ class Trial:
         return None
 
     def check_numbers(self, stages: Stages) -> None:
-        """Numbers that are sent as a shape must be the same for all data of one shape.
-
-        Raises:
-            CannotCut: One is another with other data and other weights.
-        """
+        """Numbers that are sent as a shape must be the same for all data of one shape."""
         program = stages.program
         sent = {v: stages.seen[v] for stage in stages.stages for v in (*stage.given, *stage.joined)}
         sent = {v: kind for v, kind in sent.items() if kind.kind in ("shape", "several")}
@@ -377,9 +369,6 @@ class Trial:
         """After the first step the next loss must be the model's, in eval mode too.
 
         What one stage changes is not changed in the others, and what does not run in training may.
-
-        Raises:
-            CannotCut: They are not.
         """
         data = other_data(self.inputs, self.more_inputs)
         for mode in ("training", "eval mode"):
@@ -427,11 +416,7 @@ class Trial:
     def check_joined(
         self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
     ) -> None:
-        """What the last stage gives for micro-batches must be of one size, to be joined.
-
-        Raises:
-            CannotCut: It is as large as the values of the micro-batch make it.
-        """
+        """What the last stage gives for micro-batches must be of one size, to be joined."""
         made: list[list[Any]] = []
         data = other_data(self.inputs, self.more_inputs)
         half = max(
@@ -459,11 +444,7 @@ class Trial:
                 )
 
     def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
-        """After some steps buffers and weights must be the model's, wherever they are held.
-
-        Raises:
-            CannotCut: A stage has other updates of one than the others.
-        """
+        """After some steps buffers and weights must be the model's, wherever they are held."""
         own = state(whole)
         for number, model in enumerate(models):
             for name, tensor in state(model).items():

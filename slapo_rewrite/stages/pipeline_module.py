@@ -264,11 +264,7 @@ class PipelineText:
         return imports
 
     def _check_names(self, taken: set[str]) -> None:
-        """Refuses names that the stages read of the model's file and that mean another thing here.
-
-        Raises:
-            NameTaken: There is one.
-        """
+        """Refuses names that the stages read of the model's file and that mean another thing."""
         texts = [forward_text(self.stages, stage) for stage in self.stages.stages]
         for text in (*texts, loss_text(self.stages)):
             tree = ast.parse(text)

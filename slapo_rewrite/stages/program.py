@@ -95,11 +95,7 @@ class Program:
 
 
 def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any]) -> Program:
-    """Cuts a flat `forward`.
-
-    Raises:
-        CannotCut: A module after which no stage can end.
-    """
+    """Cuts a flat `forward`."""
     statements = [ast.parse(line.text).body[0] for line in flat.lines]
     ends: dict[int, dict[int | None, Cut]] = {}
     for cut in cuts:
@@ -140,11 +136,7 @@ def _length(model: Any, listed: str) -> int | None:
 def place_of(
     cut: Cut, statements: Sequence[ast.stmt], flat: Flat, model: Any
 ) -> tuple[int, int | None]:
-    """The statement that a cut stands after, and how many rounds of a loop stand before it.
-
-    Raises:
-        CannotCut: It is not called in sequence.
-    """
+    """The statement that a cut stands after, and how many rounds of a loop stand before it."""
     also = [cut.cause.at] if cut.cause.at else []
 
     def refused(message: str, number: int | None = None, hint: str | None = None) -> Exception:

@@ -57,11 +57,7 @@ class Planner:
         }
 
     def stages(self) -> Stages:
-        """The stages.
-
-        Raises:
-            CannotCut: A value cannot cross, or a stage would have nothing to do.
-        """
+        """The stages, if all values can cross, and none is idle (`CannotCut`)."""
         program = self.program
         numbers = range(len(program.pieces))
         ends = (n for n in numbers if self.trains(piece := program.pieces[n]) or self.asks(piece))

@@ -185,11 +185,7 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
 
 
 def source_of(schedule: ScheduleFile) -> str:
-    """What a schedule says that it is of: `SOURCE`, a file beside it or an importable module.
-
-    Raises:
-        UsageError: It does not say.
-    """
+    """What a schedule says that it is of: `SOURCE`, a file beside it or an importable module."""
     name = getattr(schedule.module, "SOURCE", None)
     if not isinstance(name, str):
         raise errors.UsageError(
