@@ -182,9 +182,6 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
     A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
     the first of them, if all are to be changed alike. `what` has no place where none is found;
     `hint` says what to do then.
-
-    Raises:
-        Unsupported: No method calls it, or a call means others too that are not changed alike.
     """
     found = [
         (call, paths)

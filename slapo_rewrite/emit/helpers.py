@@ -79,9 +79,6 @@ def helper_files(
 
     `used` has the names that the model file uses of each helper module; the schedule defines the
     classes and functions of `modules`.
-
-    Raises:
-        ScheduleError: The schedule's own code cannot be copied.
     """
     return _laid_out(_picked(used, schedule), header)
 
@@ -116,12 +113,7 @@ def _laid_out(helpers: Mapping[str, Picked], header: str) -> dict[str, str]:
 
 
 def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: SourceFile) -> str:
-    """The helpers as one text, to stand behind the imports of the model file.
-
-    Raises:
-        NameTaken: The model file has another meaning for a name that the helpers need.
-        ScheduleError: The schedule's own code cannot be copied.
-    """
+    """The helpers as one text, to stand behind the imports of the model file."""
     apart = [m.partition(".")[0] for m in used if kernels.is_of_kernels(m)]
     if len(set(apart)) > 1:
         raise errors.Unsupported(

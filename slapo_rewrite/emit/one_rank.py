@@ -50,13 +50,8 @@ class OneRank:
     """Counts a rewritten model as one of several ranks builds it.
 
     It is rewritten in a process that goes on from this one: there the schedule runs from its
-    beginning to its end, and what it says of ranks and a budget is passed over.
-
-    Args:
-        source: A file or an importable module, as the user gave it.
-        schedule: A file, or the name of a schedule that ships with the tool.
-        settings: Knobs, as `name=value`.
-        try_out: Carries a schedule out on a project, and tries the output.
+    beginning to its end, and what it says of ranks and a budget is passed over. `try_out` carries a
+    schedule out on a project, and tries the output.
     """
 
     def __init__(

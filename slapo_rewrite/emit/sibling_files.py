@@ -187,10 +187,6 @@ class SiblingFiles:
         """The imports of a file as they must be in the output: absolute, or of a copy beside it.
 
         What the file uses of a copy beyond what it imports is imported along with that.
-
-        Raises:
-            SourceError: A relative import in a file that lies in no package.
-            Unsupported: A use that hides what it takes from a copied file.
         """
         if len(self.files) == 1:
             return absolute_imports(file)

@@ -174,11 +174,6 @@ def write_both(
 
     At every moment the folder holds what the output imports from it: first it has what the output
     used and will use, last what it uses alone.
-
-    Raises:
-        OutputEdited: A file was edited by hand, or other outputs need files of an earlier tool.
-        NotAnOutput: A folder is somebody else's.
-        OutputUnwritable: A folder cannot be written.
     """
     check_apart(folder, inputs)
     name = out.absolute().name

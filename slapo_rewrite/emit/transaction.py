@@ -173,9 +173,6 @@ def locked(out: Path) -> Iterator[Callable[[], str | None]]:
     """One run at a time in a folder; what an interrupted one left is tidied up first.
 
     Gives a function that says what that was. The lock ends with the process that holds it.
-
-    Raises:
-        OutputUnwritable: Another run does not end, or what is there cannot be tidied up.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -19,12 +19,7 @@ from slapo_rewrite.patterns.value_graph import Use, Value, described
 
 
 def fork_of(found: RuleMatch, head: Head, loss: Value, labels: Labels) -> Fork:
-    """Where the ways part.
-
-    Raises:
-        Declined: Logits are needed for more than the loss and the output, or the statements do not
-            stand so that they can be told apart.
-    """
+    """Where the ways part; `Declined` where logits are needed, or statements not told apart."""
     return _Forking(found, head, loss, labels).run()
 
 

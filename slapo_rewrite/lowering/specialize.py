@@ -34,9 +34,6 @@ def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
 
     A class comes before those that make its instances, since what an instance is made of may have
     another name afterwards, and is settled first in the file that defines it.
-
-    Raises:
-        RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
     _write_lookups_out(tree, files)
     edits: dict[str, list[Edit]] = {}

@@ -65,9 +65,6 @@ def counted_ways(
 
     `chosen` are paths of elements of lists, `kernels` modules beside those of the tool. Without
     `sequence` rows are as long as the schedule's `inputs` make them.
-
-    Raises:
-        DoesNotRun: The step does not run without values, or there are no inputs for it.
     """
     lists = lists_of(tree)
     folds = folds_of(

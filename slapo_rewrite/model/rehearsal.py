@@ -290,13 +290,7 @@ class _Rank:
         self.build: Callable[[], nn.Module] | None = None
 
     def __call__(self, turn: threading.Lock) -> Step:
-        """The step, with the original's weights.
-
-        `turn` is held by the rank that computes.
-
-        Raises:
-            UnfitError: The model cannot be made for so many ranks, or be run, which it says.
-        """
+        """The step, with the original's weights; `turn` is held by the rank that computes."""
         try:
             with self.building, turn:
                 if self.build is None:
@@ -330,10 +324,6 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 
     One with a mask and a cache in double precision is enough: what these need single precision for
     is compared without them as well, as no other comparison is as sharp.
-
-    Raises:
-        TooLargeError: It is too large, or its inputs are.
-        DoesNotRunError: It does not run.
     """
     ways = (False,) if hasattr(schedule, "inputs") else (True, False)
     found: list[_Reference] = []

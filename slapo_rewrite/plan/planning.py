@@ -103,13 +103,7 @@ class Planned:
 
 @collector_paused()
 def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
-    """Plans.
-
-    Raises:
-        NothingFits: No way fits.
-        UsageError: The batch cannot be divided so.
-        Unsupported: The model's step does not run on the meta device.
-    """
+    """Plans; `NothingFits` where no way does."""
     schedule = ScheduleFile.load(wanted.schedule)
     knobs = set(schedule.knobs)
     schedule.settings(wanted.fixed)

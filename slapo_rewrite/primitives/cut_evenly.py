@@ -243,12 +243,8 @@ def sizes_of(root: Node, layers: list[Node], idle: list[Node]) -> list[float]:
 def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
     """The layers that the model calls once, in that order, and what each of them takes.
 
-    Returns:
-        The layers, and the seconds of each with what is called between it and the one before; then
-        the seconds of what is called behind the last layer, if anything is.
-
-    Raises:
-        Unsupported: The model does not run without values, or there are no inputs for it.
+    That is the seconds of each with what is called between it and the one before; then the seconds
+    of what is called behind the last layer, if anything is.
     """
     from slapo_rewrite.model.costs import costs_of, elements_of  # imports triton
 

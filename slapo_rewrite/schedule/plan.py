@@ -72,13 +72,10 @@ class Plan:
         kwargs: dict[str, Any],
         shares: tuple[Share, ...] = (),
     ) -> Any:
-        """Carries out one primitive call on the selected modules.
+        """Carries out one primitive call on the selected modules; gives the answer of a question.
 
         The primitive decides once for each different combination of class, parameter shapes and
         state, not for each module.
-
-        Returns:
-            The answer, where the primitive is a question; None otherwise.
         """
         at = self.schedule.caller()
         if not isinstance(primitive, Question):

@@ -133,8 +133,7 @@ COVER = (
 class Flow:
     """Follows the states of tensors through the operations of a rank's run.
 
-    Args:
-        undecided: The all-gathers that may yet turn out to sum gradients.
+    The `undecided` all-gathers may yet turn out to sum gradients.
     """
 
     def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
@@ -166,15 +165,9 @@ class Flow:
             )
 
     def cover(self, tensor: torch.Tensor, path: str, is_asked: bool = False) -> State:
-        """The state of a value inside `path`, whose sync adds up the gradient.
+        """The state of a value inside `path`, whose sync adds up the gradient, for the first time.
 
-        Args:
-            tensor: The value.
-            path: The module.
-            is_asked: Whether the schedule says so, be there a gradient or not.
-
-        Raises:
-            PlacementError: That is done already.
+        `is_asked` where the schedule says so, be there a gradient or not.
         """
         state = self.of(tensor)
         if not tensor.requires_grad and not is_asked:
@@ -204,14 +197,7 @@ class Flow:
     ) -> None:
         """Covers whole values where they meet parts, as far as that can be done.
 
-        Args:
-            tensors: What an operation is given.
-            what: The operation, in words.
-            source: The module that makes the parts, or is split itself.
-            partial: Whether it makes partial sums.
-
-        Raises:
-            PlacementError: The gradient of one would be only this rank's summand.
+        `source` makes the parts, or is split itself; `partial` where `what` makes partial sums.
         """
         for tensor in tensors:
             state = self.of(tensor)
@@ -269,20 +255,10 @@ class Flow:
         results: Sequence[Shape],
         replicated: bool = False,
     ) -> None:
-        """Takes an operation's result in.
+        """Takes an operation's result in; `PlacementError` where it is wrong on what a rank has.
 
-        Args:
-            name: The function's, as `operations.name_of` says it.
-            inputs: The tensors it was given.
-            whole: The shapes that they have in the whole model.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            outputs: The tensors it returned.
-            results: The shapes that these have in the whole model.
-            replicated: Whether several ranks hold the same heads: sizes tell less of axes then.
-
-        Raises:
-            PlacementError: The operation is wrong on what a rank has.
+        `whole` and `results` are the shapes that the tensors have in the whole model. Where several
+        ranks hold the same heads, `replicated`, sizes tell less of axes.
         """
         if name in _TYPED:
             inputs, whole = inputs[:1], whole[:1]

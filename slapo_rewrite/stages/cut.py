@@ -47,19 +47,10 @@ def pipeline(
     module: ModuleType,
     tree: Tree,
 ) -> PipelineText:
-    """The stages of a rewritten model.
+    """The stages of a rewritten model, `file` among the output's other files.
 
-    Args:
-        files: The output's other files.
-        file: The rewritten model file among them.
-        schedule: The schedule's module.
-        cuts: Where stages end.
-        sliced: What lets ranks hold slices of the values between layers.
-        module: The model file, imported.
-        tree: The model that it defines.
-
-    Raises:
-        CannotCut: They cannot end there.
+    `module` is that file, imported, and `tree` the model that it defines; `sliced` lets ranks hold
+    slices of the values between layers.
     """
     model = tree.root.live
     at = cuts[0].cause.at

@@ -148,15 +148,7 @@ class Trial:
         return {**self.world, "self": self.model, **inputs}
 
     def seen(self, program: Program, with_records: bool = False) -> dict[Version, ValueKind]:
-        """What the values of a program are.
-
-        Args:
-            program: The program.
-            with_records: Whether records may be taken apart, to be made again of their fields.
-
-        Raises:
-            CannotCut: A statement fails.
-        """
+        """What the values of a program are, in which records may be taken apart if so said."""
         scene = self.scene()
         world = self.world if with_records else {}
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
@@ -279,16 +271,8 @@ class Trial:
     ) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
-        Each runs in a model of its own, as it will, in which there is nothing but what it holds.
-
-        Args:
-            functions: Each stage's `forward`, and the loss.
-            stages: The stages.
-            held: The paths that each of them holds.
-            sizes: Those of the modules that each reads sizes of.
-
-        Raises:
-            CannotCut: They do not.
+        Each runs in a model of its own, as it will, with nothing but what it holds and the modules
+        that it reads sizes of. The loss is the last of the functions.
         """
         whole = copy.deepcopy(self.pristine).train()
         versions = {name: p._version for name, p in whole.named_parameters()}
@@ -396,12 +380,7 @@ class Trial:
     def check_kept(self, whole: nn.Module, versions: Mapping[str, int]) -> None:
         """No parameter may be written into as the model runs: a first call only finds out sizes.
 
-        Args:
-            whole: The model, which was trained and evaluated.
-            versions: How often each parameter was written into before.
-
-        Raises:
-            CannotCut: One is.
+        `versions` says how often each was written into before.
         """
         for name, parameter in whole.named_parameters():
             if parameter._version != versions[name]:
@@ -516,12 +495,7 @@ class Trial:
     ) -> Any:
         """The loss that the stages give, one after the other; what one alters no other sees.
 
-        Args:
-            models: The stages.
-            loss: Makes the loss of what the last of them gives.
-            stages: What they take and give.
-            inputs: The arguments of a step.
-            outputs: Takes up what each of them gives.
+        `outputs` takes up what each of them gives.
         """
 
         def copied(names: Sequence[str]) -> tuple[Any, ...]:

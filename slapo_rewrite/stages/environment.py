@@ -205,12 +205,7 @@ class Environment:
         return UNKNOWN
 
     def value(self, node: ast.expr, read: dict[str, Any] | None = None) -> Worth:
-        """What is known of an expression.
-
-        Args:
-            node: The expression.
-            read: Takes up the settings that it reads.
-        """
+        """What is known of an expression; `read` takes up the settings that it reads."""
         read = {} if read is None else read
 
         def of(operand: ast.expr) -> Worth:

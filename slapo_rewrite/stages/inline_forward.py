@@ -397,10 +397,7 @@ class Flattening(Calls):
     def rounds_apart(self, rounds: Rounds, lists: Set[str], scope: Scope) -> dict[int, str]:
         """The rounds of a loop in which a stage ends, with the module that it ends in.
 
-        Args:
-            rounds: The loop's.
-            lists: The lists of layers between whose rounds the loop can be divided.
-            scope: Where the loop stands.
+        It can be divided between the rounds of `lists`, lists of layers.
         """
         found: dict[int, str] = {}
         before = dict(scope.names.values)
@@ -497,16 +494,7 @@ class Flattening(Calls):
         orelse: Sequence[ast.stmt] = (),
         given: Set[str] = frozenset(),
     ) -> None:
-        """Writes a statement that holds others.
-
-        Args:
-            node: The statement.
-            head: Its first line.
-            body: What it holds.
-            scope: The function that it stands in.
-            orelse: What it holds behind `else`.
-            given: The names that are not None before it.
-        """
+        """Writes a statement that holds others; `given` are the names never None before it."""
         self.spell_out(node, scope)
         comments, self.comments = self.comments, []
         around, self.unsure = self.unsure, set()

@@ -257,11 +257,7 @@ class Calls(Expressions):
     def method_of(self, module: Any, path: str, name: str, behind: type | None = None) -> Method:
         """The method of a module, as it stands in the file that defines it.
 
-        Args:
-            module: The module.
-            path: Its path.
-            name: The method's name.
-            behind: A class of the module; the method is that of one of its bases then.
+        Where a class of the module is given, it is that of one of the bases behind it.
         """
         classes = type(module).__mro__
         classes = classes[classes.index(behind) + 1 :] if behind is not None else classes

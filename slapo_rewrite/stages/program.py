@@ -69,11 +69,7 @@ class Piece:
         return ast.parse(self.text).body[0]
 
     def source(self, depth: Depth | None = None) -> str:
-        """The text, a loop with the rounds that it has here.
-
-        Args:
-            depth: Says where the cuts are in a model of another depth.
-        """
+        """The text, a loop with the rounds that it has here, or in a model of another depth."""
         if self.layers is None:
             return self.text
         first, stop = self.layers.first, self.layers.stop
@@ -295,9 +291,7 @@ def linked(
 def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
     """The names whose values a statement alters: `mapping[key] = x`, `x = found.pop()`.
 
-    Args:
-        statement: The statement.
-        world: The names of the model's file; what only writes messages alters none of them.
+    By the names of the model's file, what only writes messages alters none of them.
     """
     for node in ast.walk(statement):
         base: ast.expr | None = None

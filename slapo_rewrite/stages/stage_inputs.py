@@ -87,11 +87,7 @@ class Planner:
         return found
 
     def planned(self, divided: Sequence[list[int]]) -> Stages:
-        """The stages.
-
-        Args:
-            divided: The numbers of the statements of each, and of those that make the loss.
-        """
+        """The stages, by the numbers of the statements of each, and of those that make the loss."""
         program = self.program
         *own, of_loss = divided
         for number, statements in enumerate(own):

@@ -79,11 +79,7 @@ def filled(command: str, values: Mapping[str, str]) -> str:
 
 
 def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
-    """Runs a command to its end, or to the end of its time.
-
-    Returns:
-        How it ended, and the throughput that it reported.
-    """
+    """Runs a command to its end, or to the end of its time: how it ended, and its throughput."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file, _ended_as_by_hand() as started:
         process = subprocess.Popen(

@@ -145,15 +145,7 @@ def _why(space: KnobSpace, strategy: Strategy, trials: Sequence[Trial]) -> str:
 
 
 def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
-    """Searches, and draws the surface.
-
-    Raises:
-        BadSpace: The schedule declares nothing to tune, or `space` allows nothing.
-        OtherTrials: The folder's record is of another search.
-        OutputUnwritable: Another search is under way in the folder, or it cannot be written.
-        RunFails: The command fails, or reports no throughput.
-        UsageError: The command lacks a knob, or names what there is not.
-    """
+    """Searches, and draws the surface."""
     from slapo_rewrite.tune.surface_plot import draw
 
     tuned = read(wanted.schedule, wanted.fixed)

@@ -193,16 +193,6 @@ def chosen(
 
     Where it asks for nothing, the whole model at sizes 1 and 2, and the pipeline, if there is one,
     on as many ranks as it has stages. Where it asks for one of the two kinds, only that.
-
-    Args:
-        out: The output folder.
-        sizes: World sizes for the whole model.
-        pipe: Pipeline stages.
-        tensor: Ranks that share a stage's layers.
-        data: Replicas of the pipeline.
-
-    Raises:
-        UsageError: A layout is asked for, and the output has no stages.
     """
     stages = stages_of(out)
     asked = not (pipe is tensor is data is None)
