@@ -273,8 +273,7 @@ class UseSubclass(Construction):
         """How the file with the construction site refers to the class."""
         if self.module is None:
             return self.name
-        refer = imports.within if self.is_above else imports.helper
-        return refer(self.module, self.name, causes)
+        return imports.helper(self.module, self.name, causes, apart=self.is_above)
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""

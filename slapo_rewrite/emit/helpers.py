@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import KERNELS
+from slapo_rewrite.changes.imports import KERNELS, MODULES
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
@@ -27,8 +27,6 @@ from slapo_rewrite.emit.used_definitions import (
 )
 from slapo_rewrite.schedule.load import ScheduleFile
 
-# Where the schedule's own classes and functions go.
-MODULES = "modules"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
     "annotations", "remaking", "recomputation", "shards", "guards", "packed_axes",

@@ -219,7 +219,7 @@ def _holding(
             end = lines.setdefault(constructor.body[-1], Lines())
             end.after.append(Line(text, (cause,), f"`{held.name}`"))
     text = writer.text_of(Subclass(name, new_name, doc), lines)
-    engine.speller.take(files.main.imports)
+    engine.speller.references.update(files.main.imports.references)
     return behind(file, file.classes[name], text, 2).caused_by((cause,), f"`{new_name}`")
 
 

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.imports import SCHEDULE, Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.fusion.claims import Calling, Claim, Skipped
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
 from slapo_rewrite.fusion.match_rules import Looked
-from slapo_rewrite.fusion.spelled_names import SCHEDULE
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Matches, Miss
