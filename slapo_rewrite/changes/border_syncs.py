@@ -27,7 +27,7 @@ from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.text import accessor, returns
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import ModuleBoundary
+from slapo_rewrite.sharding.types import ModuleBoundary
 
 HOOKS = {
     "fwd_pre": "register_forward_pre_hook",

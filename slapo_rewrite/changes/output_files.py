@@ -31,7 +31,7 @@ from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import Place
+from slapo_rewrite.sharding.types import Place
 
 # The names of helper modules, which lie in the output folder as well.
 _RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")} - {EAGER}

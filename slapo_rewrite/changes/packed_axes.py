@@ -27,8 +27,8 @@ from slapo_rewrite.model.join import Sources, size_at
 from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
-from slapo_rewrite.sharding import Place
 from slapo_rewrite.sharding.packed_parts import described, reduced
+from slapo_rewrite.sharding.types import Place
 
 # A sum of products of names: how often each is in it.
 _Sum = Counter[tuple[str, ...]]

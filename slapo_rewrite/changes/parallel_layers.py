@@ -22,7 +22,7 @@ from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, size_at
 from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import layer_key
+from slapo_rewrite.sharding.types import layer_key
 
 
 def place_layer(

@@ -18,8 +18,8 @@ from slapo_rewrite.code.subgraphs import Calls, called_names, find_calls
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import Place as FollowedPlace
-from slapo_rewrite.sharding import ShardingResult
+from slapo_rewrite.sharding.types import Place as FollowedPlace
+from slapo_rewrite.sharding.types import ShardingResult
 
 
 @dataclass(frozen=True)

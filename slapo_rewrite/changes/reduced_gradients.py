@@ -20,7 +20,7 @@ from slapo_rewrite.changes.reads import is_question, values_read
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import Reading
+from slapo_rewrite.sharding.types import Reading
 
 
 def place_gradients(

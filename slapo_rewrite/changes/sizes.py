@@ -21,7 +21,8 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import CALL, ArgumentChange, Attribute, ShardingResult, Statistic
+from slapo_rewrite.sharding.tracked_sizes import Attribute
+from slapo_rewrite.sharding.types import CALL, ArgumentChange, ShardingResult, Statistic
 
 # What `split`, `expand`, `view` and `reshape` call the sizes that they are given.
 _SIZES = ("split_size", "split_size_or_sections", "size", "shape")

@@ -18,7 +18,7 @@ from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.syntax import assignments, end_position, position
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
+from slapo_rewrite.sharding.types import LocalValue, MissingCollective, Place
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 

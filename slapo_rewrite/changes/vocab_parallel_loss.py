@@ -22,7 +22,8 @@ from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Causes
-from slapo_rewrite.sharding import ParallelLoss, TiedHead, head_of
+from slapo_rewrite.sharding.tied_heads import head_of
+from slapo_rewrite.sharding.types import ParallelLoss, TiedHead
 
 MODULE = "vocab_parallel_loss"
 GATHERED = "gather the logits where training computes no loss"

@@ -18,7 +18,8 @@ from slapo_rewrite.code.subgraphs import draw_beside_torch
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding import Draw, ShardingRequest, ShardingResult, out_of_step
+from slapo_rewrite.sharding.random_ops import out_of_step
+from slapo_rewrite.sharding.types import Draw, ShardingRequest, ShardingResult
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding import CannotFollow, MissingCollective, NeverRuns
+from slapo_rewrite.sharding.types import CannotFollow, MissingCollective, NeverRuns
 
 States = dict[str, ModuleRequests]
 

@@ -8,7 +8,7 @@ from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later
-from slapo_rewrite.sharding import SPOKEN
+from slapo_rewrite.sharding.types import SPOKEN
 
 
 def choose_layer(node: Node, state: ModuleRequests) -> Layer:

@@ -42,18 +42,16 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import (
+from slapo_rewrite.sharding.propagate import Records, propagate
+from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.types import (
     CannotFollow,
     CannotRun,
-    CannotStandIn,
     LocalValue,
     ModuleBoundary,
-    Records,
     ShardedParameter,
     ShardingRequest,
     ShardingResult,
-    StandIn,
-    propagate,
 )
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.

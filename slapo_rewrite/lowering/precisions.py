@@ -25,7 +25,8 @@ from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.precision.casts import CannotCast, Precisions, Wanted
 from slapo_rewrite.precision.follow_precision import follow_precision
-from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
+from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.types import CannotRun
 
 # Makes the keyword arguments of one training step; a small model with weights, and those of a step
 # of it.
