@@ -99,7 +99,7 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
     turned = [[loop.node for loop in made.loops] for made in (call, site) if made is not None]
     if call is not None and turned[0] == turned[1] and within(call.value, site.value):
         told = _in_arguments(text, sources, owner, call)
-        if told is not None and size_at(sources, told, site, node) == unit.size:
+        if told is not None and size_at(told, site, node) == unit.size:
             return Unit(ast.unparse(told), unit.size)
     raise unknown_unit(unit, site, to.causes(node))
 

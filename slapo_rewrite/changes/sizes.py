@@ -100,9 +100,10 @@ class ChangeArgument(Change):
     def write_at(self, text: ClassText, place: AtNode) -> None:
         """Writes it, by the place of its call and its index in it."""
         why = "what depends on the sharded size follows"
-        for method, node in text.nodes_at(place):
+        for _, node in text.nodes_at(place):
             if self.index == (CALL,) and isinstance(node, ast.Call):
-                self._call_layer(method, node, text)
+                why = f"`{self.template}` computes it, with its collectives"
+                text.replace(node, lambda made: call(self.template, made.args[0].value), why)
                 return
             if isinstance(node, ast.BinOp):
                 continue
@@ -121,11 +122,6 @@ class ChangeArgument(Change):
             cause=text.causes,
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
-
-    def _call_layer(self, method: ast.FunctionDef, node: ast.Call, text: ClassText) -> None:
-        """Calls a layer, in the place of a function that is given its parameters."""
-        why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, lambda made: call(self.template, made.args[0].value), why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText

@@ -130,7 +130,7 @@ class SubclassChoice:
                 known = name = made.reference(self.imports, every)
             elif called is not None and self.file.qualified(called):
                 name = ast.unparse(called)
-            elif lookup_of(self.changes.sources, site, node):
+            elif lookup_of(site, node):
                 name = self.imports.function(Function(cls.__name__, cls.__module__), every)
             elif site.callee is None:
                 name = cls.__name__

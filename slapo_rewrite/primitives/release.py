@@ -150,7 +150,7 @@ class Release(Rewriting):
                 hint="leave `release` out: it needs a model that runs on the meta device, and "
                 "inputs for it",
             ) from error
-        _check_selected(call, nodes, sharing, {found[death]: death for death in dropped})
+        _check_selected(nodes, sharing, {found[death]: death for death in dropped})
         if not dropped:
             return Rewrite([], warnings=(_unchanged(call.directive),))
         functions = {death: found[death] for death in dropped}
@@ -226,7 +226,7 @@ def _paying(
 
 
 def _check_selected(
-    call: Call, nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
+    nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
 ) -> None:
     """One text serves all modules that run it."""
     selected = {node.path for node in below(nodes)}

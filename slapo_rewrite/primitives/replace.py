@@ -128,7 +128,7 @@ class Rebuilding(Primitive):
     def rebuilt(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class that the source has for a module."""
         assert call.done is not None
-        check_free(call, node, state)
+        check_free(node, state)
         made, module = call.done.classes[node.path], self._built(call, node)
         if module is not None:
             check_fit(call, node, module, dict(made.weights))
@@ -182,8 +182,8 @@ class Replacing(Rebuilding):
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class, if its weights can be had from the original's."""
         new, arguments = call.arguments[self.new], call.arguments.get("args")
-        check_free(call, node, state)
-        check_source(call, arguments)
+        check_free(node, state)
+        check_source(arguments)
         weights = weights_of(call)
         target = function_of(call, new, "the new module")
         module = self._built(call, node)
@@ -196,7 +196,7 @@ class Replacing(Rebuilding):
         return call.arguments[self.new] if call.done is None else super()._class(call, node)
 
 
-def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
+def check_free(node: Node, state: ModuleRequests) -> None:
     """Refuses to replace the model itself, and what the schedule has changed before."""
     if not state.is_plain():
         splits = (state.replacement, *state.shards, *state.shares, *state.syncs)
@@ -210,7 +210,7 @@ def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
         raise errors.Unsupported("the model itself cannot be replaced")
 
 
-def check_source(call: Call, arguments: str | None) -> None:
+def check_source(arguments: str | None) -> None:
     """Refuses arguments that are no source."""
     if arguments is None:
         return

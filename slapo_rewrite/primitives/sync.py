@@ -255,7 +255,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         summed = arguments["tensor_parallel_output_grad"]
         if isinstance(operation, str):
             chosen: Any
-            chosen, axis, scatter_axis = self._operation(call, operation, axis)
+            chosen, axis, scatter_axis = self._operation(operation, axis)
             if mode == "bwd_post" and chosen != "all_reduce":
                 raise errors.Unsupported(
                     f"`bwd_post` cannot be combined with `{operation}`",
@@ -310,9 +310,7 @@ s.sync("bwd_post", "all_reduce", of="key")
             )
         return of if of != names[0] else None
 
-    def _operation(
-        self, call: Call, asked: str, axis: int | None
-    ) -> tuple[str, int | None, int | None]:
+    def _operation(self, asked: str, axis: int | None) -> tuple[str, int | None, int | None]:
         """The collective that a name or a reshard string means, and its axes."""
         before, arrow, after = asked.partition("->")
         if arrow and before.strip() in LAYOUTS and after.strip() in LAYOUTS:
