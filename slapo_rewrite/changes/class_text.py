@@ -120,5 +120,5 @@ class ClassText:
 
     def span_of(self, place: AtNode) -> errors.Span:
         """A place as it is shown to the user."""
-        text = self.file.line(place.line)
-        return errors.Span(self.file.display, place.line, place.column + 1, 1, text)
+        at = (place.line, place.column, place.end_line, place.end_column)
+        return errors.Span.of_bytes(self.file.display, at, self.file.line(place.line))

@@ -232,10 +232,7 @@ class OutputFiles:
         text = linecache.getline(place.filename, place.line).rstrip("\n")
         if self.holds(place.filename):
             text = self.at(place).file.line(place.line)
-        start = len(text.encode()[: place.column].decode(errors="ignore"))
-        end = len(text.encode()[: place.end_column].decode(errors="ignore"))
-        last = end if place.end_line == place.line else len(text)
-        return errors.Span(shown, place.line, start + 1, max(1, last - start), text)
+        return errors.Span.of_bytes(shown, (*place.start, *place.end), text)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says for the first of several elements that are alike the names of all of them."""

@@ -301,11 +301,10 @@ def _place_argument(
     ]
     if not paths:
         source = to.states.get(change.source or "")
-        text = home.file.line(place.line)
         also = [s.cause.at for s in source.shards] if source else []
         raise errors.UnfollowableSize(
             "this number would be a rank's share, and stands in a function of no class",
-            at=errors.Span(home.file.display, place.line, place.column + 1, 1, text),
+            at=to.files.span(place),
             also=also[:1],
             hint="keep the size in an integer attribute of the module, and pass it",
         )

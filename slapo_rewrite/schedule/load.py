@@ -19,6 +19,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.locate import near_files
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 
@@ -185,12 +186,9 @@ class ScheduleFile:
         first, column, last, end_column = positions(code)[max(instruction, 0) // 2]
         line = first or code.co_firstlineno
         text = self.lines[line - 1] if line <= len(self.lines) else ""
-        start, end = len(text) - len(text.lstrip()), len(text)
         if first and end_column:
-            raw = text.encode()
-            start = len(raw[:column].decode(errors="ignore"))
-            end = len(raw[:end_column].decode(errors="ignore")) if last == first else len(text)
-        return Span(str(self.path), line, start + 1, max(1, end - start), text)
+            return Span.of_bytes(str(self.path), (first, column, last, end_column), text)
+        return Span.of_line(str(self.path), line, text)
 
     def statement(self, line: int) -> str:
         """The expression statement that a line belongs to, on one line."""
@@ -232,11 +230,8 @@ class ScheduleFile:
             if isinstance(node, ast.FunctionDef) and node.name == "schedule":
                 for each in (*node.args.args, *node.args.kwonlyargs):
                     if each.arg == name:
-                        text = self.lines[each.lineno - 1]
-                        is_one_line = each.end_lineno == each.lineno
-                        end = (each.end_col_offset or 0) if is_one_line else len(text)
-                        start, width = each.col_offset + 1, max(1, end - each.col_offset)
-                        return Span(str(self.path), each.lineno, start, width, text)
+                        place = (*position(each), *end_position(each))
+                        return Span.of_bytes(str(self.path), place, self.lines[each.lineno - 1])
         return self.definition("schedule")
 
     def definition(self, name: str) -> Span | None:
