@@ -95,11 +95,7 @@ def _code(arguments: list[str]) -> int:
 
 
 def _parsed(name: str, arguments: list[str]) -> argparse.Namespace:
-    """The options; what reads like a command that there is not is answered with those there are.
-
-    Raises:
-        UsageError: They cannot be read.
-    """
+    """The options; what reads like a command that there is not is answered with those there are."""
     try:
         return PARSERS[name]().parse_args(arguments[bool(name) :])
     except errors.UsageError:

@@ -31,6 +31,16 @@ class Span:
         indent = len(text) - len(text.lstrip())
         return cls(path, line, indent + 1, max(1, len(text) - indent), text, note)
 
+    @classmethod
+    def of_bytes(
+        cls, path: str, place: tuple[int, int, int, int], text: str, note: str = ""
+    ) -> Span:
+        """What stands at a place as Python says it: lines, and columns from 0 in UTF-8 bytes."""
+        line, column, last, end = place
+        start, stop = (len(text.encode()[:n].decode(errors="ignore")) for n in (column, end))
+        width = (stop if last == line else len(text)) - start
+        return cls(path, line, start + 1, max(1, width), text, note)
+
     def __str__(self) -> str:
         return f"{self.path}:{self.line}:{self.column}"
 

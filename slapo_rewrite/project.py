@@ -29,12 +29,7 @@ from slapo_rewrite.schedule.source_module import import_source, run_source
 
 
 class Project:
-    """A source file, its module, a schedule, and the model that both give.
-
-    Args:
-        source: A file or an importable module, as the user gave it.
-        schedule: A file, or the name of a schedule that ships with the tool.
-    """
+    """A source file, its module, a schedule, and the model that both give."""
 
     def __init__(self, source: str, schedule: str) -> None:
         self.seconds: dict[str, float] = {}

@@ -36,3 +36,10 @@ def test_what_is_not_known_is_left_out():
 
 def test_a_place_is_shown_once():
     assert Unsupported("no", at=HERE, also=[HERE, THERE], cause=directive(THERE)).also == (THERE,)
+
+
+def test_a_caret_is_as_wide_as_what_stands_at_a_place_in_bytes():
+    text = "é = f(ü, 1)"
+    span = Span.of_bytes("net.py", (3, 5, 3, 13), text)
+    assert text[span.column - 1 : span.column - 1 + span.width] == "f(ü, 1)"
+    assert Span.of_bytes("net.py", (3, 5, 4, 1), text).width == 7  # it goes on below

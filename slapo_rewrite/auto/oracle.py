@@ -19,7 +19,7 @@ from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
-from slapo_rewrite.sharding import Records
+from slapo_rewrite.sharding.propagate import Records
 
 EMPTY = "def schedule(s):\n    pass\n"
 

@@ -80,11 +80,7 @@ class AddBias(Change):
 
 
 def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
-    """The product and the sum where the layer is called, with what else the layer does.
-
-    Raises:
-        Unsupported: What else is asked of it needs the layer to be called.
-    """
+    """Where the layer is called: its collectives, around the product and the sum."""
     state = to.states[node.path]
     assert node.owner is not None and state.decompose is not None
     cause = state.decompose.cause

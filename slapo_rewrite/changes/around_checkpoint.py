@@ -46,9 +46,6 @@ def check_transformed(
     """Refuses a module that it or those around it call with other weights, or differentiate.
 
     So it is with one that they hand something to, and change that afterwards.
-
-    Raises:
-        Unsupported: They may.
     """
     inner: Node | None = None
     for outer in node.outwards():
@@ -310,11 +307,7 @@ def forward_of(files: OutputFiles, node: Node) -> ast.FunctionDef | None:
 def check_unchanged(
     file: SourceFile, function: ast.FunctionDef, follow: Handed, what: str, causes: Causes
 ) -> None:
-    """Refuses a function that changes what it handed to something that is computed again.
-
-    Raises:
-        Unsupported: It does.
-    """
+    """Refuses a function that changes what it handed to something that is computed again."""
     if found := follow.changed_later(function):
         raise errors.Unsupported(
             f"`{function.name}` {found.words} after {what} was given it, which is computed again "

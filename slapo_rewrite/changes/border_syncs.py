@@ -27,7 +27,7 @@ from slapo_rewrite.code.dataflow import body_of
 from slapo_rewrite.code.text import accessor, returns
 from slapo_rewrite.directive import merged_causes
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import ModuleBoundary
+from slapo_rewrite.sharding.types import ModuleBoundary
 
 HOOKS = {
     "fwd_pre": "register_forward_pre_hook",
@@ -182,9 +182,6 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
     A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
     the first of them, if all are to be changed alike. `what` has no place where none is found;
     `hint` says what to do then.
-
-    Raises:
-        Unsupported: No method calls it, or a call means others too that are not changed alike.
     """
     found = [
         (call, paths)
@@ -215,11 +212,7 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
 def place_syncs(
     to: Placement, node: Node, borders: Sequence[ModuleBoundary], is_layer: bool
 ) -> None:
-    """The collectives at a module's borders, those that a layer carries out itself apart.
-
-    Raises:
-        RewriteError: There is no place for one.
-    """
+    """The collectives at a module's borders, those that a layer carries out itself apart."""
     syncs = to.states[node.path].syncs if borders else ()
     sides: dict[tuple[str, str | None], list[Sync]] = {}
     for border in borders:

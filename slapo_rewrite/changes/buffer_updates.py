@@ -28,9 +28,7 @@ READING |= {"max", "min", "print", "range", "str", "sum", "super", "tuple", "typ
 def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Directive) -> bool:
     """Whether running a module may change buffers, which has to happen once.
 
-    Raises:
-        Unsupported: It may, and some results are kept, which keeps it from happening once, or
-            torch itself writes over results that are kept; a hook inside it would run twice.
+    That cannot be seen to where some results are kept, or a hook inside would run twice.
     """
     _check_hooks(node, cause)
     if kept is not None:

@@ -34,11 +34,7 @@ class Change:
         return place
 
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
-        """Writes the changes of a group, of which this is the first: by `write_at`, if it is alone.
-
-        Raises:
-            RewriteError: The source cannot be changed so.
-        """
+        """Writes the changes of a group that begins with this: by `write_at`, if it is alone."""
         (placed,) = here
         self.write_at(text, placed.place)
 

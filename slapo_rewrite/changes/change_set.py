@@ -83,7 +83,7 @@ class ChangeSet:
         lists = (n for n in around if index.isdecimal() and _is_list(n, site))
         if (holder := next(lists, None)) is not None:
             length = len(list(holder.live.children()))
-            counted = functools.partial(_counted, self.sources, site, node)
+            counted = functools.partial(_counted, site, node)
             self.indices.add_list(start, ElementList(holder.path, length, counted))
         return AtSite(start, index)
 
@@ -128,7 +128,7 @@ class ChangeSet:
             self._check_callee(self.sites[at.start], node, causes)
             self._check_arguments(self.sites[at.start], what.layer, causes)
         if isinstance(what, UseSubclass):
-            what = replace(what, lookup=lookup_of(self.sources, self.sites[at.start], node))
+            what = replace(what, lookup=lookup_of(self.sites[at.start], node))
             if what.lookup is None:
                 self._check_class(self.sites[at.start], node, causes)
         self.made.setdefault((owner.path, at), {})[node.path] = what
@@ -156,7 +156,7 @@ class ChangeSet:
         for named in names:
             if not isinstance(named, ast.Name | ast.Attribute | ast.Subscript):
                 continue
-            live = resolve(self.sources, named, site, node)
+            live = resolve(named, site, node)
             name = self.file.qualified(named) or ""
             # Where the source was changed, the class is another one of its name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)
@@ -205,9 +205,9 @@ def _index(pattern: str, path: str) -> str:
     return ".".join(have for want, have in steps if want == "*")
 
 
-def _counted(sources: Sources, site: Site, node: Node) -> int | None:
+def _counted(site: Site, node: Node) -> int | None:
     """What the expression that counts the elements of a site came to for the list of one."""
-    return None if site.count is None else size_at(sources, site.count, site, node)
+    return None if site.count is None else size_at(site.count, site, node)
 
 
 def _is_list(node: Node, site: Site) -> bool:

@@ -62,11 +62,7 @@ class ClassText:
         return self.classes.method(self.class_name, name)
 
     def forward(self) -> ast.FunctionDef:
-        """The class's `forward`.
-
-        Raises:
-            Unsupported: It has none in this file.
-        """
+        """The class's `forward`; `Unsupported` where it has none in this file."""
         found = self.method("forward")
         if found is None:
             raise errors.Unsupported(
@@ -124,5 +120,5 @@ class ClassText:
 
     def span_of(self, place: AtNode) -> errors.Span:
         """A place as it is shown to the user."""
-        text = self.file.line(place.line)
-        return errors.Span(self.file.display, place.line, place.column + 1, 1, text)
+        at = (place.line, place.column, place.end_line, place.end_column)
+        return errors.Span.of_bytes(self.file.display, at, self.file.line(place.line))

@@ -224,12 +224,7 @@ class ClassWriter:
     def _locals(
         self, constructor: ast.FunctionDef, statements: Iterable[ast.stmt]
     ) -> list[ast.stmt]:
-        """What binds the variables that some statements use, arguments bound anew among them.
-
-        Raises:
-            UnfollowableConstruction: A variable is bound once more after its use, or by what does
-                more than that.
-        """
+        """What binds the variables that some statements use, arguments bound anew among them."""
         known = {*parameters(constructor), *self.file.names, *dir(builtins)}
         needed: list[ast.stmt] = []
         left = list(statements)

@@ -273,8 +273,7 @@ class UseSubclass(Construction):
         """How the file with the construction site refers to the class."""
         if self.module is None:
             return self.name
-        refer = imports.within if self.is_above else imports.helper
-        return refer(self.module, self.name, causes)
+        return imports.helper(self.module, self.name, causes, apart=self.is_above)
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
         """A class that a local variable holds is changed where the variable gets it."""
@@ -291,11 +290,7 @@ class UseSubclass(Construction):
 
 
 def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str, str]]:
-    """What a layer is given beside the original's arguments.
-
-    Raises:
-        UnfollowableConstruction: It is split in multiples of what is not known there yet.
-    """
+    """What a layer is given beside the original's arguments, its unit if that is known there."""
     keywords = text.imports.keywords(layer, text.causes)
     if layer.unit is not None:
         keywords.append(("multiple_of", _unit(layer.unit, site, text)))
@@ -397,11 +392,7 @@ def _choice(
 
 
 def _counter(site: Site, text: ClassText, level: int) -> str:
-    """The variable that counts the elements; the innermost loop is given one where it has none.
-
-    Raises:
-        UnfollowableConstruction: It cannot be.
-    """
+    """The variable that counts the elements; the innermost loop is given one where it has none."""
     loop = site.loops[level] if len(site.loops) >= -level else None
     # An outer loop counts the outer list's elements where each loop stands for one list.
     each = len(site.loops) == site.path.count("*")
@@ -448,11 +439,7 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
 def _deciding(
     site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> int:
-    """Which of the loops around a site tells what its elements become, counted from the inside.
-
-    Raises:
-        UnfollowableConstruction: No single one does.
-    """
+    """Which of the loops around a site tells what its elements become, counted from the inside."""
     depth = max(len(_numbers(index)) for index in present)
     for level in range(-1, -depth - 1, -1):
         kinds: dict[int, set[Construction | None]] = {}

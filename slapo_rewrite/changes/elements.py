@@ -97,11 +97,7 @@ def _regions(
     groups: Sequence[set[int]],
     counted: bool,
 ) -> list[Region]:
-    """The regions of the lists that a site makes.
-
-    Raises:
-        _ByNumberError: There are none that say what each element becomes.
-    """
+    """The regions of a site's lists; `_ByNumberError` if none say what each element becomes."""
     found: list[Region] = []
     made = set().union(*groups)
     apart = counted and {0} in groups and _is_first_apart(lists, causes)
@@ -144,11 +140,7 @@ def _is_first_apart(lists: Iterable[ElementList], causes: Causes) -> bool:
 
 
 def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
-    """Where the shares of a module list begin and end, its own ends included; none without any.
-
-    Raises:
-        _ByNumberError: Elements of it are selected in other ways too.
-    """
+    """Where the shares of a module list begin and end, its own ends included; none without any."""
     by_share: dict[object, tuple[Share | None, set[int]]] = {}
     made = made.intersection(range(each.length))
     for cause in causes:

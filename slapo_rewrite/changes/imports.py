@@ -19,6 +19,8 @@ from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 
 CHECKPOINT = "torch.utils.checkpoint"
+# What a schedule file is called as a module, and where what it defines goes.
+SCHEDULE, MODULES = "schedule_file", "modules"
 # What carries out the functions that rules call, where they stand in the output.
 TRITON, INDUCTOR, EAGER = "triton", "inductor", "eager"
 WRITTEN = (TRITON, INDUCTOR, EAGER)
@@ -55,32 +57,37 @@ class Imports:
         # Names used of each helper module of the output folder.
         self.helpers: dict[str, set[str]] = {}
         self.packages: dict[str, set[str]] = {}  # names used of each installed module
+        self.references: dict[str, Reference] = {}  # all of them, by how the text refers to each
         self._modules: set[str] = set()
         self._along: set[str] = set()
         self._causes: dict[str, list[Directive]] = {}
         self._locals: set[str] | None = None
         self._defined: dict[str, tuple[str, Causes]] = {}
 
-    def helper(self, module: str, name: str, causes: Causes) -> str:
-        """The reference to a name of a helper module that lies beside the model file."""
-        if self._taken(name):
-            return self.within(module, name, causes)
-        self.helpers.setdefault(module, set()).add(name)
-        self._causes.setdefault(f".{module}", []).extend(causes)
-        return name
+    def helper(
+        self,
+        module: str,
+        name: str,
+        causes: Causes,
+        *,
+        apart: bool = False,
+        origin: str = "",
+        backend: str = "",
+    ) -> str:
+        """The reference to a name of a helper module that lies beside the model file.
 
-    def within(self, module: str, name: str, causes: Causes) -> str:
-        """The reference to a name of a helper module through that module."""
-        if self._taken(module):
+        It goes through that module where the name is taken, or that is asked for by `apart`.
+        """
+        written = f"{module}.{name}" if apart or self._taken(name) else name
+        if written != name and self._taken(module):
             raise errors.NameTaken(
                 f"both `{name}` and `{module}` mean something else in {self.file.path.name}",
                 at=causes[0].at if causes else None,
                 hint="rename one of them in the source",
             )
-        self._modules.add(module)
-        self.helpers.setdefault(module, set()).add(f"{module}.{name}")
-        self._causes.setdefault(f".{module}", []).extend(causes)
-        return f"{module}.{name}"
+        home = SCHEDULE if module == MODULES else f"{runtime.__name__}.{module}"
+        found = Reference(origin or f"{home}.{name}", f".{module}", name, written, backend)
+        return self.refer(found, causes)
 
     def keywords(self, layer: Layer, causes: Causes) -> list[tuple[str, str]]:
         """The keyword arguments of a layer as they are written."""
@@ -105,7 +112,7 @@ class Imports:
         ]
         return f"{name}({', '.join(given)})"
 
-    def outside(self, module: str, name: str, causes: Causes) -> str:
+    def outside(self, module: str, name: str, causes: Causes, origin: str = "") -> str:
         """The reference to a name of an installed package, by another name where it is taken."""
         if (known := self._known(f"{module}.{name}")) is not None:
             return known
@@ -117,25 +124,18 @@ class Imports:
                 at=causes[0].at if causes else None,
                 hint="rename one of them in the source",
             )
-        self.packages.setdefault(module, set()).add(imported_as(name, used))
-        self._causes.setdefault(module, []).extend(causes)
-        return used
+        found = Reference(origin or f"{module}.{name}", module, imported_as(name, used), used)
+        return self.refer(found, causes)
 
     def functional(self, name: str, causes: Causes) -> str:
         """The reference to a function of `torch.nn.functional`."""
-        for known, attribute in (
-            ("torch.nn.functional", ""),
-            ("torch.nn", "functional."),
-            ("torch", "nn.functional."),
-        ):
-            if (alias := self._known(known)) is not None:
-                return f"{alias}.{attribute}{name}"
-        return self.outside("torch.nn.functional", name, causes)
+        known = self.spelled(f"torch.nn.functional.{name}")
+        return known or self.outside("torch.nn.functional", name, causes)
 
     def function(self, function: Function, causes: Causes) -> str:
         """The reference to a class or function that the schedule names."""
         if function.module is None:
-            return self.helper("modules", function.name, causes)
+            return self.helper(MODULES, function.name, causes)
         if function.module == self.file.name:
             return function.name
         # torch's own modules are known by the package that shows them.
@@ -148,22 +148,31 @@ class Imports:
         """What the file calls something that it imports; None where it does not import it."""
         return next((name for name, m in self.file.imports.items() if m == meaning), None)
 
-    def refer(self, reference: Reference, causes: Causes) -> None:
-        """Imports what the file's text uses already."""
+    def spelled(self, dotted: str) -> str | None:
+        """A dotted name by the longest part of it that the file imports; None where it has none."""
+        known = [
+            (len(meaning), name + dotted[len(meaning) :])
+            for name, meaning in self.file.imports.items()
+            if f"{dotted}.".startswith(f"{meaning}.")
+        ]
+        return max(known)[1] if known else None
+
+    def refer(self, reference: Reference, causes: Causes) -> str:
+        """Imports what the file's text uses, and gives the words by which it does."""
+        self.references[reference.written] = reference
+        self._causes.setdefault(reference.module, []).extend(causes)
         if not reference.module.startswith("."):
             self.packages.setdefault(reference.module, set()).add(reference.name)
-            self._causes.setdefault(reference.module, []).extend(causes)
-            return
+            return reference.written
         module = reference.module[1:]
-        self._causes.setdefault(reference.module, []).extend(causes)
         self.helpers.setdefault(module, set()).add(reference.written)
         if "." in reference.written:
             self._modules.add(module)
+        return reference.written
 
     def operators(self, causes: Causes) -> str:
         """The reference to `torch.ops`."""
-        known = self._known("torch")
-        return self.outside("torch", "ops", causes) if known is None else f"{known}.ops"
+        return self.spelled("torch.ops") or self.outside("torch", "ops", causes)
 
     def define(self, name: str, body: str, causes: Causes) -> str:
         """A function of the model file without arguments, by this name if it is free."""

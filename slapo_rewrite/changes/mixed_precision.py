@@ -90,11 +90,7 @@ class CastOperand(Change):
     is_parallel = False
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Calls the method on what stands there.
-
-        Raises:
-            Unsupported: It cannot be told which expression is meant.
-        """
+        """Calls the method on what stands there, if it can be told which expression is meant."""
         for _, node in text.nodes_at(place):
             if isinstance(node, ast.Subscript):
                 value = _assigned(node, text.file.statement_of(node))
@@ -154,11 +150,7 @@ def half_layer(layer: Layer, dtype: str) -> Layer | None:
 
 
 def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> None:
-    """Another layer where one is made, or as the base of its class: one that casts by itself.
-
-    Raises:
-        RewriteError: Nothing that can be followed makes it.
-    """
+    """Another layer where one is made, or as the base of its class: one that casts by itself."""
     base = half_base(node.cls)
     if base is None:
         base = node.cls

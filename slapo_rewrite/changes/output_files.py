@@ -31,7 +31,7 @@ from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import Place
+from slapo_rewrite.sharding.types import Place
 
 # The names of helper modules, which lie in the output folder as well.
 _RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")} - {EAGER}
@@ -232,10 +232,7 @@ class OutputFiles:
         text = linecache.getline(place.filename, place.line).rstrip("\n")
         if self.holds(place.filename):
             text = self.at(place).file.line(place.line)
-        start = len(text.encode()[: place.column].decode(errors="ignore"))
-        end = len(text.encode()[: place.end_column].decode(errors="ignore"))
-        last = end if place.end_line == place.line else len(text)
-        return errors.Span(shown, place.line, start + 1, max(1, last - start), text)
+        return errors.Span.of_bytes(shown, (*place.start, *place.end), text)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says for the first of several elements that are alike the names of all of them."""

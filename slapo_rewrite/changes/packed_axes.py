@@ -23,12 +23,12 @@ from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import Sources, size_at
+from slapo_rewrite.model.join import size_at
 from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
-from slapo_rewrite.sharding import Place
 from slapo_rewrite.sharding.packed_parts import described, reduced
+from slapo_rewrite.sharding.types import Place
 
 # A sum of products of names: how often each is in it.
 _Sum = Counter[tuple[str, ...]]
@@ -47,8 +47,8 @@ class _Block:
 class _BlockWriter:
     """Writes the sizes of the blocks of one tensor."""
 
-    def __init__(self, sources: Sources, classes: ClassHierarchy, node: Node, site: Site) -> None:
-        self.sources, self.classes, self.node, self.site = sources, classes, node, site
+    def __init__(self, classes: ClassHierarchy, node: Node, site: Site) -> None:
+        self.classes, self.node, self.site = classes, node, site
         self.owner = node if site.kind in ("parameter", "buffer") else node.owner or node
         self.late = Late(site.file, site.function, site.statement)
         self.count = 1
@@ -108,7 +108,7 @@ class _BlockWriter:
         return values if values and len(values) == len(found) and reduced(values) == ratio else None
 
     def _value(self, expr: ast.expr) -> int | None:
-        return size_at(self.sources, _placed(expr, self.site.value), self.site, self.node)
+        return size_at(_placed(expr, self.site.value), self.site, self.node)
 
     # Where the tensor is made ---------------------------------------------------------------
 
@@ -240,17 +240,13 @@ def place_blocks(
 
     The site is None where a class of its own makes the tensor; `size` is the expression there for
     the size of the axis.
-
-    Raises:
-        UnfollowableSize: Blocks were seen in a small model only, which may have others.
     """
     full = getattr(node.live, shard.name).shape[shard.axis]
     cuts = [(place, number) for path, place, number in to.followed.cuts if path == node.path]
     if site is None:
         found, is_told = _fixed(shard, full), not cuts
     else:
-        classes = to.files.of_file(site.file).classes
-        writer = _BlockWriter(to.files.sources, classes, node, site)
+        writer = _BlockWriter(to.files.of_file(site.file).classes, node, site)
         found = writer.parts(shard, full, size, sorted(cuts, key=lambda cut: cut[0].line))
         is_told = isinstance(found, Packed)
     if found is not None and to.followed.is_of_small and not is_told:

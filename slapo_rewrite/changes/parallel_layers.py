@@ -22,7 +22,7 @@ from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, size_at
 from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import layer_key
+from slapo_rewrite.sharding.types import layer_key
 
 
 def place_layer(
@@ -31,9 +31,6 @@ def place_layer(
     """Splits a layer where it is made, or in its own class; one in another's place is made there.
 
     `other` gives what takes the place of that, where it has to do more.
-
-    Raises:
-        RewriteError: Nothing that can be followed makes it.
     """
     causes, base = to.causes(node), base_of(node.cls)
     assert base is not None
@@ -50,11 +47,7 @@ def place_layer(
 
 
 def place_replacement(to: Placement, node: Node, layer: Layer | None) -> None:
-    """Another module where one is made, split if that is asked as well.
-
-    Raises:
-        RewriteError: Nothing that can be followed makes it.
-    """
+    """Another module where one is made, split if that is asked as well."""
     new = to.states[node.path].replacement
     assert new is not None
     causes = merged_causes([new.cause], to.causes(node))
@@ -93,9 +86,6 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
     """What a layer is split in multiples of, in words that are known where the layer is made.
 
     Where it is made in the call of the class that it is given to, that is what this call says.
-
-    Raises:
-        UnfollowableConstruction: They are not known there.
     """
     sources, owner = to.files.sources, node.owner
     text = ast.parse(unit.text, mode="eval").body
@@ -109,7 +99,7 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
     turned = [[loop.node for loop in made.loops] for made in (call, site) if made is not None]
     if call is not None and turned[0] == turned[1] and within(call.value, site.value):
         told = _in_arguments(text, sources, owner, call)
-        if told is not None and size_at(sources, told, site, node) == unit.size:
+        if told is not None and size_at(told, site, node) == unit.size:
             return Unit(ast.unparse(told), unit.size)
     raise unknown_unit(unit, site, to.causes(node))
 

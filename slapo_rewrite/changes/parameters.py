@@ -32,11 +32,7 @@ class BehindParameter(Change):
     def insert(
         self, text: ClassText, place: AtParameter | AtSite, function: str, arguments: str, why: str
     ) -> None:
-        """Writes the call, with arguments behind the module and the parameter's name.
-
-        Raises:
-            UnfollowableConstruction: A loop makes the layer.
-        """
+        """Writes the call, with arguments behind the module and the parameter's name."""
         site = text.classes.sites[place.start]
         owner, made = "self", f"self.{self.name}"
         if isinstance(place, AtSite):
@@ -77,12 +73,7 @@ class ShardParameter(BehindParameter):
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:
-    """Cuts a parameter of a module where it is made.
-
-    Raises:
-        UnfollowableConstruction: It is made in another file than that of the module's class, and
-            not by a layer of torch that the class is derived from.
-    """
+    """Cuts a parameter where it is made: in its class's file, or by the layer of torch below."""
     site = find_parameter_site(to.files.sources, node, shard.name)
     size = length_of(site, shard.axis)
     if is_torch(site.file.name):  # a layer, whose class computes by itself
@@ -113,11 +104,7 @@ class AddOnce(BehindParameter):
 
 
 def place_biases(to: Placement, node: Node) -> None:
-    """Has one rank alone add what a module with split parameters adds to its partial sums.
-
-    Raises:
-        UnfollowableConstruction: What makes the parameter is not in the file of the module's class.
-    """
+    """Has one rank alone add what a module with split parameters adds to its partial sums."""
     for key, name in sorted(to.followed.once, key=lambda found: found[1]):
         if key == layer_key(node):
             cause = to.states[node.path].shards[0].cause

@@ -18,8 +18,8 @@ from slapo_rewrite.code.subgraphs import Calls, called_names, find_calls
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import Place as FollowedPlace
-from slapo_rewrite.sharding import ShardingResult
+from slapo_rewrite.sharding.types import Place as FollowedPlace
+from slapo_rewrite.sharding.types import ShardingResult
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ class Placement:
         return caller, relative
 
     def calling(self, node: Node) -> tuple[OutputFile, Node, str]:
-        """Likewise, with the file in which that module computes.
-
-        Raises:
-            Unsupported: It is called by another name too, where it would not change.
-        """
+        """Likewise, with the file in which that computes, where it has no other name too."""
         caller, relative = self.caller(node)
         for other in self.tree.nodes.values():
             if other.live is node.live and other is not node:
@@ -102,11 +98,7 @@ class Placement:
         )
 
     def add_to_region(self, node: Node, part: Subgraph, change: Change, cause: Directive) -> None:
-        """Adds a change of some statements of one method.
-
-        Raises:
-            RewriteError: The module's file is not rewritten, or there are no such statements.
-        """
+        """Adds a change of some statements of one method."""
         home = self.files.computing(node.cls)
         if home is None:
             raise errors.Unsupported(
@@ -122,11 +114,7 @@ class Placement:
     def add_behind_parameter(
         self, node: Node, name: str, what: str, change: Change, cause: Directive
     ) -> None:
-        """Adds a line behind what makes a parameter: the parameter, or the module that holds it.
-
-        Raises:
-            RewriteError: Nothing that can be followed makes it.
-        """
+        """Adds a line behind what makes a parameter: the parameter, or the module that holds it."""
         home = self.files.of(node.cls)
         replaced = self.states[node.path].replacement is not None
         if home is not None and not replaced and not self.is_outside(node, home):
@@ -156,11 +144,7 @@ class Requested(Change):
     is_called: ClassVar[bool] = True  # whether it happens when the module is called
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
-        """Adds the change where it is to be written.
-
-        Raises:
-            RewriteError: There is no place for it.
-        """
+        """Adds the change where it is to be written."""
         raise NotImplementedError
 
 
@@ -172,12 +156,7 @@ def at_node(kind: str, place: FollowedPlace, what: object = ()) -> AtNode:
 def find_subgraph(
     classes: ClassHierarchy, class_name: str, part: Subgraph, cause: Directive
 ) -> Calls:
-    """The statements of a class's methods that a part means.
-
-    Raises:
-        UnknownPath: No method makes the calls.
-        Unsupported: Several methods do.
-    """
+    """The statements that a part means, of the one method of a class that makes the calls."""
     file = classes.file
     methods: dict[str, ast.FunctionDef] = {}
     for method in classes.methods(class_name):

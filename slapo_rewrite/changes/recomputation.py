@@ -76,9 +76,6 @@ def left_out(to: Placement, node: Node, cause: Directive) -> tuple[str, ...]:
     """The fewest arguments without which a module may be computed again; often none.
 
     Those that need not be given: the module says so as it runs, where one is all the same.
-
-    Raises:
-        Unsupported: It may not.
     """
     forward = forward_of(to.files, node)
     defaults = Signature.of(forward).defaults if forward is not None else {}
@@ -103,11 +100,7 @@ def left_out(to: Placement, node: Node, cause: Directive) -> tuple[str, ...]:
 def check_recomputed(
     files: OutputFiles, node: Node, cause: Directive, left: Collection[str] = ()
 ) -> None:
-    """Refuses a module whose `forward` changes what it is given, but for arguments left out.
-
-    Raises:
-        Unsupported: It does.
-    """
+    """Refuses a module whose `forward` changes what it is given, but for arguments left out."""
     if getattr(node.live, "inplace", False) is True:
         raise errors.Unsupported(
             f"{node.shown} changes its input in place, and would do so twice",
@@ -132,11 +125,7 @@ def _may_be_left_out(node: Node) -> set[str]:
 
 
 def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -> None:
-    """Refuses modules that compute something else a second time, or count on themselves.
-
-    Raises:
-        Unsupported: They draw random numbers that are not set back, say.
-    """
+    """Refuses modules that compute something else a second time, random numbers say."""
     for node in {inner.cls: inner for each in nodes for inner in each.walk()}.values():
         for file, method in running(files, node):
             if method.name == "forward":

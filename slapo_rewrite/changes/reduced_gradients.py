@@ -20,17 +20,13 @@ from slapo_rewrite.changes.reads import is_question, values_read
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import Reading
+from slapo_rewrite.sharding.types import Reading
 
 
 def place_gradients(
     to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
 ) -> None:
-    """Adds up the gradients of every whole parameter that meets parts, wherever its like does.
-
-    Raises:
-        RewriteError: There is no place for it.
-    """
+    """Adds up the gradients of every whole parameter that meets parts, wherever its like does."""
     _Gradients(to).share(owners, holders)
 
 

@@ -95,11 +95,7 @@ class _Regions:
         self.names: set[str] = set()
 
     def write(self, here: Sequence[PlacedChange]) -> None:
-        """Rewrites them, what stands in others first.
-
-        Raises:
-            RewriteError: A region cannot be taken out, or overlaps with another one.
-        """
+        """Rewrites them, what stands in others first; none may overlap."""
         order = sorted(
             map(self._found, here),
             key=lambda w: (w.span[1] - w.span[0], isinstance(w.change, RecomputeRegion)),

@@ -21,7 +21,8 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import CALL, ArgumentChange, Attribute, ShardingResult, Statistic
+from slapo_rewrite.sharding.tracked_sizes import Attribute
+from slapo_rewrite.sharding.types import CALL, ArgumentChange, ShardingResult, Statistic
 
 # What `split`, `expand`, `view` and `reshape` call the sizes that they are given.
 _SIZES = ("split_size", "split_size_or_sections", "size", "shape")
@@ -99,9 +100,10 @@ class ChangeArgument(Change):
     def write_at(self, text: ClassText, place: AtNode) -> None:
         """Writes it, by the place of its call and its index in it."""
         why = "what depends on the sharded size follows"
-        for method, node in text.nodes_at(place):
+        for _, node in text.nodes_at(place):
             if self.index == (CALL,) and isinstance(node, ast.Call):
-                self._call_layer(method, node, text)
+                why = f"`{self.template}` computes it, with its collectives"
+                text.replace(node, lambda made: call(self.template, made.args[0].value), why)
                 return
             if isinstance(node, ast.BinOp):
                 continue
@@ -120,11 +122,6 @@ class ChangeArgument(Change):
             cause=text.causes,
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
-
-    def _call_layer(self, method: ast.FunctionDef, node: ast.Call, text: ClassText) -> None:
-        """Calls a layer, in the place of a function that is given its parameters."""
-        why = f"`{self.template}` computes it, with its collectives"
-        text.replace(node, lambda made: call(self.template, made.args[0].value), why)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
@@ -258,11 +255,7 @@ def _at_end(text: ClassText, place: EndOfConstructor, line: str) -> None:
 def place_sizes(
     to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
 ) -> None:
-    """What follows from the shards, on every module that holds sharded parameters.
-
-    Raises:
-        UnfollowableSize: Something that depends on a sharded size stands in no class.
-    """
+    """What follows from the shards, on every module that holds sharded parameters."""
     followed = to.followed
     for path, holder in holders.items():
         cls, causes = to.tree.nodes[path].cls, merged_causes(owners[holder.path])
@@ -308,11 +301,10 @@ def _place_argument(
     ]
     if not paths:
         source = to.states.get(change.source or "")
-        text = home.file.line(place.line)
         also = [s.cause.at for s in source.shards] if source else []
         raise errors.UnfollowableSize(
             "this number would be a rank's share, and stands in a function of no class",
-            at=errors.Span(home.file.display, place.line, place.column + 1, 1, text),
+            at=to.files.span(place),
             also=also[:1],
             hint="keep the size in an integer attribute of the module, and pass it",
         )
@@ -345,11 +337,7 @@ def place_statistic(to: Placement, statistic: Statistic) -> None:
 
 
 def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
-    """Whoever reads the size of a layer that is split means the whole layer's.
-
-    Raises:
-        UnfollowableSize: The parallel layer has no attribute for that.
-    """
+    """Whoever reads the size of a layer that is split means the whole layer's."""
     share, whole = SHARES[layer.name]
     if share == whole:
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.imports import Function
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.sharding import LocalValue
+from slapo_rewrite.sharding.types import LocalValue
 
 if TYPE_CHECKING:
     from slapo_rewrite.runtime.weights import Weight

@@ -18,7 +18,7 @@ from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.syntax import assignments, end_position, position
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding import LocalValue, MissingCollective, Place
+from slapo_rewrite.sharding.types import LocalValue, MissingCollective, Place
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
@@ -49,11 +49,7 @@ def place_value_sync(
 
 
 def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
-    """The value that a sync is about; None where that stands at the module's border.
-
-    Raises:
-        Unsupported: No single statement of the module's `forward` binds the name.
-    """
+    """The value that a sync is about, bound by one statement; None for one at the border."""
     if not isinstance(sync.value, str):
         return sync.value
     home = files.computing(node.cls)

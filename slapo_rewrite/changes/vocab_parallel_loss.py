@@ -22,7 +22,8 @@ from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import accessor, returns, within
 from slapo_rewrite.directive import Causes
-from slapo_rewrite.sharding import ParallelLoss, TiedHead, head_of
+from slapo_rewrite.sharding.tied_heads import head_of
+from slapo_rewrite.sharding.types import ParallelLoss, TiedHead
 
 MODULE = "vocab_parallel_loss"
 GATHERED = "gather the logits where training computes no loss"
@@ -56,12 +57,7 @@ class VocabParallelLoss(Change):
     losses: tuple[AtNode, ...]
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Puts a loss of parts where the loss is, and a gather wherever it is not computed.
-
-        Raises:
-            Unsupported: The call, or a branch without it, is written in a way that cannot be
-                changed.
-        """
+        """Puts a loss of parts where the loss is, and a gather wherever it is not computed."""
         found = [(m, n) for m, n in text.nodes_at(place) if isinstance(n, ast.Call)]
         if not found:
             raise _refused(
@@ -315,11 +311,7 @@ class GatherTiedHead(Change):
     says = "whose head is the table of a split embedding"
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Has the layer's own function compute the product.
-
-        Raises:
-            Unsupported: The product is not to be found there.
-        """
+        """Has the layer's own function compute the product."""
         found = [node for _, node in text.nodes_at(place) if head_of(node)]
         if not found:
             raise errors.Unsupported(

@@ -73,18 +73,10 @@ Written = tuple[int, int, str]
 
 
 def edited(file: SourceFile, edits: Mapping[ast.stmt, Sequence[Edit]]) -> dict[ast.stmt, Written]:
-    """Carries out edits of statements.
+    """What statements become by edits, which stand by the statement that holds what is edited.
 
-    Args:
-        file: The file.
-        edits: By the statement that holds what is edited; of a compound one, its header changes.
-            Of one node, those that are `outer` come last.
-
-    Returns:
-        What each statement becomes.
-
-    Raises:
-        NoPlaceError: An edited node cannot be found, as inside an f-string.
+    Of a compound statement its header changes. Of one node, those that are `outer` come last. A
+    node that cannot be found, as inside an f-string, is a `NoPlaceError`.
     """
     parts = {statement: _Part(file, statement) for statement in edits}
     trees = _Trees(list(parts.values()))

@@ -68,9 +68,6 @@ class SourceFile:
         """Reads and parses a file.
 
         Without a `name` its dotted module name is made from the packages around it.
-
-        Raises:
-            SourceError: It cannot be read, is not UTF-8, or does not parse.
         """
         try:
             data = path.read_bytes()
@@ -92,12 +89,7 @@ class SourceFile:
         return SourceFile(self.path, self.name, text, self.parsed(text), *own)
 
     def parsed(self, text: str) -> ast.Module:
-        """The syntax tree of another text of the file.
-
-        Raises:
-            Unsupported: The file is indented by tabs, and new lines are not.
-            BrokenOutput: The text does not parse: a defect.
-        """
+        """The syntax tree of another text of the file."""
         return _parsed(text, self)
 
     def as_stored(self, text: str) -> str:

@@ -39,11 +39,7 @@ def inline_edits(
     forward: ast.FunctionDef,
     cause: Directive,
 ) -> list[Edit]:
-    """The edits that put `forward` in the place of the calls of the module at a path.
-
-    Raises:
-        Unsupported: It cannot be written there without changing what is computed.
-    """
+    """The edits that put `forward` in the place of calls of a path, where it computes the same."""
     body = _Body(file, path, forward, cause)
     edits: list[Edit] = []
     for method in methods:

@@ -59,11 +59,7 @@ def changed(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> dict[ast.stmt,
 
 
 def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]:
-    """The edits of the file that carry out what changes around its statements.
-
-    Raises:
-        Unsupported: A statement shares its line with another, where it goes, or is written anew.
-    """
+    """The edits of the file that carry out what changes around its statements."""
     edits = list(removals(file, {s: c for s, c in lines.items() if c.gone}))
     anew = changed(file, {s: c for s, c in lines.items() if not c.gone})
     parted: dict[tuple[int, int], TextEdit] = {}
@@ -163,11 +159,7 @@ def _lines_of(file: SourceFile, statement: ast.stmt) -> tuple[int, int]:
 
 
 def _check_alone(file: SourceFile, statement: ast.stmt, causes: Causes) -> None:
-    """Refuses a statement that cannot go, or be written anew, for others on its lines.
-
-    Raises:
-        Unsupported: There are.
-    """
+    """Refuses a statement that cannot go, or be written anew, for others on its lines."""
     if not is_alone(file, statement):
         raise errors.Unsupported(
             "a statement that changes as a whole shares its line with another",

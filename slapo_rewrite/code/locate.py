@@ -55,13 +55,9 @@ def package_of(path: Path) -> str:
 
 
 def locate(source: str) -> tuple[Path, str]:
-    """The file and the dotted module name that a SOURCE argument means.
+    """The file and the dotted module name that a SOURCE argument means: a path, or a dotted name.
 
-    Nothing is imported where the dotted name can be followed through folders. It is the path of a
-    Python file, or the dotted name of an importable module.
-
-    Raises:
-        SourceError: There is no such file or module.
+    Nothing is imported where the dotted name can be followed through folders.
     """
     path = Path(source)
     if path.is_file() and path.suffix != ".py":

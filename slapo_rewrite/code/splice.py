@@ -49,9 +49,6 @@ def apply_edits(
 
     Insertions at one place stand in the order in which they are given. Lines that edits before
     these wrote come first in the result.
-
-    Raises:
-        ConflictingEdits: Two edits replace the same text.
     """
     pieces: list[str] = []
     changes: list[Change] = []

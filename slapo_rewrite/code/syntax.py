@@ -95,12 +95,12 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
     return set()
 
 
-def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+def position(node: ast.stmt | ast.expr | ast.arg) -> tuple[int, int]:
     """Where a node begins, for comparing."""
     return node.lineno, node.col_offset
 
 
-def end_position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+def end_position(node: ast.stmt | ast.expr | ast.arg) -> tuple[int, int]:
     """Where a node ends, likewise."""
     return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 

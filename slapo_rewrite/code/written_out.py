@@ -19,14 +19,8 @@ _OWN_NAMES = (ast.Lambda, ast.comprehension, ast.NamedExpr, ast.Await, ast.Yield
 def with_arguments(expr: ast.expr, function: ast.FunctionDef, call: ast.Call) -> ast.expr | None:
     """An expression of a function, with what a call gives it in the place of its parameters.
 
-    Args:
-        expr: The expression, in which parameters are what they were when they came in.
-        function: The function.
-        call: A call of it.
-
-    Returns:
-        The expression, standing where the call does; None where it is not told what a parameter is
-        given, or where that may be another thing the second time.
+    In it parameters are what they were when they came in. It stands where the call does; None where
+    it is not told what a parameter is given, or where that may be another thing the second time.
     """
     own = names_in(expr) & {*parameters(function)}
     given = {name: argument_of(function, call, name) for name in own}
@@ -54,15 +48,8 @@ def returned_by(
 ) -> ast.Call | None:
     """The call that a function of the file returns and does nothing else, in its caller's words.
 
-    Args:
-        function: The function that is called.
-        returned: What it is to return.
-        made: The call that this is, in the function's own words.
-        call: The call of the function.
-        caller: The function that holds it.
-
-    Returns:
-        None where the function does anything else, or makes arguments by calls of its own.
+    `made` is the call that `returned` is, in the function's own words. None where it does anything
+    else, or makes arguments by calls of its own.
     """
     match body_of(function):
         case [ast.Return(value=value)] if value is returned and not function.decorator_list:

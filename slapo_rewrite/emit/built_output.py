@@ -39,11 +39,7 @@ class BuiltOutput:
     states: Mapping[str, ModuleRequests]  # what was asked of each module path
 
     def check(self) -> None:
-        """It is what was scheduled, and else what the original is.
-
-        Raises:
-            Unsupported: It is something else.
-        """
+        """It is what was scheduled, and else what the original is (`Unsupported`)."""
         self._check_classes()
         self._check_names()
         self._check_parts()

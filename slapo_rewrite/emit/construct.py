@@ -56,9 +56,6 @@ class Construction:
         """Builds the output's model, and tries it.
 
         Without a trial a small model of it is run against the original's.
-
-        Raises:
-            RewriteError: It fails, or is not what was scheduled, or not the model any more.
         """
         draft, project = self.draft, self.project
         with project.timed("construct"), imported_beside(draft, self.copies, self.anew) as emitted:
@@ -90,12 +87,7 @@ class Construction:
         return built, Shortening.of(built)
 
     def _built(self, emitted: Emitted, short: Shortening = ALL) -> Tree:
-        """The output's model, which is what was scheduled.
-
-        Raises:
-            RewriteError: It is not.
-            FailedOutput: It cannot be built.
-        """
+        """The output's model, which is what was scheduled."""
         project, copies, states = self.project, self.copies, self.plan.states
         is_split = any(state.shards for state in states.values())
         built = emitted.tree(project.schedule.module.model, 2 if is_split else 1, short)
@@ -104,11 +96,7 @@ class Construction:
         return built
 
     def _compare(self, emitted: Emitted) -> None:
-        """Runs a small model of the output against the original's.
-
-        Raises:
-            OtherNumbers: It computes something else.
-        """
+        """Runs a small model of the output against the original's."""
         draft = self.draft
         # Where nothing changes, a class of transformers only is in another package, and draws so.
         if not self.sizes or not any(draft.changes.values()):

@@ -47,11 +47,7 @@ class Request:
         further: Iterable[str],
         support: str | None,
     ) -> Request:
-        """What the options of a command say.
-
-        Raises:
-            RewriteError: There is no such source or schedule.
-        """
+        """What the options of a command say."""
         found = (source, locate_source(source)[0], schedule, locate_schedule(schedule))
         return cls(*found, tuple(settings), single_file, tuple(sorted(set(further))), support)
 
@@ -64,12 +60,7 @@ class Request:
 def requested_again(
     content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
 ) -> Request:
-    """What was asked for when an output was written.
-
-    Raises:
-        NotAnOutput: It was written by a newer version of the tool.
-        RewriteError: There is no such source or schedule.
-    """
+    """What was asked for when an output was written, by no newer version of the tool."""
     written = content.get("tool", {}).get("version", "")
     if _version(written) > _version(__version__):
         raise errors.NotAnOutput(

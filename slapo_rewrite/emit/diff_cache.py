@@ -70,11 +70,7 @@ def _make_room(folder: Path) -> None:
 
 
 def folder() -> Path:
-    """Where what the tool keeps for itself lies.
-
-    Raises:
-        RuntimeError: The user has no home.
-    """
+    """Where what the tool keeps for itself lies; `RuntimeError` where the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "slapo-rewrite"
 

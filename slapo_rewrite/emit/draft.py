@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.imports import MODULES
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.splice import Change
 from slapo_rewrite.directive import Directive, merged_causes
-from slapo_rewrite.emit.helpers import MODULES
 from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.short_build import Shortening
 

@@ -18,10 +18,6 @@ def explain(out: Path, place: str | None) -> str:
     """The causes of one line of an output, or of every change in it.
 
     A place is `FILE:LINE`, or a line of the model file.
-
-    Raises:
-        NotAnOutput: The folder has no record.
-        UsageError: There is no such file or line.
     """
     content = record.read(out)
     edited = hand_edited(out)

@@ -40,11 +40,7 @@ class Fresh:
 
 
 def fresh_in(out: Path, output: Output) -> list[Fresh]:
-    """What is new in the Python files of a folder's output, which was not put there yet.
-
-    Raises:
-        NotAnOutput: The folder has no record.
-    """
+    """What is new in the Python files of a folder's output, which was not put there yet."""
     before = record.written_files(out)
     diff = record.text_at(out / "rewrite.diff")
     now = {name: text for name, text in output.files.items() if name.endswith(".py")}

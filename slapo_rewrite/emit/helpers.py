@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 import black
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import KERNELS
+from slapo_rewrite.changes.imports import KERNELS, MODULES
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
@@ -27,8 +27,6 @@ from slapo_rewrite.emit.used_definitions import (
 )
 from slapo_rewrite.schedule.load import ScheduleFile
 
-# Where the schedule's own classes and functions go.
-MODULES = "modules"
 # Each module after those that it needs.
 RUNTIME_ORDER = (
     "annotations", "remaking", "recomputation", "shards", "guards", "packed_axes",
@@ -60,11 +58,7 @@ OPTIONAL = {
 
 
 def optional_helpers(names: Iterable[str]) -> dict[str, set[str]]:
-    """The helpers of these names, by the module that has them.
-
-    Raises:
-        UsageError: There is none of a name.
-    """
+    """The helpers of these names, by the module; `UsageError` where there is none of a name."""
     found: dict[str, set[str]] = {}
     for name in names:
         if name not in OPTIONAL:
@@ -83,9 +77,6 @@ def helper_files(
 
     `used` has the names that the model file uses of each helper module; the schedule defines the
     classes and functions of `modules`.
-
-    Raises:
-        ScheduleError: The schedule's own code cannot be copied.
     """
     return _laid_out(_picked(used, schedule), header)
 
@@ -120,12 +111,7 @@ def _laid_out(helpers: Mapping[str, Picked], header: str) -> dict[str, str]:
 
 
 def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: SourceFile) -> str:
-    """The helpers as one text, to stand behind the imports of the model file.
-
-    Raises:
-        NameTaken: The model file has another meaning for a name that the helpers need.
-        ScheduleError: The schedule's own code cannot be copied.
-    """
+    """The helpers as one text, to stand behind the imports of the model file."""
     apart = [m.partition(".")[0] for m in used if kernels.is_of_kernels(m)]
     if len(set(apart)) > 1:
         raise errors.Unsupported(
@@ -174,11 +160,7 @@ def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, P
 
 
 def library_uses(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, set[str]]:
-    """The names that are used of each helper module, by the schedule's own code as well.
-
-    Raises:
-        ScheduleError: The schedule's own code cannot be copied.
-    """
+    """The names that are used of each helper module, by the schedule's own code as well."""
     wanted = {module: _plain(names) for module, names in used.items()}
     if MODULES in wanted:
         copied = _copied(schedule, wanted.pop(MODULES))

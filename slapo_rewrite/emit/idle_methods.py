@@ -55,11 +55,7 @@ def _is_of_library(value: Any, cls: type) -> bool:
 
 
 def check_run(emitted: Emitted, draft: Draft, built: Tree, original: ModuleType) -> None:
-    """Every method that changed, and those of every new class, are the ones that run.
-
-    Raises:
-        Unsupported: One is not.
-    """
+    """Every method that changed, and those of every new class, are the ones that run."""
     has_own = any("forward" in vars(node.live) for node in built.nodes.values())
     written = list(_written(emitted, draft, None if has_own else vars(original)))
     for each in written:

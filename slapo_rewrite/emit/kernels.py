@@ -80,14 +80,7 @@ def by_backend(
 
 
 def picked_files(uses: Mapping[str, Iterable[str]]) -> dict[str, Picked]:
-    """The files that hold what rules call, by name.
-
-    The uses are as `by_backend` gives them.
-
-    Raises:
-        KeyError: There is no function of one of the names.
-        Unsupported: One file would hold two of one name.
-    """
+    """The files that hold what rules call, by name; the uses are as `by_backend` gives them."""
     files: dict[str, dict[str, set[str]]] = {}
     for module, names in uses.items():
         file, _, backend = module.partition(".")
@@ -105,10 +98,6 @@ def picked(
 
     Those in `names` launch kernels, those in `eager` are in PyTorch's operations alone, and those
     in `compiled` are in these operations and compiled by `torch.compile`.
-
-    Raises:
-        KeyError: There is none of one of the names.
-        Unsupported: There would be two of one name.
     """
     names = [*names]
     others = [*eager, *compiled]

@@ -29,14 +29,7 @@ class Merged:
 
 
 def merged(out: Path, files: Mapping[str, str]) -> Merged:
-    """The files with the hand edits of `out` in them.
-
-    Raises:
-        NotAnOutput: The folder has no record.
-        OutputEdited: A file was edited whose written form is not known, or which is no longer made,
-            or is not text, or holds the conflicts of an earlier merge.
-        UsageError: git is not installed.
-    """
+    """The files with the hand edits of `out` in them, if git can merge them (`OutputEdited`)."""
     written = record.written_files(out)
     result, conflicts, replacing = dict(files), list[str](), dict[str, str]()
     for name in hand_edited(out):
@@ -85,9 +78,6 @@ def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     """Merges two descendants of `base`; False where they changed the same lines.
 
     Line ends stay as `mine` has them.
-
-    Raises:
-        UsageError: git is not installed.
     """
     git = shutil.which("git")
     if git is None:

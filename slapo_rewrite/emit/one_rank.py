@@ -50,13 +50,8 @@ class OneRank:
     """Counts a rewritten model as one of several ranks builds it.
 
     It is rewritten in a process that goes on from this one: there the schedule runs from its
-    beginning to its end, and what it says of ranks and a budget is passed over.
-
-    Args:
-        source: A file or an importable module, as the user gave it.
-        schedule: A file, or the name of a schedule that ships with the tool.
-        settings: Knobs, as `name=value`.
-        try_out: Carries a schedule out on a project, and tries the output.
+    beginning to its end, and what it says of ranks and a budget is passed over. `try_out` carries a
+    schedule out on a project, and tries the output.
     """
 
     def __init__(
@@ -66,11 +61,7 @@ class OneRank:
         self.try_out = try_out
 
     def __call__(self, ranks: int, count: Count) -> Any:
-        """What `count` gives for the model's tree and the modules of the output.
-
-        Raises:
-            DoesNotFit: The model is not rewritten, or not built, on so many ranks, or not counted.
-        """
+        """What `count` gives for the tree and the modules of the output; else `DoesNotFit`."""
         if sys.platform != "linux":
             raise DoesNotFit("a budget for several ranks is counted on Linux alone")
         told = [*forked(lambda: [self._told(ranks, count)])]

@@ -29,19 +29,8 @@ def check_name(
     """Refuses a name by which an output could not be imported, or would hide what it imports.
 
     A single module is imported by a name of its own, so its folder may be called anything but what
-    is a file's name.
-
-    Args:
-        out: The folder, as the user gave it.
-        source: A file or an importable module.
-        schedule: A file, or the name of a schedule that ships with the tool; None for one that is
-            not there yet.
-        single_file: Whether no package is written.
-        support: The folder beside it that is to hold its helpers, likewise.
-
-    Raises:
-        UsageError: It is such a name.
-        NotAnOutput: The folder holds the source or the schedule.
+    is a file's name. The schedule is None where there is none yet; `support` is the folder beside
+    the output that is to hold its helpers, likewise.
     """
     path = Path(os.path.abspath(out))
     if path.suffix == ".py":

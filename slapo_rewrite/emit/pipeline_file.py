@@ -31,12 +31,6 @@ def pipeline_text(
     """What `pipeline.py` holds, and the helpers that it needs.
 
     `sliced` is what lets ranks hold slices of the values between layers.
-
-    Raises:
-        CannotCut: No stage can end there.
-        ConflictingEdits: Cuts are for different engines.
-        FailedOutput: The files cannot be imported, or their model not be built.
-        NameTaken: The model's file, or a name in it, is called as something that this adds.
     """
     from slapo_rewrite.stages.cut import pipeline
 

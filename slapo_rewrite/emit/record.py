@@ -142,11 +142,7 @@ MOST_BYTES = 32 << 20
 
 
 def read(out: Path, name: str = NAME) -> dict[str, Any]:
-    """The record of an output folder, or that of a support folder, which has another name.
-
-    Raises:
-        NotAnOutput: There is none, or it is damaged.
-    """
+    """The record of an output, or under another name of a support folder (`NotAnOutput`)."""
     path = out / name
     if out.is_file():
         raise errors.NotAnOutput(f"`{out}` is a file, and not the folder of an output")
@@ -218,11 +214,7 @@ def packed(text: str) -> str:
 
 
 def written_files(out: Path) -> dict[str, str]:
-    """The Python files of an output as they were written, whatever became of them since.
-
-    Raises:
-        NotAnOutput: The folder has no record.
-    """
+    """The Python files of an output as they were written, whatever became of them since."""
     kept = read(out).get("written", {})
     try:
         return {name: _unpacked(text) for name, text in kept.items()}

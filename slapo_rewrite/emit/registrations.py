@@ -31,10 +31,6 @@ def imported_beside(draft: Draft, copies: SiblingFiles, anew: Sequence[str]) -> 
 
     Those are left out of the draft's texts. `anew` are modules that are imported anew where a file
     fails.
-
-    Raises:
-        BrokenOutput: A file cannot be imported, or its model fails, at a line that the tool wrote.
-        OutputFails: The same, at another line.
     """
     with contextlib.ExitStack() as stack:
         refused: FailedOutput | None = None

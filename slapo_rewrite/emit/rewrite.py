@@ -87,9 +87,6 @@ def rewrite(
         support: The name of the folder beside the output that is to hold its helpers.
         tries: What the output is tried with, imported and built; None to run a small model of it
             against the original's.
-
-    Raises:
-        RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
     options = Options(settings, single_file, optional_helpers(further), support, tries)
     with _emitting(Project(source, schedule), options) as emission:
@@ -104,9 +101,6 @@ def try_out(
 
     Nothing has been carried out on the project, nor is it here; `on_ranks` says whether budgets for
     ranks that share layers choose what is recomputed.
-
-    Raises:
-        RewriteError: Something in the source, the schedule or the knobs is wrong.
     """
     options = Options(settings, tries=trial, on_ranks=on_ranks)
     with _emitting(project.anew(), options) as emission:
@@ -398,11 +392,7 @@ def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[st
 
 
 def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> None:
-    """One file cannot hold what others define: their names may mean something else in it.
-
-    Raises:
-        Unsupported: A class of another file than the model's changes.
-    """
+    """One file cannot hold what others define: their names may mean something else in it."""
     others = [f for f in copies.files.values() if f is not copies.sources.main]
     if others:
         causes = merged_causes(*(e.causes for f in others for e in edits.get(f.name, ())))

@@ -54,11 +54,7 @@ class SiblingFiles:
         return f"{self.outputs.stem(file)}.py"
 
     def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
-        """The output's model must be made of the classes that changed, and not of the originals.
-
-        Raises:
-            UnfollowableConstruction: The original's class is still there.
-        """
+        """The output's model must be made of the classes that changed, and not of the originals."""
         main = self.sources.main
         why = functools.cache(
             lambda file, name: self._why(file, name, before if file is main else ())
@@ -191,10 +187,6 @@ class SiblingFiles:
         """The imports of a file as they must be in the output: absolute, or of a copy beside it.
 
         What the file uses of a copy beyond what it imports is imported along with that.
-
-        Raises:
-            SourceError: A relative import in a file that lies in no package.
-            Unsupported: A use that hides what it takes from a copied file.
         """
         if len(self.files) == 1:
             return absolute_imports(file)
@@ -331,11 +323,7 @@ class SiblingFiles:
 
 
 def absolute_imports(file: SourceFile) -> list[Edit]:
-    """Relative imports made absolute, since the file leaves its package.
-
-    Raises:
-        SourceError: A relative import in a file that lies in no package.
-    """
+    """Relative imports made absolute, since the file leaves its package."""
     imports = (n for n in file.statements if isinstance(n, ast.ImportFrom))
     return [edit for node in imports for edit in _absolute(file, node)]
 

@@ -97,11 +97,7 @@ def helpers_of(uses: Uses) -> dict[str, str]:
 
 
 def _outputs(folder: Path, but: str) -> dict[str, Uses]:
-    """What the outputs beside a support folder use of it, but for one of them.
-
-    Raises:
-        NotAnOutput: One that used it cannot be read any more.
-    """
+    """What the outputs beside a support folder use of it, but for one of them."""
     try:
         known = record.read(folder, record.SUPPORT)["outputs"]
     except errors.NotAnOutput:
@@ -158,11 +154,7 @@ def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def differing(out: Path, folder: Path, uses: Uses) -> list[str]:
-    """Files of a support folder that are not what an output that uses it needs today.
-
-    Raises:
-        NotAnOutput: Another output that uses it cannot be read.
-    """
+    """Files of a support folder that are not what an output that uses it needs today."""
     name = out.absolute().name
     wanted = _files({**_outputs(folder, name), name: uses})
     return [f"{folder / each}" for each in matches(folder, wanted, record.SUPPORT)]
@@ -182,11 +174,6 @@ def write_both(
 
     At every moment the folder holds what the output imports from it: first it has what the output
     used and will use, last what it uses alone.
-
-    Raises:
-        OutputEdited: A file was edited by hand, or other outputs need files of an earlier tool.
-        NotAnOutput: A folder is somebody else's.
-        OutputUnwritable: A folder cannot be written.
     """
     check_apart(folder, inputs)
     name = out.absolute().name
@@ -238,11 +225,7 @@ def _used_before(out: Path, folder: Path) -> Uses:
 
 
 def _check_tool(folder: Path, others: Collection[str]) -> None:
-    """Refuses to change what other outputs import, as they were written for it as it is.
-
-    Raises:
-        OthersWouldChange: The helpers that are there are another tool's.
-    """
+    """Refuses to change what other outputs import, as they were written for it as it is."""
     try:
         known = record.read(folder, record.SUPPORT)
     except errors.NotAnOutput:

@@ -45,11 +45,7 @@ class _EditedError(Exception):
 
 
 def state(path: Path) -> str | None:
-    """The hash of a file; None where there is none.
-
-    Raises:
-        OutputUnwritable: It is something else than a file, or cannot be read.
-    """
+    """The hash of a file; None where there is none."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             kind = "a folder" if path.is_dir() else "not a file"
@@ -115,11 +111,7 @@ def _take_back(out: Path, steps: Sequence[Step]) -> None:
 
 
 def _forward(out: Path, steps: Sequence[Step]) -> None:
-    """Puts every file in its place that is not there yet.
-
-    Raises:
-        _EditedError: A file is not what it was.
-    """
+    """Puts every file in its place that is not there yet, unless one is not what it was."""
     for step in steps:
         path, new = out / step.name, out / WORK / NEW / step.name
         if (step.new is not None and not new.exists()) or state(path) == step.new:
@@ -169,11 +161,7 @@ def _clear(out: Path) -> None:
 
 
 def tidied(out: Path) -> str | None:
-    """Ends what an interrupted run began; what was done, in words.
-
-    Raises:
-        OutputUnwritable: The folder cannot be written, or is being written just now.
-    """
+    """Ends what an interrupted run began; what was done, in words."""
     if not os.path.lexists(out / WORK):
         return None
     with locked(out) as done:
@@ -185,9 +173,6 @@ def locked(out: Path) -> Iterator[Callable[[], str | None]]:
     """One run at a time in a folder; what an interrupted one left is tidied up first.
 
     Gives a function that says what that was. The lock ends with the process that holds it.
-
-    Raises:
-        OutputUnwritable: Another run does not end, or what is there cannot be tidied up.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -52,9 +52,6 @@ class Definitions:
 
         Names that the file hands on (`import name as name`) are imported. `torch.compile` is to
         compile the `compiled` ones.
-
-        Raises:
-            KeyError: The file neither defines nor hands on one of the names.
         """
         names = set(names)
         statements = {id(s) for name in self.closure(names) for s in self.defined[name]}

@@ -23,11 +23,7 @@ def hand_edited(out: Path) -> dict[str, str]:
 
 
 def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
-    """Files that writing would overwrite although the tool did not write them so.
-
-    Raises:
-        NotAnOutput: The folder is not the tool's, and has files of these names.
-    """
+    """Files that writing would overwrite although the tool did not write them so."""
     try:
         known: dict[str, Any] = record.read(out, own)["files"]
     except errors.NotAnOutput as error:
@@ -56,20 +52,11 @@ def write(
     replacing: Mapping[str, str] | None = None,
     inputs: Collection[Path] = (),
 ) -> None:
-    """Puts the files in the folder; what else lies there stays as it is.
+    """Puts the files, texts by name, in the folder; what else lies there stays as it is.
 
-    Args:
-        out: The folder.
-        files: Their texts by name.
-        force: Overwrite files of an earlier output that were edited since.
-        replacing: Files edited by hand that may be overwritten, since `files` holds the edits: the
-            hashes of what they held.
-        inputs: Files that the output is made from, which never lie in it.
-
-    Raises:
-        OutputEdited: A file there was edited by hand, and `force` is not given.
-        NotAnOutput: The folder is somebody else's.
-        OutputUnwritable: The folder cannot be written; it is as it was.
+    With `force` those of an earlier output that were edited since are overwritten, without it those
+    that `replacing` has the hashes of, since `files` holds the edits. `inputs` are files that the
+    output is made from, which never lie in it.
     """
     check_apart(out, inputs)
     with made(out), locked(out):
@@ -130,11 +117,7 @@ def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list
 
 
 def note_verification(out: Path, verification: Mapping[str, Any], of: str) -> bool:
-    """Puts what verification found in the folder's record.
-
-    Returns:
-        Whether that is still the one that is there.
-    """
+    """Puts what verification found in the folder's record, if that is still the same; tells so."""
     with locked(out):
         if state(out / record.NAME) != of:
             return False

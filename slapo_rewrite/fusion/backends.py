@@ -142,9 +142,6 @@ def measured(device: object, dtype: object) -> Measured:
     """What is chosen by for a device.
 
     With None the device is the GPU at hand, and the dtype what the model's parameters have.
-
-    Raises:
-        BadArgument: There is no such device or dtype, or no GPU at hand.
     """
     if dtype is not None and dtype not in DTYPES:
         raise errors.BadArgument(
@@ -194,12 +191,7 @@ class Plugged:
     _checked: set[str] = field(default_factory=set)
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """The module, once its function is known to be another form of a kernel.
-
-        Raises:
-            BadArgument: It has none of this name, or with other parameters.
-            OtherNumbers: It computes something else, or fails, on a CPU.
-        """
+        """The module, once its function is known to be another form of a kernel."""
         if kernel not in self._checked:
             self._check(kernel)
             self._checked.add(kernel)
@@ -250,11 +242,7 @@ class Plugged:
 
 
 def plugged(name: str) -> Plugged | None:
-    """The module of a dotted name; None where there is none.
-
-    Raises:
-        BadArgument: Importing it fails.
-    """
+    """The module of a dotted name; None where there is none."""
     try:
         return Plugged(importlib.import_module(name))
     except ModuleNotFoundError as error:

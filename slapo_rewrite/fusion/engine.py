@@ -268,7 +268,7 @@ class Engine:
                     files.main.changes.add(path, place, change, (self.cause,))
                 self._construct(claims.get(path, ()), files.main.changes)
             settled = specialize(self.tree, files)
-        self.speller.take(files.main.imports)
+        self.speller.references.update(files.main.imports.references)
         edits = written(self.file, functions) + settled.pop(self.file.name)
         if any(settled.values()):
             raise errors.Unsupported(

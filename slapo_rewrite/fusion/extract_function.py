@@ -36,9 +36,6 @@ def moved(match: Match, graph: Graph, method: bool) -> Moved:
     """Takes the statements of a match out.
 
     As a `method` the new function sees the module's attributes by itself.
-
-    Raises:
-        NoMatch: They need a local variable that holds something else where the result is.
     """
     return _Moving(match, graph, method).run()
 

@@ -54,12 +54,7 @@ class Packed:
 
 
 def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> Rewrite:
-    """Subclasses that each hold one module in the place of several calls on one operand.
-
-    Raises:
-        NoMatch: They do not stand side by side.
-        Unsupported: They are no linear layers, or modules of one class call different ones.
-    """
+    """Subclasses that each hold one module in the place of several calls on one operand."""
     edits: list[TextEdit] = []
     classes: dict[str, NewClass] = {}
     made: dict[type, tuple[str, tuple[object, ...]]] = {}
@@ -104,11 +99,7 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
 
 
 def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
-    """Refuses to take away what is read elsewhere too: in a method, or where the file asks for it.
-
-    Raises:
-        Unsupported: It is.
-    """
+    """Refuses to take away what is read elsewhere too: in a method, or by what the file exports."""
     left = {str(match.root.called) for match in group}
     calls = {id(match.replaced.node) for match in group}
     own = {cls.__name__ for cls in node.cls.__mro__}
@@ -207,11 +198,7 @@ def _holding(
     new_name: str,
     doc: str,
 ) -> TextEdit:
-    """The class of a module with another module in the place of some of its submodules.
-
-    Raises:
-        Unsupported: The class has no constructor of its own.
-    """
+    """The class of a module, with its own constructor, in which others stand for submodules."""
     file, cause = engine.file, engine.cause
     files = OutputFiles(engine.tree, engine.sources)
     writer = ClassWriter(files.main.classes, files.main.imports)
@@ -232,7 +219,7 @@ def _holding(
             end = lines.setdefault(constructor.body[-1], Lines())
             end.after.append(Line(text, (cause,), f"`{held.name}`"))
     text = writer.text_of(Subclass(name, new_name, doc), lines)
-    engine.speller.take(files.main.imports)
+    engine.speller.references.update(files.main.imports.references)
     return behind(file, file.classes[name], text, 2).caused_by((cause,), f"`{new_name}`")
 
 
@@ -245,9 +232,6 @@ def _side_by_side(
 
     The module of that name gives all results, one after another along the last axis; `sizes` are
     the attributes that say how long each is, None where all are equally long.
-
-    Raises:
-        NoMatch: The calls do not stand side by side.
     """
     first = group[0]
     statements = [engine.file.statement_of(match.replaced.node) for match in group]

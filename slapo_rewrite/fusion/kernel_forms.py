@@ -15,11 +15,7 @@ OF_KERNELS, IN_TORCH = "slapo_rewrite.runtime.kernels.", "slapo_rewrite.runtime.
 
 @functools.cache
 def in_torch(kernel: str) -> Callable[..., Any] | None:
-    """The same function in PyTorch's operations; None of a helper, which has no other form.
-
-    Args:
-        kernel: A dotted name, `slapo_rewrite.runtime.kernels.rms_norm.rms_norm` say.
-    """
+    """A kernel, by its dotted name, in PyTorch's operations; None of a helper function."""
     home, _, name = kernel.removeprefix(OF_KERNELS).rpartition(".")
     if not kernel.startswith(OF_KERNELS):
         return None

@@ -42,11 +42,7 @@ NOTHING = ConcreteArgs({})
 
 
 def given_for(values: Mapping[str, object] | None, nodes: Iterable[Node]) -> ConcreteArgs:
-    """The `concrete_args` of a line of the schedule.
-
-    Raises:
-        BadArgument: It does not map arguments that a selected `forward` takes.
-    """
+    """The `concrete_args` of a line of the schedule, of the selected modules' `forward`."""
     if values is None:
         return NOTHING
     known: dict[str, None] = {}
@@ -124,11 +120,7 @@ def _owner(scope: Scope) -> str | None:
 def _opened(
     match: Match, pattern: Pattern, scope: Scope, node: Node, sources: Sources, given: ConcreteArgs
 ) -> Match | Mismatch | None:
-    """A match around a branch with what its arms have to take in.
-
-    Returns:
-        What stands in the way, where that is known; None where no branch is in the way.
-    """
+    """A match around a branch with what its arms have to take in, or with what is in the way."""
     file, function = scope.graph.file, scope.graph.function
     assert function is not None
     stop: Mismatch | None = None

@@ -74,9 +74,6 @@ def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
     """The head that a loss's logits come from.
 
     `rows` says whether it takes rows of them: they must have been made so.
-
-    Raises:
-        Declined: There is none, or something else happens on the way.
     """
     way = _Way()
     value = logits
@@ -246,11 +243,7 @@ def named(value: Value, held: Mapping[str, Value]) -> str | None:
 
 
 def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
-    """A head's input as text.
-
-    Raises:
-        Declined: It is computed inside a module, in a way that cannot be written from outside.
-    """
+    """A head's input as text; `Declined` if what is computed inside a module cannot be written."""
     if (name := named(value, held)) is not None:
         return name
     if value.called is None:

@@ -19,12 +19,7 @@ from slapo_rewrite.patterns.value_graph import Use, Value, described
 
 
 def fork_of(found: RuleMatch, head: Head, loss: Value, labels: Labels) -> Fork:
-    """Where the ways part.
-
-    Raises:
-        Declined: Logits are needed for more than the loss and the output, or the statements do not
-            stand so that they can be told apart.
-    """
+    """Where the ways part; `Declined` where logits are needed, or statements not told apart."""
     return _Forking(found, head, loss, labels).run()
 
 
@@ -190,11 +185,7 @@ class _Forking:
         return found
 
     def _outputs(self, value: Value, use: Use) -> Iterator[str]:
-        """What a use of the logits makes of them, where None will do.
-
-        Raises:
-            Declined: It needs logits.
-        """
+        """What a use of the logits makes of them, where None will do (else `Declined`)."""
         by = use.by
         if by is None and use.why == "returned":
             yield ""

@@ -26,12 +26,7 @@ KERNELS = Always()
 
 
 def pattern_for(wanted: object, sources: Sources) -> Pattern:
-    """The pattern that a function or a module class is.
-
-    Raises:
-        BadArgument: It is neither.
-        BadPattern: It is no pure computation.
-    """
+    """The pattern that a function or a module class is (`BadArgument` for anything else)."""
     module = as_module(wanted)
     if module is not None:
         return pattern_of(module, facts_of_pattern(module, sources.main))

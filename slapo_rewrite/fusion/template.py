@@ -83,11 +83,7 @@ class Template:
 
 
 def template_of(function: Callable[..., object]) -> Template:
-    """Reads a replacement that is a function of one `return`.
-
-    Raises:
-        BadPattern: It does more than to return an expression.
-    """
+    """Reads a replacement that is a function of one `return`."""
     unwrapped = inspect.unwrap(function)
     file, node, name = located(unwrapped)
     match body_of(node):

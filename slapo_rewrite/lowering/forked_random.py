@@ -18,7 +18,8 @@ from slapo_rewrite.code.subgraphs import draw_beside_torch
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding import Draw, ShardingRequest, ShardingResult, out_of_step
+from slapo_rewrite.sharding.random_ops import out_of_step
+from slapo_rewrite.sharding.types import Draw, ShardingRequest, ShardingResult
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,7 @@ class Forks:
     files: OutputFiles  # the files that may be rewritten
 
     def check(self, followed: ShardingResult) -> None:
-        """Refuses numbers of a rank's own for a value that all ranks have.
-
-        Raises:
-            Unsupported: Such numbers are drawn inside of what is forked.
-        """
+        """Refuses numbers of a rank's own for a value that all ranks have (`Unsupported`)."""
         for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
             causes = [cause for path, line in draw.callers for cause in self._at(path, line)]
             if causes and not draw.blocks:

@@ -18,7 +18,7 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.model.layers import Layer, split_of
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding import CannotFollow, MissingCollective, NeverRuns
+from slapo_rewrite.sharding.types import CannotFollow, MissingCollective, NeverRuns
 
 States = dict[str, ModuleRequests]
 
@@ -31,11 +31,7 @@ class Inference:
         self.causes = {p: s.infer_sync.cause for p, s in states.items() if s.infer_sync}
 
     def refuse(self, why: str, also: Sequence[errors.Span] = ()) -> None:
-        """Refuses to infer anything, if something is to be inferred.
-
-        Raises:
-            Unsupported: With the reason.
-        """
+        """Refuses to infer anything, if something is to be inferred."""
         for cause in self.causes.values():
             raise errors.Unsupported(
                 f"the syncs cannot be inferred: {why}",

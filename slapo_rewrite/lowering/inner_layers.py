@@ -69,7 +69,7 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
         for sync in state.syncs:
             if path == node.path:
                 syncs.append(sync)
-            elif not _is_inside(node, path, sync):
+            elif not _is_inside(path, sync):
                 raise _no_place(node, path, state)
             elif path == path_of("out_proj"):
                 syncs.append(sync)  # of the attention's own output
@@ -82,7 +82,7 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
     states[node.path] = replace(found.get(node.path, EMPTY), shards=joined, syncs=tuple(syncs))
 
 
-def _is_inside(node: Node, path: str, sync: Sync) -> bool:
+def _is_inside(path: str, sync: Sync) -> bool:
     """Whether a collective is one that the layer carries out inside."""
     gives_sums = path.endswith(("out_proj", "linear2"))
     mode = "fwd_post" if gives_sums else "bwd_post"

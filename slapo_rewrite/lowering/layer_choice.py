@@ -8,7 +8,7 @@ from slapo_rewrite.model.layers import Layer, Split, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.runtime.tensor_parallel import ReduceScatter, sum_later
-from slapo_rewrite.sharding import SPOKEN
+from slapo_rewrite.sharding.types import SPOKEN
 
 
 def choose_layer(node: Node, state: ModuleRequests) -> Layer:
@@ -122,11 +122,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
 
 
 def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> None:
-    """Refuses a collective that does not fit what a split layer takes in or gives out.
-
-    Raises:
-        SyncMismatch: With the lines of the collective and of the shard.
-    """
+    """Refuses a collective that does not fit what a split layer takes in or gives out."""
     shard = state.shards[0]
     problem = hint = None
     spoken = SPOKEN.get(str(sync.op))

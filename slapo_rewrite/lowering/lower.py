@@ -42,18 +42,16 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding import (
+from slapo_rewrite.sharding.propagate import Records, propagate
+from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.types import (
     CannotFollow,
     CannotRun,
-    CannotStandIn,
     LocalValue,
     ModuleBoundary,
-    Records,
     ShardedParameter,
     ShardingRequest,
     ShardingResult,
-    StandIn,
-    propagate,
 )
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.
@@ -82,22 +80,12 @@ def lower(
     thorough: bool = True,
     records: Records | None = None,
 ) -> Lowered:
-    """The edits that carry out what was asked.
+    """The edits that carry out what was asked of each module path.
 
-    Args:
-        tree: The module tree.
-        states: What was asked of each module path.
-        directives: All that was called for, of which nothing may have come.
-        before: Those that have changed the source already.
-        sources: The source files.
-        step_inputs: Makes the keyword arguments of one training step.
-        small: Makes a small model with weights, and the keyword arguments of a step of it.
-        thorough: Whether the model is followed in eval mode and on more ranks as well.
-        records: What is known of the tree and the inputs, if they were followed before; takes what
-            becomes known.
-
-    Raises:
-        RewriteError: What was asked does not fit together, or the source cannot be changed so.
+    Of the `directives` nothing may have come, and those `before` have changed the source already.
+    `step_inputs` makes the keyword arguments of one training step, `small` a small model with
+    weights, and those of a step of it. `thorough` has the model followed in eval mode and on more
+    ranks as well; `records` has what is known of it, and takes what becomes known.
     """
     lowering = _Lowering(tree, dict(states), directives, before, sources, thorough)
     return lowering.run(step_inputs, small, records or Records())
@@ -305,12 +293,7 @@ class _Lowering:
         return found
 
     def _follow(self, run: Callable[[ShardingRequest], ShardingResult]) -> ShardingResult:
-        """What follows from the sharded sizes, once the syncs left to be inferred are there.
-
-        Raises:
-            CannotRun: The model does not run.
-            UnfollowableSize: Something does not fit.
-        """
+        """What follows from the sharded sizes, with the syncs that are to be inferred."""
         refused: CannotFollow | None = None
         # What failed: from one start all ways of repairing it go alike for a while.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []

@@ -25,7 +25,8 @@ from slapo_rewrite.model.path_patterns import modules_at
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.precision.casts import CannotCast, Precisions, Wanted
 from slapo_rewrite.precision.follow_precision import follow_precision
-from slapo_rewrite.sharding import CannotRun, CannotStandIn, StandIn
+from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
+from slapo_rewrite.sharding.types import CannotRun
 
 # Makes the keyword arguments of one training step; a small model with weights, and those of a step
 # of it.
@@ -111,9 +112,6 @@ class Mixing:
         """What follows; None where nothing is asked.
 
         `shortened` is the model with one element of each kind, which stands for the others.
-
-        Raises:
-            Unsupported: The model cannot be computed so.
         """
         if not self.asked:
             return None

@@ -34,9 +34,6 @@ def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
 
     A class comes before those that make its instances, since what an instance is made of may have
     another name afterwards, and is settled first in the file that defines it.
-
-    Raises:
-        RewriteError: What was asked does not fit together, or the source cannot be changed so.
     """
     _write_lookups_out(tree, files)
     edits: dict[str, list[Edit]] = {}
@@ -77,7 +74,7 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
         node = tree.nodes[path]
         home, making = files.of(node.cls), files.making(node)
         at = making.changes.place_of(node) if home is not None and node.owner is not None else None
-        if at is None or lookup_of(files.sources, making.changes.sites[at.start], node) is None:
+        if at is None or lookup_of(making.changes.sites[at.start], node) is None:
             continue
         assert home is not None
         if making.changes.made_at(node, at) is None:

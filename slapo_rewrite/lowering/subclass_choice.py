@@ -130,7 +130,7 @@ class SubclassChoice:
                 known = name = made.reference(self.imports, every)
             elif called is not None and self.file.qualified(called):
                 name = ast.unparse(called)
-            elif lookup_of(self.changes.sources, site, node):
+            elif lookup_of(site, node):
                 name = self.imports.function(Function(cls.__name__, cls.__module__), every)
             elif site.callee is None:
                 name = cls.__name__
@@ -190,11 +190,7 @@ class SubclassChoice:
         return {start: self._common_place(own) for start, own in made.items()}, few
 
     def _common_place(self, children: list[Node]) -> str:
-        """Where one place in the source puts these modules: counted from a list's end, if need be.
-
-        Raises:
-            UnfollowableConstruction: There is no one place in all of their owners.
-        """
+        """Where one place in the source puts these modules, from a list's end if need be."""
         for place in (lambda c: c.relative, _from_end):
             first, *others = dict.fromkeys(map(place, children))
             if first and not others:
@@ -272,11 +268,7 @@ class SubclassChoice:
         return [each.caused_by(causes, why) for each in placed]
 
     def _check_super(self, cls: type, causes: Causes) -> None:
-        """Refuses to derive from a class that looks for its base from the class of its object.
-
-        Raises:
-            Unsupported: In a subclass, `super(self.__class__, self)` is the class itself again.
-        """
+        """Refuses a base with `super(self.__class__, self)`, which a subclass would call anew."""
         own = (c.__name__ for c in cls.__mro__ if self.changes.sources.defines(self.file, c))
         texts = [self.file.classes[name] for name in own if name in self.file.classes]
         for node in (node for text in texts for node in ast.walk(text)):

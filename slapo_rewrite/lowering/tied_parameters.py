@@ -18,9 +18,6 @@ def follow_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
     A module that is split because of a tie keeps its meaning for whoever calls it: what it gives
     out is made whole.
-
-    Raises:
-        ConflictingEdits: Tied parameters are sharded along different axes.
     """
     changed = True
     while changed:
@@ -49,11 +46,7 @@ def follow_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
 
 def annotate_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
-    """Annotates all names of a tied parameter: which of them stays is decided when it is tied.
-
-    Raises:
-        ConflictingEdits: Two names of a parameter are to have different values of one attribute.
-    """
+    """Annotates all names of a tied parameter: which of them stays is decided when it is tied."""
     for names in tree.ties.values():
         members = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n in names]
         given = [

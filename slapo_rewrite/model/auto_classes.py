@@ -29,7 +29,7 @@ class Lookup:
     arguments: str | None = None
 
 
-def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
+def lookup_of(site: Site, node: Node) -> Lookup | None:
     """How the class of a module was looked up; None where that is not what made it.
 
     A property that another file defines knows the original's class alone.
@@ -44,10 +44,10 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     if not isinstance(call, ast.Call):
         return None
     if isinstance(call.func, ast.Attribute) and call.func.attr != node.cls.__name__:
-        told = type(resolve(sources, call.func.value, site, node))
+        told = type(resolve(call.func.value, site, node))
         is_property = isinstance(inspect.getattr_static(told, call.func.attr, None), property)
         if is_property and told.__module__ != site.file.name:
-            gives = resolve(sources, call.func, site, node)
+            gives = resolve(call.func, site, node)
             return Lookup(ast.unparse(call.func), node.cls.__name__) if gives is node.cls else None
     if auto_factory is None or cls is type(None):
         return None
@@ -57,7 +57,7 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     if not clear or not {None, "trust_remote_code"}.isdisjoint(named):
         return None
     config, arguments = given[0], None
-    function: Any = resolve(sources, call.func, site, node)
+    function: Any = resolve(call.func, site, node)
     if dotted(function) == "transformers.backbone_utils.load_backbone":
         auto: Any = sys.modules["transformers"].AutoBackbone
         config = ast.copy_location(ast.Attribute(config, "backbone_config", ast.Load()), config)
@@ -71,7 +71,7 @@ def lookup_of(sources: Sources, site: Site, node: Node) -> Lookup | None:
     mapping = auto._model_mapping
     if cls not in mapping or mapping[cls] is not node.cls or node.cls.config_class is not cls:
         return None
-    if type(resolve(sources, config, site, node)) is not cls:
+    if type(resolve(config, site, node)) is not cls:
         return None
     return Lookup(ast.unparse(config), cls.__name__, cls.__module__, arguments)
 
@@ -87,6 +87,6 @@ def is_looked_up(sources: Sources, node: Node) -> bool:
                 return False
             root = site.file.imports.get(called_root(site) or "")
             elsewhere = site.file is sources.main and looked_up(sources, holder, root)
-            if elsewhere and lookup_of(sources, site, holder) is None:
+            if elsewhere and lookup_of(site, holder) is None:
                 return True
     return False

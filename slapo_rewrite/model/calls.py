@@ -85,13 +85,8 @@ def _call(
 def around_layer(cls: type, layer: type, enter: Enter, leave: Leave) -> type:
     """A class with the `forward` that `cls` puts around a layer's, and the layer's own watched.
 
-    `super().forward(...)` in `cls` leads to the watched one.
-
-    Args:
-        cls: The class of a module that computes with a layer of torch by `super()`.
-        layer: That layer, or one derived from it that is to take its place.
-        enter: Told before the layer's own `forward`, as by `calls_watched`.
-        leave: Told after it.
+    `super().forward(...)` in `cls` leads to the watched one. `enter` is told before it, as by
+    `calls_watched`, and `leave` after it.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

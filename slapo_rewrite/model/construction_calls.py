@@ -201,11 +201,9 @@ def place(stack: Stack) -> errors.Span | None:
     """The innermost of the calls, for a diagnostic."""
     if not stack:
         return None
-    path, (line, begin, last, end) = stack[0]
-    text = linecache.getline(path, line).rstrip("\r\n")
-    start = len(text.encode()[:begin].decode(errors="ignore"))
-    stop = len(text.encode()[:end].decode(errors="ignore")) if last == line else len(text)
-    return errors.Span(path, line, start + 1, max(1, stop - start), text, "made here")
+    path, at = stack[0]
+    text = linecache.getline(path, at[0]).rstrip("\r\n")
+    return errors.Span.of_bytes(path, at, text, "made here")
 
 
 def _calls(

@@ -77,14 +77,9 @@ def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
 def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> list[Cost]:
     """What each element of a model costs, everything else the model does included.
 
-    Args:
-        model: On the meta device; in the dtype, and with the batch, that it is to be trained with.
-        inputs: Keyword arguments of one training step.
-        paths: The elements, in the order in which `model.forward` calls them. What runs before the
-            second one is called is part of the first, and so on: the head is part of the last.
-
-    Raises:
-        ValueError: The elements are not called in this order, each of them once.
+    The model is on the meta device, in the dtype and with the batch that it is to be trained with.
+    What runs before the second element is called is part of the first, and so on: the head is part
+    of the last. They have to be called in this order, each of them once (`ValueError`).
     """
     elements = [model.get_submodule(path) for path in paths]
     counter = _Counter(len(paths))

@@ -60,10 +60,6 @@ class Emitted:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
 
         It is built as the first of `world` ranks; alone where they do not fit.
-
-        Raises:
-            FailedOutput: A line of the output raises.
-            ModelError: The function itself does, or does not return a module.
         """
         try:
             with _unheard(), pretend_world(world) if world > 1 else contextlib.nullcontext():
@@ -114,16 +110,9 @@ def imported(
 ) -> Iterator[Emitted]:
     """Imports every file of an output, for as long as it lasts.
 
-    Args:
-        files: The output's files by name, or by their path from the output's folder; those that
-            are not Python's are left out.
-        model_file: The name of the rewritten model file.
-        users: The user's own modules. Where a file fails, they are imported anew as well: one may
-            be a registry that takes a class of each name once, and has the original's.
-
-    Raises:
-        FailedOutput: A file cannot be imported.
-        OutputUnwritable: There is no room for them.
+    The files are by their path from the output's folder. Where one fails, the user's own modules
+    `users` are imported anew as well: one may be a registry that takes a class of each name once,
+    and has the original's.
     """
     names = [name for name in files if name.endswith(".py") and name != "__init__.py"]
     names.sort(key=lambda name: (name == "pipeline.py", name != model_file))  # stages last

@@ -71,11 +71,7 @@ class FoldedStep:
         self.inputs = in_dtype(self.given, dtype)
 
     def count(self) -> Profile:
-        """Counts it.
-
-        Raises:
-            StepFails: It does not run.
-        """
+        """Counts it; `StepFails` where it does not run."""
         is_gpu = self.kernels is not None
         loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
@@ -101,11 +97,7 @@ def launching_nothing(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 def check_positions(model: nn.Module, sequence: int | None) -> None:
-    """Without values, nothing tells that a table of positions is too short.
-
-    Raises:
-        DoesNotRun: The configuration says how many positions there are, and a table has as many.
-    """
+    """Without values, nothing tells that a table of positions is too short (`DoesNotRun`)."""
     config: Any = getattr(model, "config", None)
     numbers = [getattr(config, name, None) for name in small_config.POSITIONS]
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -162,11 +162,7 @@ def recorded(
     *,
     training: bool,
 ) -> Record:
-    """What a forward pass holds, with some names dropped.
-
-    Raises:
-        CannotMeasure: The model does not run.
-    """
+    """What a forward pass holds, with some names dropped; `CannotMeasure` if it does not run."""
     model = tree.root.live
     was_training = model.training
     given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs))

@@ -38,11 +38,7 @@ _Around = tuple[_Turning, ast.AST]
 
 
 def find_site(sources: Sources, node: Node) -> Site:
-    """The construction site of a module.
-
-    Raises:
-        UnfollowableConstruction: None can be named.
-    """
+    """The construction site of a module; `UnfollowableConstruction` where none can be named."""
     known = sources.known.get((id(node), ""))
     if known is None:
         known = sources.known[id(node), ""] = _module(sources, node)
@@ -58,11 +54,7 @@ def known_site(sources: Sources, node: Node) -> Site | None:
 
 
 def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
-    """The expression that makes a parameter or buffer that a class keeps itself.
-
-    Raises:
-        UnfollowableConstruction: None can be named.
-    """
+    """The expression that makes a parameter or buffer that a class keeps itself."""
     key = id(node), name
     known = sources.known.get(key) or _tensor(sources, node, name)
     if known is None:
@@ -87,11 +79,8 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
     return above, above.below(node.path)
 
 
-def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object | None:
-    """What an expression came to at the site of a module, or of a parameter of it.
-
-    None where that cannot be told.
-    """
+def resolve(expr: ast.expr, site: Site, node: Node) -> object | None:
+    """What an expression came to at the site of a module, or of a parameter; None if unknown."""
     if site.kind in ("parameter", "buffer"):
         noted = construction_calls.tensor_set(node.live, site.path.rpartition(".")[2])
         names = noted[1] if noted is not None else None
@@ -101,9 +90,9 @@ def resolve(sources: Sources, expr: ast.expr, site: Site, node: Node) -> object 
     return worth.value if isinstance(worth, Constant) else None
 
 
-def size_at(sources: Sources, expr: ast.expr, site: Site, node: Node) -> int | None:
+def size_at(expr: ast.expr, site: Site, node: Node) -> int | None:
     """The whole number that an expression came to there; None where it is not known to be one."""
-    value = resolve(sources, expr, site, node)
+    value = resolve(expr, site, node)
     return value if type(value) is int else None
 
 

@@ -121,11 +121,7 @@ class _OnMeta(TorchFunctionMode):
         return None
 
     def _as_values(self, value: Any) -> Any:
-        """Arguments with values in the place of constants.
-
-        Raises:
-            KeyError: A tensor has none.
-        """
+        """Arguments with values in the place of constants; `KeyError` where a tensor has none."""
         if isinstance(value, Tensor):
             tensor, values, ahead = self._known[id(value)]
             if tensor._version - values._version != ahead:

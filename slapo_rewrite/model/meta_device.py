@@ -119,11 +119,7 @@ class KnownResults:
         self.is_used = True
 
     def carry_out(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation gives, as `carry_out` does.
-
-        Raises:
-            NeedsGraph: It goes backwards.
-        """
+        """What an operation gives, as `carry_out` does; `NeedsGraph` where it goes backwards."""
         if not self.is_used:
             return carry_out(func, args, kwargs)
         if func in _BACKWARD:
@@ -186,11 +182,7 @@ def _in_transforms() -> bool:
 
 
 def _key(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """What an operation's result depends on; notes the tensors.
-
-    Raises:
-        TypeError: That is not known.
-    """
+    """What an operation's result depends on, `TypeError` if not known; notes the tensors."""
     if type(value) in (torch.Tensor, nn.Parameter):
         if not value.is_meta:
             raise TypeError

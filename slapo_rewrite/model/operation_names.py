@@ -35,11 +35,7 @@ NAMES = tuple(_MEANINGS)
 
 
 def operations(names: Iterable[str]) -> list[str]:
-    """The operations that names mean, as they stand below `torch.ops`.
-
-    Raises:
-        UnknownOperation: With what can be said instead.
-    """
+    """The operations that names mean, as they stand below `torch.ops`."""
     return sorted({found for name in names for found in _operations(name)})
 
 

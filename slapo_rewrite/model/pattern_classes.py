@@ -35,11 +35,7 @@ class ModulePattern(nn.Module):
 
 
 def as_module(value: object) -> nn.Module | None:
-    """The module that a pattern is: an instance, or one made of a class; None for anything else.
-
-    Raises:
-        BadPattern: The class cannot be instantiated without arguments.
-    """
+    """The module that a pattern is: an instance, or one made of a class; None for anything else."""
     if isinstance(value, nn.Module):
         return value
     if not (isinstance(value, type) and issubclass(value, nn.Module)):

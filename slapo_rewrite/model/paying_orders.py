@@ -42,11 +42,7 @@ def paying_order(
     users: Callable[[ast.FunctionDef], Iterable[Node]],
     given: Sequence[Mapping[str, Any]],
 ) -> Order | None:
-    """An order of the statements of one run in which calls hold less; None where there is none.
-
-    Raises:
-        CannotMeasure: The model does not run.
-    """
+    """An order of the statements of one run in which calls hold less; None where there is none."""
     for live in lives:
         modules = [node.live for node in users(live.function)]
         known, apart = partial(_is_known, modules), partial(_are_apart, modules)

@@ -133,11 +133,7 @@ def measured(
     lives: Sequence[Live],
     deaths: Sequence[Death],
 ) -> list[Way]:
-    """The ways through a model: in training, and in eval mode without gradients.
-
-    Raises:
-        CannotMeasure: It does not run, or not twice alike.
-    """
+    """The ways through a model that runs twice alike: in training, and in eval mode."""
 
     def ways(few: Callable[[Tree], Any]) -> list[Way]:
         with few(tree):

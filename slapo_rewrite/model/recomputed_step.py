@@ -65,9 +65,6 @@ def counted_ways(
 
     `chosen` are paths of elements of lists, `kernels` modules beside those of the tool. Without
     `sequence` rows are as long as the schedule's `inputs` make them.
-
-    Raises:
-        DoesNotRun: The step does not run without values, or there are no inputs for it.
     """
     folds = folds_of(
         lists_of(tree),
@@ -122,11 +119,7 @@ def _counted_ways(
 
 @contextmanager
 def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
-    """Sees to it that no layer is called several times meanwhile: each call keeps what it does.
-
-    Raises:
-        DoesNotRun: One was.
-    """
+    """Sees to it that no layer is called several times meanwhile: each call keeps what it does."""
     counts: Counter[str] = Counter()
 
     def seen(node: Node) -> Callable[..., None]:

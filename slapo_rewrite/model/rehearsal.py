@@ -184,11 +184,7 @@ def _check_step(
 
 
 def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
-    """With its casts the output runs, and what is a number without them is one.
-
-    Raises:
-        OtherNumbersError: It fails, or something overflows.
-    """
+    """With its casts the output runs, and what is a number without them is one."""
     try:
         with torch.random.fork_rng(devices=[]):
             model = small_model.build_small(schedule, output.module, reference.depth).float()
@@ -294,13 +290,7 @@ class _Rank:
         self.build: Callable[[], nn.Module] | None = None
 
     def __call__(self, turn: threading.Lock) -> Step:
-        """The step, with the original's weights.
-
-        `turn` is held by the rank that computes.
-
-        Raises:
-            UnfitError: The model cannot be made for so many ranks, or be run, which it says.
-        """
+        """The step, with the original's weights; `turn` is held by the rank that computes."""
         try:
             with self.building, turn:
                 if self.build is None:
@@ -334,10 +324,6 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 
     One with a mask and a cache in double precision is enough: what these need single precision for
     is compared without them as well, as no other comparison is as sharp.
-
-    Raises:
-        TooLargeError: It is too large, or its inputs are.
-        DoesNotRunError: It does not run.
     """
     ways = (False,) if hasattr(schedule, "inputs") else (True, False)
     found: list[_Reference] = []
@@ -363,12 +349,7 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
 def _reference(
     schedule: Any, original: types.ModuleType, depth: int, whole: bool
 ) -> _Reference | None:
-    """A step of the original's small model; None where one with a mask says nothing.
-
-    Raises:
-        TooLargeError: It would take too long.
-        DoesNotRunError: It does not run.
-    """
+    """A step of the original's small model; None where one with a mask says nothing."""
     fails: list[str] = []
     for dtype in LIMIT:
         try:
@@ -414,11 +395,7 @@ def _check_start(
     original: types.ModuleType,
     output: Emitted,
 ) -> None:
-    """In one process the output draws the weights that the original draws.
-
-    Raises:
-        OtherStartError: It draws others, as where a constructor asks for a module's very class.
-    """
+    """In one process the output draws the weights that the original draws."""
     try:
         wanted = drawn if drawn is not None else _drawn(schedule, original, depth)[1]
         model, found = _drawn(schedule, output.module, depth)

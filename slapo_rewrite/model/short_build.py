@@ -22,11 +22,7 @@ from slapo_rewrite.model.tree import Tree
 
 
 class LeftOut(nn.Module):
-    """Stands where a layer was not made.
-
-    Attributes:
-        left: The layer's class.
-    """
+    """Stands where a layer of a class, the one that is `left`, was not made."""
 
     left: type
 
@@ -59,11 +55,7 @@ class Shortening:
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.
 
-        Returns:
-            The model; with all its layers where they cannot be left out.
-
-        Raises:
-            ModelError: It cannot be built.
+        It has all of its layers where they cannot be left out.
         """
         if self.wanted is None:
             return build()

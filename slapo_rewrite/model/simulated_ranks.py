@@ -26,10 +26,6 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
 
     One computes at a time, until it waits for the others: where several do, each operation is a
     fight for the interpreter, and takes more time than both.
-
-    Raises:
-        OtherNumbersError: A rank fails where the original does not.
-        UnfitError: The model does not fit so many.
     """
     # torch's own tests run ranks as threads so; none of it has annotations.
     from torch.testing._internal.distributed import multi_threaded_pg

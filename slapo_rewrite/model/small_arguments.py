@@ -62,15 +62,9 @@ def small_number(name: str, default: float, small: Mapping[str, int] = SMALL) ->
 
 
 def small_heads(counts: Mapping[str, int]) -> dict[str, int]:
-    """Fewer heads in the ratio in which they are, where those of several are counted.
+    """Fewer heads in their ratio; none where there is one number of them, or no smaller one.
 
     Keys that several queries share: a packed layer is split in blocks of that ratio.
-
-    Args:
-        counts: Numbers by the names of what they are given for, heads among them.
-
-    Returns:
-        The heads alone; empty where there is one number of them, or none that is smaller.
     """
     heads = {
         name: count
@@ -92,10 +86,7 @@ def supply(
     """Has a schedule build a small model, where it says none and the full one is too large.
 
     `largest` is how many parameters a model may have to be run, and `full` the model, where it is
-    built already.
-
-    Returns:
-        Whether there is a model that can be run.
+    built already. Tells whether there is a model that can be run.
     """
     if hasattr(schedule, "verify_model") or hasattr(schedule, small_model.SMALL_BUILD):
         return True

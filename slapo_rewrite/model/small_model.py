@@ -138,10 +138,7 @@ def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     `schedule.verify_model(module)` where that is defined, or its class with its config and more
     layers, if it has too few and the config says how many; else the same Hugging Face class with a
     smaller config; else what `small_arguments` found for the schedule; else
-    `schedule.model(module)` itself.
-
-    Raises:
-        ValueError: The model is too large to be run as it is, and has no config to make smaller.
+    `schedule.model(module)` itself, unless it is too large to be run (`ValueError`).
     """
     return small_builder(schedule, module, depth)()
 
@@ -230,11 +227,7 @@ def build_deep(
 
 
 def _not_too_large(build: Callable[[], nn.Module]) -> nn.Module:
-    """What a function builds: with all layers of a model, what is small with two may be huge.
-
-    Raises:
-        ValueError: It is too large to be run.
-    """
+    """What a function builds, unless it is huge with all layers of a model (`ValueError`)."""
     with on_meta():
         count = sum(p.numel() for p in build().parameters())
     if count > LARGEST_TWIN:
@@ -266,16 +259,10 @@ def _module(built: Any, by: str) -> nn.Module:
 
 
 def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any]:
-    """The keyword arguments of one training step.
+    """The keyword arguments of one training step, by the schedule's `inputs(model)` if it has that.
 
-    The schedule's `inputs(model)` is called where it is defined.
-
-    Returns:
-        For a Hugging Face model token ids, a mask with padding at the end of the second row, and
-        labels, as far as its `forward` takes them.
-
-    Raises:
-        ValueError: There is neither `inputs` nor a config to make inputs from.
+    Else for a Hugging Face model token ids, a mask with padding at the end of the second row, and
+    labels, as far as its `forward` takes them; for any other a `ValueError`.
     """
     if hasattr(schedule, "inputs"):
         seed_torch(seed)
@@ -369,9 +356,6 @@ def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Ten
     """The loss of one step: what `schedule.loss` makes of it, else `outputs.loss`.
 
     That takes the outputs, and by name what else it needs of the inputs, targets say.
-
-    Raises:
-        ValueError: There is no loss.
     """
     choose: Callable[..., Any] | None = getattr(schedule, "loss", None)
     takes = loss_parameters(schedule)

@@ -89,11 +89,7 @@ class Sources:
         return [(f, name) for f, name in found if f is not None and name in f.classes]
 
     def check_originals(self, root: Node) -> None:
-        """Refuses a model that is split already, or whose methods call their object something else.
-
-        Raises:
-            Unsupported: A layer is an output's, or a method calls its object otherwise than `self`.
-        """
+        """Refuses a model that is split already, or that does not call its objects `self`."""
         for node in root.walk():
             if hasattr(node.live, "sharded_parameters"):
                 raise errors.Unsupported(

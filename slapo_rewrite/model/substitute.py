@@ -94,9 +94,6 @@ def check_weights(original: nn.Module, new: nn.Module, weights: Mapping[str, Wei
 
     Both modules are on the meta device; tensors of the new one that `weights` does not name keep
     their names.
-
-    Raises:
-        Misfit: In words.
     """
     before, after = original.state_dict(keep_vars=True), new.state_dict(keep_vars=True)
     for name, weight in weights.items():

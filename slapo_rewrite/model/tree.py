@@ -30,11 +30,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.
 
 
 def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> nn.Module:
-    """Calls a schedule's `model(m)` on the meta device.
-
-    Raises:
-        ModelError: It raises, or returns something that is not a module.
-    """
+    """Calls a schedule's `model(m)` on the meta device; `ModelError` where that gives no module."""
     try:
         with without_dynamo(), on_meta(), torch.no_grad(), construction_calls.recorded():
             model = make(module)
@@ -250,11 +246,7 @@ class Tree:
 
 
 def _check_lookup(node: Node) -> None:
-    """Refuses a module that fails, when asked for what it does not have, as torch itself asks.
-
-    Raises:
-        ModelError: It does.
-    """
+    """Refuses a module that fails, when asked for what it does not have, as torch itself asks."""
     if node.cls.__getattr__ is nn.Module.__getattr__:
         return
     try:
@@ -270,11 +262,7 @@ def _check_lookup(node: Node) -> None:
 
 
 def _check_sizes(node: Node) -> None:
-    """Refuses a module whose sizes its first call tells: nothing can be said of it before.
-
-    Raises:
-        ModelError: It is one.
-    """
+    """Refuses a module whose sizes its first call tells: nothing can be said of it before."""
     tensors = {**node.live._parameters, **node.live._buffers}
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
         place = construction_calls.place(construction_calls.stack_of(node.live))

@@ -33,11 +33,7 @@ def hooks_on(live: nn.Module, table: str) -> int:
 
 
 def check_uncalled(path: str, live: nn.Module) -> None:
-    """Refuses to leave out the call of a module that does more than its class's `forward`.
-
-    Raises:
-        Unsupported: It does.
-    """
+    """Refuses to leave out the call of a module that does more than its class's `forward`."""
     if (reason := beyond_forward(live)) is not None:
         raise errors.Unsupported(
             f"`{path}` has to be called: {reason}",

@@ -117,13 +117,10 @@ def live_functions(
 
 
 def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> FunctionType | None:
-    """The function that a definition made, at or below what stands under its name.
+    """The function that a definition made, at or below what stands under its name, if it is there.
 
     The value is what a class or a module has under its name, where decorators may have put it.
     `depth` functions are looked at, one inside the other.
-
-    Returns:
-        None where it is not found: something else took its place.
     """
     value = getattr(value, "__func__", value)
     if not isinstance(value, FunctionType) or not depth:

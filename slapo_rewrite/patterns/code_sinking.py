@@ -21,9 +21,8 @@ def drawn(
 ) -> Sunk | str | None:
     """The statements that have to stand in the arms of a branch, for some to stand in one.
 
-    Returns:
-        In words why that would change what is computed, or be hard to read, where it would; None
-        where the branch does not lie between them.
+    In words why that would change what is computed, or be hard to read, where it would; None where
+    the branch does not lie between them.
     """
     block = next(b for b in every_block(function) if branch in b)
     wanted = list(wanted)

@@ -1,26 +1,120 @@
 """Follows the statements of a function, and gives the graph of its values.
 
 Branches are all followed, and a name that they leave with different values is a `choice` between
-them; a loop is followed once, and what it carries from turn to turn is opaque.
+them; a loop is followed once, and what it carries from turn to turn is opaque. Every spelling of an
+operation gives the same value, and calls are looked through.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Mapping
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from slapo_rewrite.code.arguments import all_arguments, first_parameter
-from slapo_rewrite.code.facts import Facts, Resolver, Submodule, names_of
-from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.effects import (
+    is_expression,
+    is_in_place,
+    own_calls,
+    plain_calls,
+    stored,
+    writes,
+)
+from slapo_rewrite.code.evaluate import Constant
+from slapo_rewrite.code.facts import (
+    Facts,
+    Function,
+    Property,
+    Resolver,
+    Submodule,
+    Tensor,
+    names_of,
+)
+from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.branch_conditions import decided
-from slapo_rewrite.patterns.canonical_ops import BINARY
-from slapo_rewrite.patterns.graph_calls import joined
-from slapo_rewrite.patterns.graph_expressions import Expressions, counted
-from slapo_rewrite.patterns.value_graph import Exit, Graph, Value
+from slapo_rewrite.patterns.canonical_ops import (
+    BINARY,
+    CASTS,
+    COMPARE,
+    DTYPES,
+    MIRRORED,
+    PARAMETERS,
+    SIGNATURES,
+    SYNONYMS,
+    UNARY,
+    Operation,
+    Required,
+    by_module,
+    draws,
+    draws_by_name,
+    operations,
+    parse,
+)
+from slapo_rewrite.patterns.value_graph import (
+    Arm,
+    Binding,
+    Exit,
+    Graph,
+    Mutation,
+    Use,
+    Value,
+    equal,
+)
 
 Scope = dict[str, Value]
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
+# Where rules are, whose functions their patterns may share.
+RULES = "slapo_rewrite.rules."
+# Functions that compute from numbers, or look at a value without keeping it.
+_PLAIN = {"len", "int", "float", "bool", "str", "isinstance", "hasattr", "range", "min", "max"}
+_PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "getattr"}
+MAX_DEPTH = 4
+# Arguments as they stand in a call: keyword, '' for a position, and value.
+Given = Sequence[tuple[str, Value]]
+_FOLDED: dict[str, Callable[..., float]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "pow", "neg")},
+    **{"div": operator.truediv, "math.sqrt": math.sqrt},
+}
+# Values that are one of their arguments, or hold them.
+_HOLDERS = {"choice", "merge", "loop", "tuple", "item", "member", "element"}
+_SHAPES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad"}
+# The bases of what shares memory with nothing.
+_FREE: frozenset[object] = frozenset([("free",)])
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What a call calls; one of these."""
+
+    function: str = ""  # the dotted name of a function
+    options: tuple[tuple[str, object], ...] = ()  # arguments that it already has
+    method: str = ""  # the name of a method of `on`, or of the module at `path` where `on` is None
+    on: Value | None = None  # the value whose method it is
+    path: str = ""  # the path of a submodule
+    module: Submodule | None = None  # that submodule, or a class whose new instance is called
+    value: Value | None = None  # anything else
+
+
+@dataclass(frozen=True, eq=False)
+class Called:
+    """A function of a source file that a call reaches."""
+
+    value: Value  # the call
+    file: SourceFile  # the file of the function
+    function: ast.FunctionDef
+    given: Given  # the arguments
+    owner: str | None = None  # the path of the module whose method it is; None for a plain function
 
 
 def graph_of(
@@ -59,10 +153,46 @@ def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule
     return graph
 
 
-class Flow(Expressions):
-    """Follows one function."""
+class Flow:
+    """Follows one function: makes its values, and keeps account of what reads and overwrites them.
+
+    Attributes:
+        graph: What is made.
+        file: The file that the function stands in.
+        facts: Of the module whose method it is.
+        resolve: What the names mean that the function does not bind.
+        scope: What local names hold; assigned attributes stand in it as `self.path`.
+        through: The call through which another function is looked at; None for the function itself.
+        captured: Local names that inner functions read.
+        bindings: Every binding of a name so far.
+        exits: What names held where the loops around were left early.
+        stores: Whether an attribute of the module is given a value.
+    """
 
     given: Mapping[str, object] | None = None  # as for `graph_of`
+
+    def __init__(
+        self,
+        graph: Graph,
+        facts: Facts,
+        resolve: Resolver,
+        *,
+        through: Value | None = None,
+        depth: int = 0,
+        pattern: bool = False,
+    ) -> None:
+        self.graph, self.facts, self.resolve = graph, facts, resolve
+        self.file: SourceFile = graph.file
+        self.through, self.depth, self.pattern = through, depth, pattern
+        self.scope: Scope = {}
+        self.captured: frozenset[str] = frozenset()
+        self.bindings: list[tuple[str, Value]] = []
+        self.exits: list[list[Scope]] = []
+        self.stores = False
+        self.regions: tuple[Arm, ...] = through.regions if through else ()
+        self.statement: ast.stmt | None = through.statement if through else None
+        self._prefix = through.order if through else ()
+        self._count = 0
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
         """Makes the function's parameters values."""
@@ -361,6 +491,788 @@ class Flow(Expressions):
         self._join(statement, [end for end in ends if end is not None])
         return True
 
+    # Expressions, in the order in which Python evaluates them ------------------------------------
+
+    def hold(self, name: str, value: Value, walrus: ast.NamedExpr | None = None) -> None:
+        """Binds a local name, or an attribute as `self.path`."""
+        self.scope[name] = value
+        self.bindings.append((name, value))
+        self.stores = self.stores or name.startswith("self.")
+        if self.through is None and self.statement is not None:
+            self.graph.bound.append(Binding(name, value, self.statement, self.next(), walrus))
+        if name in self.captured:
+            self.read(value, value.node, "read by an inner function")
+
+    @contextmanager
+    def region(self, node: ast.AST, arm: str) -> Iterator[None]:
+        """A body of a branch, a loop or a block."""
+        outer = self.regions
+        self.regions = (*outer, (node, arm))
+        try:
+            yield
+        finally:
+            self.regions = outer
+
+    def expr(self, node: ast.expr) -> Value:
+        """What an expression gives."""
+        match node:
+            case ast.Constant(value=literal):
+                return self.constant(literal, node)
+            case ast.Name():
+                return self._name(node)
+            case ast.Attribute():
+                return self._attribute(node)
+            case ast.Call():
+                return self.call(node)
+            case ast.BinOp():
+                left, right = self.expr(node.left), self.expr(node.right)
+                return self.binary(BINARY[type(node.op)], left, right, node)
+            case ast.UnaryOp():
+                return self._unary(node)
+            case ast.Compare():
+                return self._compare(node)
+            case ast.BoolOp():
+                return self._bool_op(node)
+            case ast.IfExp():
+                test = self.expr(node.test)
+                with self.region(node, "body"):
+                    then = self.expr(node.body)
+                with self.region(node, "orelse"):
+                    otherwise = self.expr(node.orelse)
+                ways = [("test", test), ("then", then), ("otherwise", otherwise)]
+                number = then.number and otherwise.number
+                return self.make("choice", ways, node, number=number)
+            case ast.Subscript():
+                return self._item(node)
+            case ast.Slice():
+                parts = [("lower", node.lower), ("upper", node.upper), ("step", node.step)]
+                none = self.constant(None, node)
+                given = [(name, self.expr(part) if part else none) for name, part in parts]
+                return self.make("slice", given, node, number=True)
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                return self.tuple_of([self.expr(element) for element in elts], node)
+            case ast.NamedExpr():
+                value = self.expr(node.value)
+                self.hold(node.target.id, value, node)
+                return value
+            case (
+                ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp()
+            ):
+                return self.opaque(node)
+        values = [self.expr(c) for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
+        return self.make(type(node).__name__.lower(), counted(values), node, pure=False)
+
+    def _name(self, node: ast.Name) -> Value:
+        if node.id in self.scope:
+            value = self.scope[node.id]
+            if self.through is None:
+                self.graph.loads[node] = value
+            return value
+        found = self.resolve(node.id)
+        if isinstance(found, Constant):
+            return self.constant(found.value, node)
+        return self._named(found or f"builtins.{node.id}", node)
+
+    def _named(self, name: str, node: ast.AST) -> Value:
+        if name in _CONSTANTS:
+            return self.constant(_CONSTANTS[name], node)
+        return self.leaf("name", DTYPES.get(name, name), node)
+
+    def _attribute(self, node: ast.Attribute) -> Value:
+        base = self.expr(node.value)
+        if base.operation == "name":
+            return self._named(f"{base.literal}.{node.attr}", node)
+        of_tensor = base.operation == "attribute" and self.facts.look(str(base.literal)) == Tensor()
+        if base.operation in ("self", "attribute") and not of_tensor:
+            return self.load_attribute(joined(base, node.attr), node)
+        return self.member(base, node.attr, node)
+
+    def _item(self, node: ast.Subscript) -> Value:
+        base, index = self.expr(node.value), self.expr(node.slice)
+        if base.operation == "attribute" and isinstance(index.literal, int | str):
+            path = f"{base.literal}.{index.literal}"
+            if isinstance(self.facts.look(path), Submodule):
+                return self.load_attribute(path, node)
+        arguments = [("input", base), ("index", index)]
+        return self.make("item", arguments, node, number=base.number)
+
+    def binary(self, name: str, left: Value, right: Value, node: ast.AST) -> Value:
+        """What an operator gives."""
+        value = self.named_operation(f"operator.{name}", [("", left), ("", right)], node)
+        assert value is not None, name
+        return value
+
+    def _unary(self, node: ast.UnaryOp) -> Value:
+        operand, name = self.expr(node.operand), UNARY[type(node.op)]
+        value = self.named_operation(f"operator.{name}", [("", operand)], node)
+        if value is None:
+            value = self.make(name, [("input", operand)], node, number=operand.number)
+        return value
+
+    def _compare(self, node: ast.Compare) -> Value:
+        values = [self.expr(part) for part in (node.left, *node.comparators)]
+        if len(values) > 2:
+            return self.make("compare", counted(values), node, pure=False)
+        name = COMPARE[type(node.ops[0])]
+        if name in MIRRORED:
+            name, values = MIRRORED[name], values[::-1]
+        given = [("", value) for value in values]
+        value = self.named_operation(f"operator.{name}", given, node)
+        if value is None:
+            named = list(zip(("input", "other"), values, strict=True))
+            value = self.make(name, named, node, number=True)
+        return value
+
+    def _bool_op(self, node: ast.BoolOp) -> Value:
+        first, *others = node.values
+        values = [self.expr(first)]
+        with self.region(node, "rest"):
+            values += [self.expr(other) for other in others]
+        name = "and" if isinstance(node.op, ast.And) else "or"
+        return self.make(name, counted(values), node, number=all(v.number for v in values))
+
+    def opaque(self, node: ast.AST) -> Value:
+        """What is not looked into: a comprehension, a lambda, an inner function or class."""
+        values = [self.scope[name] for name in names_in(node) if name in self.scope]
+        random = any(isinstance(n, ast.Call) for n in ast.walk(node))
+        value = self.make("opaque", counted(values), node, random=random, pure=False)
+        if isinstance(node, _COMPREHENSIONS) and writes(node):
+            self.overwrite(value, node)
+        return value
+
+    # What is called ---------------------------------------------------------------------------
+
+    def call(self, node: ast.Call) -> Value:
+        """What a call gives."""
+        callee = self._callee(node.func)
+        given = [("*" if isinstance(a, ast.Starred) else "", self.expr(a)) for a in node.args]
+        given += [(k.arg or "**", self.expr(k.value)) for k in node.keywords]
+        if callee.function == "builtins.getattr" and len(given) == 2:
+            found = self._attribute_of(given[0][1], given[1][1].literal, node)
+            if found is not None:
+                return found
+        return self.called(callee, given, node)
+
+    def _callee(self, func: ast.expr) -> Callee:
+        if not isinstance(func, ast.Attribute):
+            return self.callee_of(self.expr(func))
+        on = self.expr(func.value)
+        if on.operation == "name":
+            return Callee(function=f"{on.literal}.{func.attr}")
+        if on.operation in ("self", "attribute"):
+            path = joined(on, func.attr)
+            if f"self.{path}" in self.scope:
+                return self.callee_of(self.scope[f"self.{path}"])
+            held = self._held(path)
+            if held is not None:
+                return held
+            if on.operation == "self":
+                return Callee(method=func.attr, path=str(on.literal))
+        return Callee(method=func.attr, on=on)
+
+    def callee_of(self, value: Value) -> Callee:
+        """What is called where a value is."""
+        if value.operation == "name":
+            return Callee(function=str(value.literal))
+        if value.operation == "attribute":
+            return self._held(str(value.literal)) or Callee(value=value)
+        return Callee(value=value)
+
+    def _held(self, path: str) -> Callee | None:
+        """The submodule or function that an attribute holds."""
+        match self.facts.look(path):
+            case Submodule() as module:
+                return Callee(path=path, module=module)
+            case Function(method=method) if method:
+                return Callee(method=method, path=path.rpartition(".")[0])
+            case Function(name=name, options=options):
+                return Callee(function=name, options=options)
+        return None
+
+    def _attribute_of(self, value: Value, name: object, node: ast.AST) -> Value | None:
+        if value.operation not in ("self", "attribute") or not isinstance(name, str):
+            return None
+        return self.load_attribute(joined(value, name), node)
+
+    def load_attribute(self, path: str, node: ast.AST) -> Value:
+        """What an attribute of the module holds."""
+        if f"self.{path}" in self.scope:
+            return self.scope[f"self.{path}"]
+        if path.rpartition(".")[2] == "training":
+            return self.leaf("training", None, node, number=True, path=path)
+        fact = self.facts.look(path)
+        if self.pattern and isinstance(fact, Constant):
+            return self.constant(fact.value, node)
+        if isinstance(fact, Property):
+            return self.make("property", [], node, literal=path, pure=False)
+        if isinstance(fact, Submodule | Function):  # it is to be called, in a pattern as well
+            return self.leaf("attribute", path, node)
+        return self.attribute(path, node, isinstance(fact, Constant))
+
+    def called(self, callee: Callee, given: Given, node: ast.AST) -> Value:
+        """What a call of this gives."""
+        given = [*given, *((n, self.constant(v, node)) for n, v in callee.options)]
+        if callee.module is not None:
+            return self._module(callee.path, callee.module, given, node)
+        if callee.function:
+            return self._function(callee.function, given, node)
+        if callee.on is not None:
+            return self._method(callee.method, callee.on, given, node)
+        if callee.method:
+            return self._own_method(callee.path, callee.method, given, node)
+        assert callee.value is not None
+        if callee.value.operation.startswith("new "):
+            return self._instance(callee.value, given, node)
+        if callee.value.operation == "opaque" and writes(callee.value.node):
+            self.overwrite(callee.value, node)
+        arguments = [("function", callee.value), *numbered(given)]
+        return self.make("call", arguments, node, random=True, pure=False)
+
+    # Functions and methods ----------------------------------------------------------------------
+
+    def _function(self, name: str, given: Given, node: ast.AST) -> Value:
+        if name.endswith(".call_module") and name.startswith("slapo_rewrite"):
+            return self.make("call_module", numbered(given), node, pure=False)
+        found = self.named_operation(name, given, node)
+        if found is not None:
+            return found
+        if name == "builtins.setattr" and len(given) == 3 and given[0][1].operation == "self":
+            self.hold(f"self.{joined(given[0][1], str(given[1][1].literal))}", given[2][1])
+        if name.startswith("torch.") and name.rpartition(".")[2].startswith("set_"):
+            self.graph.exits.append(Exit(node, self.next(), total=True))
+        if name in by_module():
+            return self.make(f"new {name}", numbered(given), node)
+        home, _, last = name.rpartition(".")
+        file = self._defining(home)
+        if file is not None and last in file.functions:
+            function = file.functions[last]
+            value = self.make(
+                f"call {name}",
+                numbered(given),
+                node,
+                random=draws(function, file.functions),
+                pure=False,
+            )
+            self.look_into(Called(value, file, function, given))
+            return value
+        if home in ("torch", "operator", "torch.Tensor"):
+            return self._unlisted(last, given, node, pure=True)
+        plain = home == "math" or (home == "builtins" and last in _PLAIN)
+        if plain and all(v.operation == "constant" for _, v in given):
+            folded = self.folded(name, [v for _, v in given], node)
+            if folded is not None:
+                return folded
+        plain = plain or home == "torch.nn.functional"
+        random = draws_by_name(last) if plain else True
+        number = plain and home in ("math", "builtins")
+        value = self.make(
+            f"call {name}", numbered(given), node, random=random, pure=plain, number=number
+        )
+        self._written(value, given, node)
+        return value
+
+    def _defining(self, home: str) -> SourceFile | None:
+        """The file of a module whose functions are looked through: for patterns, rules' as well."""
+        if home == self.file.name:
+            return self.file
+        return imported_file(home) if self.pattern and home.startswith(RULES) else None
+
+    def _method(self, name: str, on: Value, given: Given, node: ast.AST) -> Value:
+        given = [("", on), *given]
+        if is_in_place(name):
+            value = self._operation(name.rstrip("_"), given, node, overwrites=on)
+            return value or self._unlisted(name, given, node, overwrites=on)
+        return self._operation(name, given, node) or self._unlisted(name, given, node)
+
+    def _unlisted(
+        self,
+        name: str,
+        given: Given,
+        node: ast.AST,
+        overwrites: Value | None = None,
+        pure: bool = False,
+    ) -> Value:
+        """An operation that is known by its name alone; as a method, whose it is is not known."""
+        random = draws_by_name(name)
+        value = self.make(
+            name,
+            numbered(given),
+            node,
+            random=random,
+            pure=pure and not random,
+            overwrites=overwrites,
+        )
+        if overwrites is not None:
+            self.overwrite(overwrites, node)
+        self._written(value, given, node)
+        return value
+
+    def _written(self, value: Value, given: Given, node: ast.AST) -> None:
+        """Notes what a call writes into: its `out`, or its first operand if told `inplace`."""
+        for name, argument in given:
+            if name == "out":
+                self.overwrite(argument, node)
+            if name == "inplace" and argument.literal is not False:
+                value.overwrites = given[0][1]
+                self.overwrite(given[0][1], node)
+
+    # Methods of the module, submodules ----------------------------------------------------------
+
+    def _own_method(self, path: str, name: str, given: Given, node: ast.AST) -> Value:
+        computed = self.facts.look(joined_path(path, name)) == Property()
+        found = None if computed else self.facts.method(path, name)
+        random = found is None or draws(found[1], found[0].functions)
+        value = self.make(f"call self.{name}", numbered(given), node, random=random, pure=False)
+        if found is not None:
+            marks = found[1].decorator_list
+            static = any(is_name(d, "staticmethod") for d in marks)
+            owner = None if static else path
+            self.look_into(Called(value, *found, given, owner))
+        return value
+
+    def _module(self, path: str, module: Submodule, given: Given, node: ast.AST) -> Value:
+        if module.regex is not None:
+            regex = self.constant(module.regex, node)
+            return self.make("call_module", numbered([("", regex), *given]), node, pure=False)
+        known = by_module().get(module.cls)
+        if known is not None and not all(self._is(path, *each) for each in known.only):
+            known = None
+        inputs = self._inputs(known, given, node) if known is not None else None
+        if known is not None and inputs is not None:
+            for name, default in known.parameters[known.inputs :]:
+                inputs[name] = self._option(path, known, name, default, node)
+            return self.operation(known, inputs, node, called=path, given=given)
+        own = self.attribute(path, node)
+        forward = self.facts.method(path, "forward") if module.plain else None
+        value = self.make(
+            f"module {module.cls}",
+            [("module", own), *numbered(given)],
+            node,
+            random=module.random,
+            pure=False,
+            called=path,
+            given=tuple(given),
+        )
+        if module.cls == "torch.nn.Identity" and len(given) == 1:
+            value.look_through = lambda: given[0][1]
+        elif module.cls == "torch.nn.Sequential" and len(given) == 1:
+            value.look_through = lambda: self._inner(value, self.file).chain(
+                path, module, given[0][1], node
+            )
+        elif forward is not None:
+            value.stateful = not module.stateless
+            own_alone = module.cls.startswith("torch.nn.")  # those write to their own buffers
+            self.look_into(Called(value, *forward, given, path), effects=not own_alone)
+        return value
+
+    def _inputs(self, known: Operation, given: Given, node: ast.AST) -> dict[str, Value] | None:
+        """What a call of a module of `torch.nn` is given; None where that is not what it takes."""
+        taken = Operation(known.name, known.parameters[: known.inputs])
+        return self.bound(taken, given, node)
+
+    def _is(self, path: str, name: str, value: object) -> bool:
+        """Whether an attribute of a module, where it has it, has a certain value."""
+        fact = self.facts.look(f"{path}.{name}")
+        return fact is None or (isinstance(fact, Constant) and equal(fact.value, value))
+
+    def _option(
+        self, path: str, known: Operation, name: str, default: object, node: ast.AST
+    ) -> Value:
+        """What a module of `torch.nn` gives for a parameter of its operation."""
+        if name == "training":
+            return self.leaf("training", None, node, number=True, path=f"{path}.training")
+        fact = self.facts.look(f"{path}.{name}")
+        if name in known.tensors and not isinstance(fact, Constant):
+            return self.attribute(f"{path}.{name}", node)
+        if self.pattern and name in known.free:
+            return self.wildcard(f"{path}.{name}", node)
+        if fact is None:  # torch's modules do not have every option of their operation
+            return self.constant(default, node)
+        if not isinstance(fact, Constant):
+            return self.attribute(f"{path}.{name}", node)
+        return self.leaf("constant", fact.value, node, number=True, path=f"{path}.{name}")
+
+    def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:
+        """The modules of a `Sequential`, called one after the other."""
+        for name in module.children:
+            inner = joined_path(path, name)
+            fact = self.facts.look(inner)
+            if isinstance(fact, Submodule):
+                place = self.facts.place(inner)
+                value = self._module(inner, fact, [("", value)], place[1] if place else node)
+        return value
+
+    def _instance(self, new: Value, given: Given, node: ast.AST) -> Value:
+        """`nn.GELU()(x)`: a module that is made only to be called, as it is made."""
+        known = by_module()[new.operation.removeprefix("new ")]
+        options = [p for p in known.parameters[known.inputs :] if p[0] != "training"]
+        maker = Operation(known.name, tuple(options))
+        made = [("" if key.isdecimal() else key, value) for key, value in new.arguments]
+        arguments = None if known.tensors else self.bound(maker, made, node)
+        inputs = self._inputs(known, given, node)
+        altered = any(mutation.target is new for mutation in self.graph.mutations)
+        if altered or arguments is None or inputs is None:
+            return self.make("call", [("function", new), *numbered(given)], node, pure=False)
+        if "training" in known.names:
+            arguments["training"] = self.constant(True, node)  # as every new module
+        arguments |= inputs
+        ordered = {name: arguments[name] for name in known.names}
+        return self.operation(known, ordered, node)
+
+    # What the called function returns, and what it does besides ----------------------------------
+
+    def _inner(self, value: Value, file: SourceFile) -> Flow:
+        """A builder for what is reached through a call; nothing in it counts as a use."""
+        return Flow(
+            Graph(file, None),
+            self.facts,
+            self.resolve if file is self.file else names_of(file),
+            through=value,
+            depth=self.depth + 1,
+            pattern=self.pattern,
+        )
+
+    def look_into(self, called: Called, effects: bool = True) -> None:
+        """Has a call be looked through, and notes what it does besides."""
+        called.value.look_through = lambda: self._through(called)
+        if effects:
+            self._effects(called)
+
+    def _through(self, called: Called) -> Value | None:
+        """What a function returns for these arguments; None where that is not one value."""
+        if not is_expression(called.function):
+            return None
+        inner = self._followed(called)
+        if inner is None or inner.graph.mutations or inner.stores:
+            return None
+        (returned,) = inner.graph.returned
+        used = {id(each) for each in returned.walk()}
+        idle = (each for each in inner.graph.values if id(each) not in used)
+        return returned if all(each.pure and not each.random for each in idle) else None
+
+    def _followed(self, called: Called) -> Flow | None:
+        """The builder that has followed a function; None where its arguments are not known."""
+        if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in called.given):
+            return None
+        inner = self._inner(called.value, called.file)
+        if not inner.bind_parameters(called.function, called.given, called.owner):
+            return None
+        inner.run(called.function)
+        return inner
+
+    def _effects(self, called: Called) -> None:
+        """Notes what a call writes to: its arguments' memory, attributes of the module."""
+        value = called.value
+        reached = list(self._reached(called.file, called.function, called.owner))
+        for method, path in reached:
+            for name in stored(method) if path is not None else ():
+                # Not what the call gives, whose name it would pass for.
+                left = self.make(
+                    "member", [("input", value)], value.node, literal=name, pure=False, lazy=True
+                )
+                self.hold(f"self.{path}.{name}" if path else f"self.{name}", left)
+        if not any(writes(inner) for inner, _ in reached):
+            return
+        inner = self._followed(called)
+        if inner is None:
+            for _, argument in called.given:
+                self.overwrite(argument, value.node)
+        else:
+            for mutation in inner.graph.mutations:
+                self.overwrite(mutation.target, value.node)
+
+    def _reached(
+        self, file: SourceFile, function: ast.FunctionDef, owner: str | None
+    ) -> Iterator[tuple[ast.FunctionDef, str | None]]:
+        """A function, the functions of its file and the methods of its module that it calls.
+
+        With each method comes the path of its module, with each plain function None.
+        """
+        pending: list[tuple[SourceFile, ast.FunctionDef, str | None]] = [(file, function, owner)]
+        seen: set[int] = set()
+        while pending:
+            home, each, path = pending.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            yield each, path
+            named = (home.functions.get(name) for name in plain_calls(each))
+            pending += [(home, inner, None) for inner in named if inner is not None]
+            located = (
+                (self.facts.method(path, n) for n in own_calls(each)) if path is not None else ()
+            )
+            pending += [(*place, path) for place in located if place is not None]
+
+    def bind_parameters(self, function: ast.FunctionDef, given: Given, owner: str | None) -> bool:
+        """Gives a call's arguments to the parameters of a function; False where they do not fit."""
+        takes = Signature.of(function, bound=owner is not None)
+        bound = takes.bind(given)
+        if bound.rest or bound.extra or bound.repeated:
+            return False
+        me = first_parameter(function)
+        if owner is not None and me is not None:
+            self.scope[me] = self.leaf("self", owner, function)
+        for star, literal in ((function.args.vararg, ()), (function.args.kwarg, None)):
+            if star is not None:  # what is left over for them is nothing
+                self.scope[star.arg] = self.make("rest", [], star, literal=literal)
+        for name in bound.missing:
+            if name not in takes.defaults:
+                return False
+            bound.given[name] = self.expr(takes.defaults[name])
+        self.scope |= bound.given
+        return True
+
+    def read(self, value: Value, node: ast.AST, why: str) -> None:
+        """Notes that a statement reads a value."""
+        self.use(value, Use(node, None, why, self.next()))
+
+    # Listed operations ---------------------------------------------------------------------------
+
+    def named_operation(self, name: str, given: Given, node: ast.AST) -> Value | None:
+        """A listed operation called as a function; None where it is none, or called oddly."""
+        home, _, last = name.rpartition(".")
+        if home not in ("torch", "torch.nn.functional", "operator", "torch.Tensor"):
+            return None
+        signature = SIGNATURES.get(name)
+        return self._operation(last, given, node, signature)
+
+    def _operation(
+        self,
+        name: str,
+        given: Given,
+        node: ast.AST,
+        signature: str | None = None,
+        overwrites: Value | None = None,
+    ) -> Value | None:
+        name = SYNONYMS.get(name, name)
+        if name in CASTS and len(given) == 1:
+            dtype = self.leaf("name", f"torch.{CASTS[name]}", node)
+            name, given = "to", [*given, ("", dtype)]
+        elif name == "to" and any(map(_is_device, given)):
+            return None
+        elif name == "type" and len(given) == 2 and given[1][1].operation != "constant":
+            name = "to"
+        elif name == "square" and len(given) == 1:
+            name, given = "pow", [*given, ("", self.constant(2, node))]
+        elif name in MIRRORED and len(given) == 2:
+            name, given = MIRRORED[name], list(reversed(given))
+        known = operations().get(name)
+        arguments = None if known is None else self.bound(known, given, node, signature)
+        if known is None or arguments is None:
+            return None
+        return self.operation(known, arguments, node, overwrites)
+
+    def bound(
+        self, known: Operation, given: Given, node: ast.AST, signature: str | None = None
+    ) -> dict[str, Value] | None:
+        """Arguments by the names of an operation's parameters; None where they do not fit."""
+        parameters, positional = (
+            parse(signature) if signature else (known.parameters, known.positional)
+        )
+        names = [name for name, _ in parameters]
+        star = next((name[1:] for name in names if name.startswith("*")), None)
+        takes = Signature(
+            tuple(name for name in names[:positional] if not name.startswith("*")),
+            tuple(name.lstrip("*") for name in names),
+            star,
+        )
+        bound = takes.bind((PARAMETERS.get((known.name, key), key), value) for key, value in given)
+        found = bound.given
+        if bound.stars or bound.spread or bound.extra or bound.repeated:
+            return None
+        if bound.rest:
+            if star is None or star in found:
+                return None
+            found[star] = self._packed(bound.rest, node)
+        for name, default in (*parameters, *known.parameters):
+            if name.lstrip("*") not in found:
+                if default is Required:
+                    return None
+                found[name] = self.constant(default, node)
+        return {name: found[name] for name in known.names}
+
+    def _packed(self, values: list[Value], node: ast.AST) -> Value:
+        """`view(2, 3)` takes the same as `view((2, 3))`."""
+        if len(values) == 1 and not isinstance(values[0].literal, int):
+            return values[0]
+        return self.tuple_of(values, node)
+
+    def tuple_of(self, values: list[Value], node: ast.AST) -> Value:
+        """A tuple, or a list, which torch takes as well; a constant where all of it is."""
+        if all(value.operation == "constant" for value in values):
+            return self.constant(tuple(value.literal for value in values), node)
+        number = all(value.number for value in values)
+        return self.make("tuple", numbered([("", v) for v in values]), node, number=number)
+
+    def operation(
+        self,
+        known: Operation,
+        arguments: dict[str, Value],
+        node: ast.AST,
+        overwrites: Value | None = None,
+        called: str | None = None,
+        given: Given = (),
+    ) -> Value:
+        """The value of a listed operation."""
+        inplace = arguments.pop("inplace", None)
+        if inplace is not None and inplace.literal is not False:
+            overwrites = arguments["input"]
+        values = list(arguments.values())
+        if known.name == "size":
+            return self._size(values, node)
+        folded = self.folded(known.name, values, node)
+        if folded is not None:
+            return folded
+        if known.name == "transpose":
+            self._sort_dims(arguments)
+        scale = arguments.get("alpha")
+        training = arguments.get("training")
+        draws = known.draws and not (training is not None and training.literal is False)
+        value = self.make(
+            known.name,
+            arguments.items(),
+            node,
+            overwrites=overwrites,
+            random=draws,
+            pure=not draws,
+            number=known.number or all(v.number for v in values),
+            called=called,
+            given=tuple(given),
+            commutes=known.commutes and (scale is None or equal(scale.literal, 1)),
+        )
+        if not (known.view or known.draws or known.name == "to" or overwrites is not None):
+            value.bases = frozenset([("made", value.order)])
+        if overwrites is not None:
+            self.overwrite(overwrites, node)
+        return value
+
+    def _size(self, values: list[Value], node: ast.AST) -> Value:
+        """`x.size(1)` is `x.shape[1]`."""
+        shape = self.member(values[0], "shape", node)
+        if values[1].operation == "constant" and values[1].literal is None:
+            return shape
+        return self.make("item", [("input", shape), ("index", values[1])], node, number=True)
+
+    @staticmethod
+    def _sort_dims(arguments: dict[str, Value]) -> None:
+        one, other = arguments["dim0"], arguments["dim1"]
+        match one.literal, other.literal:
+            case int(first), int(second) if first > second:
+                arguments |= {"dim0": other, "dim1": one}
+
+    def folded(self, name: str, values: list[Value], node: ast.AST) -> Value | None:
+        """Arithmetic on constants, carried out."""
+        function = _FOLDED.get(name)
+        numbers = [v.literal for v in values if v.operation == "constant"]
+        # `alpha` and `rounding_mode`, where an operation has them
+        operands = numbers[:1] if name in ("neg", "math.sqrt") else numbers[:2]
+        if function is None or len(numbers) < len(values):
+            return None
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in operands):
+            return None
+        try:
+            return self.constant(function(*operands), node)
+        except (ArithmeticError, ValueError):
+            return None
+
+    # Values --------------------------------------------------------------------------------------
+
+    def next(self) -> tuple[int, ...]:
+        """The next moment."""
+        self._count += 1
+        return (*self._prefix, self._count)
+
+    def make(
+        self, operation: str, arguments: Iterable[tuple[str, Value]], node: ast.AST, **more: Any
+    ) -> Value:
+        """A value that is computed here and now."""
+        given = tuple(arguments)
+        value = Value(
+            operation,
+            given,
+            self.file,
+            node,
+            self.next(),
+            regions=self.regions,
+            statement=self.statement,
+            inside=self.through.site if self.through else None,
+            **more,
+        )
+        if not value.bases:
+            value.bases = self._bases(value)
+        if not value.lazy:
+            for _, argument in given:
+                self.use(argument, Use(node, value, "", value.order))
+        self.graph.values.append(value)
+        return value
+
+    def leaf(self, operation: str, literal: object, node: ast.AST, **more: Any) -> Value:
+        """A value that is there already: a constant, a parameter, an attribute, a name."""
+        value = Value(
+            operation,
+            (),
+            self.file,
+            node,
+            self.next(),
+            literal,
+            self.regions,
+            self.statement,
+            inside=self.through.site if self.through else None,
+            **more,
+        )
+        if operation == "parameter":
+            value.bases = frozenset([(operation, literal)])
+        elif operation == "attribute":  # and what holds it
+            names = str(literal).split(".")
+            paths = (".".join(names[:n]) for n in range(1, len(names) + 1))
+            value.bases = frozenset((operation, path) for path in paths)
+        return value
+
+    def constant(self, literal: object, node: ast.AST) -> Value:
+        """A constant."""
+        return self.leaf("constant", literal, node, number=True)
+
+    def attribute(self, path: str, node: ast.AST, number: bool = False) -> Value:
+        """An attribute of the module; in a pattern, whatever stands in its place."""
+        if self.pattern:
+            return self.wildcard(path, node)
+        return self.leaf("attribute", path, node, number=number)
+
+    def wildcard(self, name: str, node: ast.AST) -> Value:
+        """What a pattern leaves open: always the same value for one name."""
+        if name not in self.scope:
+            self.scope[name] = self.leaf("parameter", name, node)
+        return self.scope[name]
+
+    def _bases(self, value: Value) -> frozenset[object]:
+        if value.overwrites is not None:
+            return value.overwrites.bases
+        own = frozenset([("made", value.order)])
+        shared = frozenset[object]().union(*(v.bases for _, v in value.arguments))
+        return shared if value.operation in _HOLDERS else shared | own
+
+    def use(self, value: Value, use: Use) -> None:
+        """Notes that a value is read."""
+        if self.through is not None:  # the call that is looked through reads it
+            return
+        if value.lazy:  # a merge that nobody reads uses nothing
+            value.lazy = False
+            for _, argument in value.arguments:
+                self.use(argument, Use(value.node, value, "", value.order))
+        value.uses.append(use)
+
+    def overwrite(self, value: Value, node: ast.AST) -> None:
+        """Notes that the memory of a value is written to."""
+        self.graph.mutations.append(Mutation(value, node, self.next()))
+
+    def member(self, value: Value, name: str, node: ast.AST) -> Value:
+        """An attribute of a value that is not the module."""
+        if name == "training" and value.operation == "parameter":
+            return self.leaf("training", None, node, number=True)
+        if name == "shape":
+            return self.make("shape", [("input", value)], node, number=True, bases=_FREE)
+        return self.make("member", [("input", value)], node, literal=name, number=name in _SHAPES)
+
 
 def _is_starred(node: ast.expr) -> bool:
     return isinstance(node, ast.Starred)
@@ -395,3 +1307,31 @@ def captured(function: ast.FunctionDef) -> frozenset[str]:
         for name in ast.walk(node)
         if isinstance(name, ast.Name)
     )
+
+
+def counted(values: Iterable[Value]) -> list[tuple[str, Value]]:
+    """Values as arguments by their position."""
+    return [(str(number), value) for number, value in enumerate(values)]
+
+
+def imported_file(name: str) -> SourceFile | None:
+    """The file of a module that is imported; None where it has none."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return read_once(Path(path), name) if path else None
+
+
+def joined(value: Value, name: str) -> str:
+    """The path of an attribute of the module, or of an attribute of it."""
+    return joined_path(str(value.literal or ""), name)
+
+
+def _is_device(given: tuple[str, Value]) -> bool:
+    """Whether an argument of `to` says where, and not as what."""
+    key, value = given
+    text = value.operation == "constant" and isinstance(value.literal, str)
+    return key == "device" or text or (value.operation == "member" and value.literal == "device")
+
+
+def numbered(given: Given) -> list[tuple[str, Value]]:
+    """Arguments as they stand: positions by number, keywords by name."""
+    return [(key if key.isidentifier() else f"{key}{n}", v) for n, (key, v) in enumerate(given)]

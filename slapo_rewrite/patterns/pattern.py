@@ -76,11 +76,7 @@ class Pattern:
 
 
 def pattern_of(value: Any, facts: Facts | None = None) -> Pattern:
-    """Reads a pattern from its source.
-
-    Raises:
-        BadPattern: It is not a pure computation, or has no source.
-    """
+    """Reads a pattern from its source; `BadPattern` where it is no pure computation."""
     function = value if isinstance(value, types.FunctionType) else type(value).forward
     file, node, name = located(inspect.unwrap(function))
     if not isinstance(value, types.FunctionType):

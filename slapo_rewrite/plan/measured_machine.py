@@ -27,9 +27,6 @@ def measured_machine(node: int, precision: str | None = None) -> Hardware:
 
     So many ranks share it as a node has; on the CPU they share its memory, too. Without a precision
     of matrix products it is `bf16` on a GPU, `fp32` on the CPU.
-
-    Raises:
-        UsageError: This machine does not compute in this precision.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     precision = precision or ("bf16" if kind == "cuda" else "fp32")

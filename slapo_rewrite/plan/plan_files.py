@@ -23,15 +23,7 @@ MODEL, CONFIGURATION, LAUNCH, PLAN = "rewritten", "deepspeed.json", "launch.sh",
 
 
 def write_plan(planned: Planned, folder: Path) -> list[str]:
-    """Writes the best way.
-
-    Returns:
-        The names of what was written.
-
-    Raises:
-        OutputUnwritable: The folder cannot be written.
-        RewriteError: What the rewrite refuses, which then is written nothing of.
-    """
+    """Writes the best way, and gives the names of what was written."""
     best, wanted = planned.best[0], planned.wanted
     settings = planned.settings(best.way)
     output = rewrite(wanted.source, wanted.schedule, settings)

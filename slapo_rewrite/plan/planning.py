@@ -103,13 +103,7 @@ class Planned:
 
 @collector_paused()
 def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
-    """Plans.
-
-    Raises:
-        NothingFits: No way fits.
-        UsageError: The batch cannot be divided so.
-        Unsupported: The model's step does not run on the meta device.
-    """
+    """Plans; `NothingFits` where no way does."""
     schedule = ScheduleFile.load(wanted.schedule)
     knobs = set(schedule.knobs)
     schedule.settings(wanted.fixed)
@@ -366,11 +360,7 @@ def described(way: Way) -> str:
 
 
 def memory_size(text: str) -> float:
-    """Bytes of `80GiB`, `80GB` or plain bytes.
-
-    Raises:
-        UsageError: It is none of these.
-    """
+    """Bytes of `80GiB`, `80GB` or plain bytes; a `UsageError` for anything else."""
     value = byte_size(text)
     if value is None:
         raise errors.UsageError(f"`--memory {text}` is no size", hint="write 80GiB, say")

@@ -48,11 +48,7 @@ class StepShape:
 def counted_rewrite(
     project: Project, settings: Sequence[str], sizes: Sequence[int], shape: StepShape
 ) -> Found:
-    """Rewrites once, and counts a step on each number of ranks; on the first, if nothing is split.
-
-    Raises:
-        UsageError: Its rows are to have so many tokens, and no input has tokens.
-    """
+    """Rewrites once, and counts a step on each number of ranks; on one, if nothing is split."""
     found: Found = {}
     if shape.sequence is not None:
         _check_tokens(project, shape.sequence)
@@ -98,11 +94,7 @@ class Countable:
     def counted(
         self, ranks: int, shape: StepShape, *ways: Callable[[], AbstractContextManager[None]]
     ) -> list[Counted]:
-        """Counts a step on one of several ranks that share each layer.
-
-        Raises:
-            DoesNotRun: The model cannot be built so, or does not run.
-        """
+        """Counts a step on one of several ranks that share each layer (`DoesNotRun`)."""
         try:
             return self._counted(self.short, ranks, shape, ways)
         except StepFails:

@@ -44,15 +44,11 @@ def follow_precision(
     editable: Callable[[str], str | None],
     wanted: Wanted,
 ) -> Precisions:
-    """What has to be cast where.
+    """What has to be cast where, if the model can be computed so (`CannotCast`).
 
     The model is on the meta device or a small one, and is left as it was; `paths` has its modules'
     paths by their identity, and `editable` gives the text of a file that may be changed, as it is
     by now.
-
-    Raises:
-        CannotRun: The model does not run.
-        CannotCast: It cannot be computed so.
     """
     found, device = Precisions(), device_of(model)
     if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):

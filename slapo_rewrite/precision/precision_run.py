@@ -215,11 +215,7 @@ class PrecisionRun(TorchFunctionMode):
     def _sources(
         self, call: Call, callee: FrameType, name: str, tensor: torch.Tensor, to: str
     ) -> list[tuple[int, str]]:
-        """The parameters of the called function that a value in it is made of.
-
-        Raises:
-            CannotCast: There are none that are in another precision.
-        """
+        """The parameters, in another precision, of the called function that a value is made of."""
         entered, names = self.entered[callee], parameters_of(callee)
         waiting, seen = [tensor], {id(tensor)}
         found = []

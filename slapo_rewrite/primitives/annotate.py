@@ -92,9 +92,9 @@ s["down"].annotate("bias", "group", "biases")
                     cause=cause,
                     hint="take one of the two lines out",
                 )
-        return state.asking(Change(name, key, self._literal(value, call)), call.directive)
+        return state.asking(Change(name, key, self._literal(value)), call.directive)
 
-    def _literal(self, value: Any, call: Call) -> str:
+    def _literal(self, value: Any) -> str:
         """The value as source."""
         text = repr(value)
         try:

@@ -149,11 +149,7 @@ class Apply(Rebuilding, Rewriting):
 
 
 def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
-    """One linear layer in the place of those that the rule finds.
-
-    Raises:
-        NoMatch: It finds none, or none that it may pack.
-    """
+    """One linear layer in the place of those that the rule finds."""
     found = beside(rule, nodes, engine.sources)
     if not found.groups and found.left:
         match, reason = found.left[0]
@@ -170,11 +166,7 @@ def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
 
 
 def rule_named(call: Call) -> Rule:
-    """The rule that a call names.
-
-    Raises:
-        BadArgument: There is none of this name.
-    """
+    """The rule that a call names."""
     known, name = rules(), call.arguments["rule"]
     if name not in known:
         raise errors.BadArgument(
@@ -185,11 +177,7 @@ def rule_named(call: Call) -> Rule:
 
 
 def backends_of(call: Call) -> Backends:
-    """What is to carry out the functions that rules call.
-
-    Raises:
-        BadArgument: There is no such backend.
-    """
+    """What is to carry out the functions that rules call."""
     backend = call.arguments["backend"]
     if backend == MEASURED:
         return measured(call.arguments["device"], call.arguments["dtype"])

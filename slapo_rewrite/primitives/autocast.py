@@ -162,12 +162,7 @@ class Autocast(Primitive):
 
 
 def _kept(call: Call, node: Node) -> tuple[str, ...]:
-    """What a call's `keep` names.
-
-    Raises:
-        BadArgument: It is not names.
-        UnknownPath: There is no module of a name, and no operation.
-    """
+    """What a call's `keep` names: modules, or operations."""
     given = call.arguments["keep"]
     names = (given,) if isinstance(given, str) else given
     for name in names:

@@ -140,11 +140,7 @@ class Primitive:
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """What is asked of `node` after this call; no more than before where it is not said.
-
-        Raises:
-            RewriteError: The call does not fit the module.
-        """
+        """What is asked of `node` after this call; no more than before where it is not said."""
         return state
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
@@ -156,18 +152,10 @@ class Primitive:
         return Chosen(self.targets(call, nodes))
 
     def check_whole(self, call: Call) -> None:
-        """Refuses what the rest of the schedule leaves no room for; asked of what has chosen.
-
-        Raises:
-            RewriteError: It was chosen for something else.
-        """
+        """Refuses what the rest of the schedule leaves no room for; asked of what has chosen."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
-        """How the source changes before the schedule goes on; None where it does not.
-
-        Raises:
-            RewriteError: It cannot be changed so.
-        """
+        """How the source changes before the schedule goes on; None where it does not."""
         return None
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
@@ -175,11 +163,7 @@ class Primitive:
         return None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call's arguments by name, defaults filled in.
-
-        Raises:
-            BadArgument: One is missing, or of another type than the primitive takes, or unknown.
-        """
+        """The call's arguments by name, checked against what it takes, defaults filled in."""
         signature = inspect.signature(self.takes)
         for name in kwargs:
             if name not in signature.parameters:
@@ -203,11 +187,7 @@ class Question(Primitive):
     """A verb that asks: it looks at the selected modules, and changes nothing."""
 
     def answer(self, call: Call, nodes: list[Node]) -> Any:
-        """What the call gives to the schedule.
-
-        Raises:
-            RewriteError: The call does not fit the modules.
-        """
+        """What the call gives to the schedule."""
         raise NotImplementedError
 
 
@@ -240,11 +220,7 @@ def check_called(call: Call, node: Node) -> None:
 
 
 def function_of(call: Call, value: Any, what: str) -> Function:
-    """A function or class that the schedule hands over, by the name the output can use.
-
-    Raises:
-        BadArgument: It has no name of its own at the top level of a file.
-    """
+    """A function or class of the schedule, by its name at the top level of its file."""
     name = getattr(value, "__qualname__", None)
     if not callable(value) or name is None or "<" in name or "." in name:
         raise errors.BadArgument(
@@ -261,11 +237,7 @@ def function_of(call: Call, value: Any, what: str) -> Function:
 
 
 def subgraph_of(call: Call) -> Subgraph | None:
-    """The part of `forward` that a call's `subgraph` means; None where it means all of it.
-
-    Raises:
-        BadArgument: It is no regular expression, or names nothing.
-    """
+    """The part of `forward` that a call's `subgraph` means; None where it means all of it."""
     given, name = call.arguments["subgraph"], call.arguments.get("name")
     if name is not None and not name.isidentifier():
         raise errors.BadArgument(f"{name!r} is no name for a method")

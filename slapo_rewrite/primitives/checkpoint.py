@@ -218,12 +218,7 @@ class Checkpoint(Primitive):
 
 
 def kept_of(call: Call) -> SavePolicy:
-    """What a call's `save` means.
-
-    Raises:
-        BadArgument: It is neither names nor a policy.
-        UnknownPath: There is no such operation, or none with a result that can be kept.
-    """
+    """What a call's `save` means: names of operations, or a policy."""
     given = call.arguments["save"]
     if given is None:
         return None

@@ -181,9 +181,6 @@ def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[No
     """The layers that a training step calls, in that order; those of a tower for images, say, not.
 
     All where the model does not run without values: what cannot be cut is refused then.
-
-    Raises:
-        BadArgument: One that is called several times is all that there is to cut between.
     """
     from slapo_rewrite.model.costs import calls_of  # imports triton
 
@@ -246,12 +243,8 @@ def sizes_of(root: Node, layers: list[Node], idle: list[Node]) -> list[float]:
 def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
     """The layers that the model calls once, in that order, and what each of them takes.
 
-    Returns:
-        The layers, and the seconds of each with what is called between it and the one before; then
-        the seconds of what is called behind the last layer, if anything is.
-
-    Raises:
-        Unsupported: The model does not run without values, or there are no inputs for it.
+    That is the seconds of each with what is called between it and the one before; then the seconds
+    of what is called behind the last layer, if anything is.
     """
     from slapo_rewrite.model.costs import costs_of, elements_of  # imports triton
 

@@ -276,11 +276,7 @@ class Fuse(Rewriting):
 
 
 def name_of(call: Call) -> str:
-    """What a function or method for a call's pattern is called.
-
-    Raises:
-        BadArgument: The pattern has no name, or the given one is none.
-    """
+    """What a function or method for a call's pattern is called."""
     given, pattern = call.arguments["name"], call.arguments["pattern"]
     name = given if given is not None else getattr(pattern, "__name__", type(pattern).__name__)
     if isinstance(name, str) and name.isidentifier() and not isinstance(given or pattern, str):

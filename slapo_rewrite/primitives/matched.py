@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import Function
+from slapo_rewrite.changes.imports import SCHEDULE, Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.fusion.claims import Calling, Claim, Skipped
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
 from slapo_rewrite.fusion.match_rules import Looked
-from slapo_rewrite.fusion.spelled_names import SCHEDULE
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.patterns.search import Match, Matches, Miss
@@ -38,11 +37,7 @@ def carried_out(
     left: Sequence[Skipped],
     rules: Sequence[tuple[str, Looked]] = (),
 ) -> Rewrite:
-    """What claims give that one line of the schedule makes.
-
-    Raises:
-        NoMatch: One cannot be carried out, or there is none.
-    """
+    """What claims give that one line of the schedule makes; `NoMatch` where there is none."""
     kept, stopped = engine.sorted_out(claims)
     hard = [each for each in stopped if not each.harmless]
     if hard or not kept:
@@ -105,12 +100,7 @@ def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
 
 
 def replaced(call: Call, nodes: list[Node]) -> Rewrite:
-    """A call of the new function in the place of each match.
-
-    Raises:
-        BadArgument: The function does not take what the pattern's parameters stand for.
-        NoMatch: There is no match, or it cannot be replaced.
-    """
+    """A call of the new function in the place of each match."""
     new = call.arguments["new_mod"]
     function = function_of(call, new, "what takes the place of a pattern")
     matches = found(call, nodes)
@@ -182,12 +172,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) -> Rewrite:
-    """Subclasses that hold one module in the place of several calls on one operand.
-
-    Raises:
-        NoMatch: The calls do not stand side by side.
-        BadArgument: What the module is made with is not known.
-    """
+    """Subclasses that hold one module in the place of calls side by side on one operand."""
     name = module_name(call)
     groups = grouped((group[0].path, group) for group in matches.groups)
     alone = [m for m in matches if not any(m in g for g in groups.get(m.path, ()))]

@@ -52,11 +52,7 @@ class Page:
 
 
 def described(name: str) -> Page:
-    """One primitive or rule.
-
-    Raises:
-        UnknownPrimitive: There is none of this name.
-    """
+    """One primitive or rule (`UnknownPrimitive`)."""
     found, known = registry(), rules()
     if name in known:
         rule = _rule(name)
@@ -72,11 +68,7 @@ def described(name: str) -> Page:
 
 
 def page(name: str) -> str:
-    """The same as text: its documentation, a worked example.
-
-    Raises:
-        UnknownPrimitive: There is none of this name.
-    """
+    """The same as text: its documentation, a worked example."""
     found = described(name)
     facts = ["\n".join(found.facts)] if found.facts else []
     return _joined([found.call, found.doc, *facts], found.examples)

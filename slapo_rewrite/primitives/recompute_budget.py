@@ -97,7 +97,7 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
             ways = counted(call.schedule, chosen, step, call.tree)
         search = search_of(ways, chosen, step)
     except (DoesNotRun, DoesNotFit) as error:
-        raise _uncounted(call, error) from error
+        raise _uncounted(error) from error
     found = search.least(step.budget)
     if found is None:
         least = shown_size(search.smallest())
@@ -149,7 +149,7 @@ def _rows(call: Call) -> int:
     try:
         return rows_of(call.schedule, call.tree.root.live)
     except Exception as error:  # the schedule's own code
-        raise _uncounted(call, error) from error
+        raise _uncounted(error) from error
 
 
 def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
@@ -171,11 +171,7 @@ def _casts(call: Call) -> Iterator[tuple[HalfPrecision, Directive]]:
 
 
 def check_casts_known(call: Call) -> None:
-    """Refuses `autocast` after a budget, which was solved for a step without it.
-
-    Raises:
-        ConflictingEdits: There is one.
-    """
+    """Refuses `autocast` after a budget, which was solved for a step without it."""
     late = [cause for _, cause in _casts(call) if cause.number > call.directive.number]
     if late:
         raise errors.ConflictingEdits(
@@ -209,11 +205,7 @@ def counted(
     tree: Tree,
     kernels: Iterable[ModuleType] = (),
 ) -> CountedWays:
-    """Counts a step in every way.
-
-    Raises:
-        DoesNotRun: It does not run without values.
-    """
+    """Counts a step in every way."""
     import torch
 
     from slapo_rewrite.model import recomputed_step
@@ -239,7 +231,7 @@ def search_of(ways: CountedWays, chosen: Collection[str], step: Step) -> Recompu
     return RecomputeSearch(unfolded, may_be, step.seconds, kept, parameters, step.rows, many)
 
 
-def _uncounted(call: Call, error: Exception) -> errors.Unsupported:
+def _uncounted(error: Exception) -> errors.Unsupported:
     return errors.Unsupported(
         f"a step of this model cannot be counted: {errors.first_line(error)}",
         hint="take shares of the layers without a budget: [:0.5].checkpoint()",

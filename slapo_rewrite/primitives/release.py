@@ -150,7 +150,7 @@ class Release(Rewriting):
                 hint="leave `release` out: it needs a model that runs on the meta device, and "
                 "inputs for it",
             ) from error
-        _check_selected(call, nodes, sharing, {found[death]: death for death in dropped})
+        _check_selected(nodes, sharing, {found[death]: death for death in dropped})
         if not dropped:
             return Rewrite([], warnings=(_unchanged(call.directive),))
         functions = {death: found[death] for death in dropped}
@@ -163,11 +163,7 @@ def _unchanged(cause: Directive) -> str:
 
 
 def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
-    """The functions of the file that some modules run, constructors left out.
-
-    Raises:
-        Unsupported: There are none.
-    """
+    """The functions of the file that some modules run, constructors left out."""
     selected = {node.path for node in below(nodes)}
     functions = [f for f in sharing.functions() if f.name != "__init__"]
     own = [f for f in functions if any(n.path in selected for n in sharing.sharers(f))]
@@ -182,11 +178,7 @@ def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
 
 
 def _inputs(call: Call, sequence: int | None) -> list[dict[str, Any]]:
-    """The arguments of the model at each length that counts.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """The arguments of the model at each length that counts; `ValueError` if there are none."""
     from slapo_rewrite.model.sized_inputs import positions_of, sized_inputs
 
     model = call.tree.root.live
@@ -234,13 +226,9 @@ def _paying(
 
 
 def _check_selected(
-    call: Call, nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
+    nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
 ) -> None:
-    """One text serves all modules that run it.
-
-    Raises:
-        Unsupported: One that is not selected runs a text that changes.
-    """
+    """One text serves all modules that run it."""
     selected = {node.path for node in below(nodes)}
     for function, death in functions.items():
         others = [node for node in sharing.sharers(function) if node.path not in selected]

@@ -128,7 +128,7 @@ class Rebuilding(Primitive):
     def rebuilt(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class that the source has for a module."""
         assert call.done is not None
-        check_free(call, node, state)
+        check_free(node, state)
         made, module = call.done.classes[node.path], self._built(call, node)
         if module is not None:
             check_fit(call, node, module, dict(made.weights))
@@ -149,12 +149,7 @@ class Rebuilding(Primitive):
         return class_of(call, node)
 
     def _built(self, call: Call, node: Node) -> nn.Module | None:
-        """The new module on the meta device; None where that cannot be made, and need not be.
-
-        Raises:
-            BadArgument: Its constructor does not take the arguments.
-            WeightsMisfit: It cannot be made, and its weights are to be mapped.
-        """
+        """The new module on the meta device; None where that cannot be made, and need not be."""
         new, arguments = self._class(call, node), call.arguments.get("args")
         arguments = None if call.done is not None else arguments
         name = getattr(new, "__name__", "the new module")
@@ -187,8 +182,8 @@ class Replacing(Rebuilding):
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records the new class, if its weights can be had from the original's."""
         new, arguments = call.arguments[self.new], call.arguments.get("args")
-        check_free(call, node, state)
-        check_source(call, arguments)
+        check_free(node, state)
+        check_source(arguments)
         weights = weights_of(call)
         target = function_of(call, new, "the new module")
         module = self._built(call, node)
@@ -201,7 +196,7 @@ class Replacing(Rebuilding):
         return call.arguments[self.new] if call.done is None else super()._class(call, node)
 
 
-def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
+def check_free(node: Node, state: ModuleRequests) -> None:
     """Refuses to replace the model itself, and what the schedule has changed before."""
     if not state.is_plain():
         splits = (state.replacement, *state.shards, *state.shares, *state.syncs)
@@ -215,7 +210,7 @@ def check_free(call: Call, node: Node, state: ModuleRequests) -> None:
         raise errors.Unsupported("the model itself cannot be replaced")
 
 
-def check_source(call: Call, arguments: str | None) -> None:
+def check_source(arguments: str | None) -> None:
     """Refuses arguments that are no source."""
     if arguments is None:
         return
@@ -229,11 +224,7 @@ def check_source(call: Call, arguments: str | None) -> None:
 
 
 def weights_of(call: Call) -> dict[str, Weight]:
-    """What the schedule says that the new module's tensors are made of.
-
-    Raises:
-        BadArgument: It is not a mapping of names to names, `concat`, `split` or `transpose`.
-    """
+    """What the schedule says that the tensors are made of: names, and functions of names."""
     given = call.arguments.get("weights") or {}
     for name, source in given.items():
         if not isinstance(name, str) or not isinstance(source, (str, Weight)):

@@ -255,7 +255,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         summed = arguments["tensor_parallel_output_grad"]
         if isinstance(operation, str):
             chosen: Any
-            chosen, axis, scatter_axis = self._operation(call, operation, axis)
+            chosen, axis, scatter_axis = self._operation(operation, axis)
             if mode == "bwd_post" and chosen != "all_reduce":
                 raise errors.Unsupported(
                     f"`bwd_post` cannot be combined with `{operation}`",
@@ -297,11 +297,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         return [p.name for p in parameters.values() if p.kind not in _STARRED]
 
     def _of(self, call: Call, node: Node, of: str) -> str | None:
-        """The argument or the value inside that `of` names; None where that is the first argument.
-
-        Raises:
-            BadArgument: `forward` has no such name, or not for this mode.
-        """
+        """The argument or value inside that `of` names; None where that is the first argument."""
         mode = call.arguments["mode"]
         names = self._arguments(node)
         code = getattr(inspect.unwrap(type(node.live).forward), "__code__", None)
@@ -314,14 +310,8 @@ s.sync("bwd_post", "all_reduce", of="key")
             )
         return of if of != names[0] else None
 
-    def _operation(
-        self, call: Call, asked: str, axis: int | None
-    ) -> tuple[str, int | None, int | None]:
-        """The collective that a name or a reshard string means, and its axes.
-
-        Raises:
-            BadArgument: There is no such collective, or it lacks an axis.
-        """
+    def _operation(self, asked: str, axis: int | None) -> tuple[str, int | None, int | None]:
+        """The collective that a name or a reshard string means, and its axes."""
         before, arrow, after = asked.partition("->")
         if arrow and before.strip() in LAYOUTS and after.strip() in LAYOUTS:
             if axis is not None:

@@ -43,11 +43,7 @@ class Models:
 
 @contextlib.contextmanager
 def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
-    """Builds the models; the output stays imported as long as it lasts.
-
-    Raises:
-        NotBuilt: An input is not what it was, or a model cannot be built.
-    """
+    """Builds the models of unchanged inputs (`NotBuilt`); the output stays imported meanwhile."""
     request = _unchanged(recorded)
     is_split = any(call.primitive == "shard" for call in recorded.calls)
     ranks = world or (2 if is_split else 1)

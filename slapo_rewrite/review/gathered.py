@@ -83,11 +83,7 @@ class Review:
 def gathered(
     out: Path, *, world: int | None = None, source: str | None = None, schedule: str | None = None
 ) -> Review:
-    """Gathers what there is to tell of an output.
-
-    Raises:
-        NotAnOutput: The folder has no record, or lacks files that the record names.
-    """
+    """Gathers what there is to tell of an output (`NotAnOutput`)."""
     recorded = read_output(out, source, schedule)
     try:
         with built(recorded, world) as models:

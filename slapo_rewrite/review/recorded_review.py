@@ -60,11 +60,7 @@ class Recorded:
 
 
 def read_output(out: Path, source: str | None = None, schedule: str | None = None) -> Recorded:
-    """Reads an output.
-
-    Raises:
-        NotAnOutput: The folder has no record, or lacks files that the record names.
-    """
+    """Reads an output; `NotAnOutput` where it lacks its record, or files that this names."""
     content = record.read(out)
     _check_whole(out, content)
     request: Request | errors.RewriteError

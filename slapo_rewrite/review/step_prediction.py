@@ -88,11 +88,7 @@ class Prediction:
 
 
 def predicted(models: Models) -> Prediction:
-    """Predicts a step.
-
-    Raises:
-        NotPredicted: The model does not run without values, or there are no inputs for it.
-    """
+    """Predicts a step; `NotPredicted` where the model does not run without values."""
     schedule, emitted, world = models.schedule, models.emitted, models.world
     original = Countable(schedule, models.source, (), Shortening.of(models.original))
     short = Shortening.of(models.rank)

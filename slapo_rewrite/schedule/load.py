@@ -19,6 +19,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.locate import near_files
+from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 
@@ -37,11 +38,7 @@ def bundled() -> dict[str, Path]:
 
 
 def locate(name: str) -> Path:
-    """The file of a schedule that is given by path, or by name where it ships with the tool.
-
-    Raises:
-        ScheduleError: There is no such file or name.
-    """
+    """The file of a schedule that is given by path, or by name where it ships with the tool."""
     path = Path(name)
     if path.suffix == ".py" or "/" in name:
         if not path.is_file():
@@ -96,11 +93,7 @@ class ScheduleFile:
 
     @classmethod
     def load(cls, name: str) -> ScheduleFile:
-        """Reads and runs the file.
-
-        Raises:
-            ScheduleError: It does not parse, fails while it is run, or lacks `model` or `schedule`.
-        """
+        """Reads and runs the file."""
         path = locate(name)
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -194,12 +187,9 @@ class ScheduleFile:
         first, column, last, end_column = positions(code)[max(instruction, 0) // 2]
         line = first or code.co_firstlineno
         text = self.lines[line - 1] if line <= len(self.lines) else ""
-        start, end = len(text) - len(text.lstrip()), len(text)
         if first and end_column:
-            raw = text.encode()
-            start = len(raw[:column].decode(errors="ignore"))
-            end = len(raw[:end_column].decode(errors="ignore")) if last == first else len(text)
-        return Span(str(self.path), line, start + 1, max(1, end - start), text)
+            return Span.of_bytes(str(self.path), (first, column, last, end_column), text)
+        return Span.of_line(str(self.path), line, text)
 
     def statement(self, line: int) -> str:
         """The expression statement that a line belongs to, on one line."""
@@ -241,11 +231,8 @@ class ScheduleFile:
             if isinstance(node, ast.FunctionDef) and node.name == "schedule":
                 for each in (*node.args.args, *node.args.kwonlyargs):
                     if each.arg == name:
-                        text = self.lines[each.lineno - 1]
-                        is_one_line = each.end_lineno == each.lineno
-                        end = (each.end_col_offset or 0) if is_one_line else len(text)
-                        start, width = each.col_offset + 1, max(1, end - each.col_offset)
-                        return Span(str(self.path), each.lineno, start, width, text)
+                        place = (*position(each), *end_position(each))
+                        return Span.of_bytes(str(self.path), place, self.lines[each.lineno - 1])
         return self.definition("schedule")
 
     def definition(self, name: str) -> Span | None:
@@ -256,12 +243,7 @@ class ScheduleFile:
         return None
 
     def settings(self, given: Sequence[str]) -> dict[str, Any]:
-        """Every knob's value: the defaults, with the `K=V` of `--set` in their place.
-
-        Raises:
-            UnknownKnob: `K` is no knob of this schedule.
-            BadKnob: `V` does not fit the knob's annotation.
-        """
+        """Every knob's value: the defaults, with the `K=V` of `--set` in their place."""
         knobs = self.knobs
         values = {name: knob.default for name, knob in knobs.items()}
         for item in given:
@@ -310,11 +292,7 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 
 
 def convert(annotation: Any, text: str) -> Any:
-    """`text` as a value of the annotated type.
-
-    Raises:
-        ValueError: It is not one, in words.
-    """
+    """`text` as a value of the annotated type; a `ValueError` in words where it is none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         for choice in arguments:

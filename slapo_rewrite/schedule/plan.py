@@ -72,13 +72,10 @@ class Plan:
         kwargs: dict[str, Any],
         shares: tuple[Share, ...] = (),
     ) -> Any:
-        """Carries out one primitive call on the selected modules.
+        """Carries out one primitive call on the selected modules; gives the answer of a question.
 
         The primitive decides once for each different combination of class, parameter shapes and
         state, not for each module.
-
-        Returns:
-            The answer, where the primitive is a question; None otherwise.
         """
         at = self.schedule.caller()
         if not isinstance(primitive, Question):
@@ -234,22 +231,13 @@ class Plan:
                     raise _conflict(words, self.seldom[path], shard.cause, "leave it whole")
 
     def check(self) -> None:
-        """What the whole schedule asks goes together.
-
-        Raises:
-            ConflictingEdits: It does not.
-        """
+        """What the whole schedule asks goes together (`ConflictingEdits`)."""
         for primitive, call in self._choices:
             primitive.check_whole(call)
         self._check_cuts()
 
     def _check_cuts(self) -> None:
-        """Of what the last stage of a pipeline gives, the engine computes the loss.
-
-        Raises:
-            ConflictingEdits: In training there are no logits; or a stage is to end inside of what
-                is recomputed, or draws its own random numbers, as a whole.
-        """
+        """Of what the last stage of a pipeline gives, the engine computes the loss."""
         cuts = {path: state.cut for path, state in self.states.items() if state.cut}
         if cuts and self.seldom:
             path, cause = next(iter(self.seldom.items()))

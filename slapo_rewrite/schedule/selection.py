@@ -33,11 +33,7 @@ class Selection:
 
     @property
     def _nodes(self) -> list[Node]:
-        """The modules in the model as the source defines it now.
-
-        Raises:
-            UnknownPath: One is there no more.
-        """
+        """The modules in the model as the source defines it now, all of them."""
         now = self._plan.tree
         if self._tree is not now:
             gone = next((n.path for n in self._found if n.path not in now.nodes), None)
@@ -127,11 +123,7 @@ class Selection:
         return Selection(self._plan, nodes, said, (*self._shares, *shares))
 
     def _fractions(self, key: slice) -> tuple[Fraction, Fraction] | None:
-        """The ends of a slice by fractions; None of one by numbers.
-
-        Raises:
-            BadArgument: It mixes them, or they are not from 0 to 1.
-        """
+        """The ends of a slice by fractions, from 0 to 1; None of one by numbers."""
         ends = [end for end in (key.start, key.stop, key.step) if end is not None]
         if not any(isinstance(end, float) for end in ends):
             return None
@@ -162,11 +154,7 @@ class Selection:
         self._plan.warnings.append(errors.warning(words, self._plan.schedule.caller()))
 
     def match(self, regex: str) -> Selection:
-        """The modules below the selection whose relative path the whole expression matches.
-
-        Raises:
-            UnknownPath: It matches none.
-        """
+        """The modules below the selection whose relative path the whole expression matches."""
         try:
             compiled = re.compile(regex)
         except re.error as error:

@@ -23,9 +23,6 @@ def import_source(file: SourceFile) -> types.ModuleType:
     """The module of a source file, imported the way its own package imports it.
 
     What lies beside it can be imported too, as where it is run in its own folder.
-
-    Raises:
-        SourceError: The import fails.
     """
     folder = file.path.absolute().parents[file.package.count(".") + 1 if file.package else 0]
     if str(folder) not in sys.path:

@@ -225,11 +225,7 @@ class _Crossing:
         self.key = (node.path, border.number)
 
     def made(self) -> torch.Tensor:
-        """What comes out of the collective.
-
-        Raises:
-            PlacementError: The collective does not fit the value.
-        """
+        """What comes out of the collective, if it fits the value (`PlacementError`)."""
         new, state = getattr(self, f"_{self.border.operation}")()
         self.run.flow.set(new, state)
         self.run.alive.append(new)

@@ -14,14 +14,8 @@ def fewer_heads(
 ) -> tuple[dict[LayerKey, str], int]:
     """The layers that give fewer heads than others, and a world size that is above their number.
 
-    Args:
-        tree: The model.
-        request: What is sharded.
-        followed: What follows from it, which says which layers give heads.
-
-    Returns:
-        By layer the attribute that is a head's size, and a number of ranks that the number of heads
-        divides, and that divides the number of the others.
+    By layer the attribute that is a head's size, and a number of ranks that the number of heads
+    divides, and that divides the number of the others.
     """
     found: dict[LayerKey, str] = {}
     by_owner: dict[str, list[tuple[LayerKey, int, bool]]] = {}

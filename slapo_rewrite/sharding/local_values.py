@@ -97,13 +97,7 @@ def install_values(
 ) -> None:
     """Puts the collectives that are asked for at values into the methods that have these.
 
-    Args:
-        run: The run.
-        cross: What a value of a module becomes by a collective.
-        undo: Takes what puts the methods back.
-
-    Raises:
-        PlacementError: A method does not run as it is written.
+    `cross` says what a value of a module becomes by a collective.
     """
     functions: dict[types.FunctionType, dict[LocalValue, Wanted]] = {}
     for path, borders in run.request.borders.items():

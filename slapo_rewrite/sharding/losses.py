@@ -32,11 +32,7 @@ HEADS = ("ColumnParallelLinear",)
 
 
 def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The loss, where a loss is computed of parts by a function that can be another; else None.
-
-    Raises:
-        PlacementError: The loss is one of classes that a head is split over, but cannot be another.
-    """
+    """The loss, where one of parts can be another function's; None where it is no loss."""
     if name != "cross_entropy":
         return None
     logits = args[0] if args else kwargs.get("input")

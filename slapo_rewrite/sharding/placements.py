@@ -133,8 +133,7 @@ COVER = (
 class Flow:
     """Follows the states of tensors through the operations of a rank's run.
 
-    Args:
-        undecided: The all-gathers that may yet turn out to sum gradients.
+    The `undecided` all-gathers may yet turn out to sum gradients.
     """
 
     def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
@@ -166,15 +165,9 @@ class Flow:
             )
 
     def cover(self, tensor: torch.Tensor, path: str, is_asked: bool = False) -> State:
-        """The state of a value inside `path`, whose sync adds up the gradient.
+        """The state of a value inside `path`, whose sync adds up the gradient, for the first time.
 
-        Args:
-            tensor: The value.
-            path: The module.
-            is_asked: Whether the schedule says so, be there a gradient or not.
-
-        Raises:
-            PlacementError: That is done already.
+        `is_asked` where the schedule says so, be there a gradient or not.
         """
         state = self.of(tensor)
         if not tensor.requires_grad and not is_asked:
@@ -204,14 +197,7 @@ class Flow:
     ) -> None:
         """Covers whole values where they meet parts, as far as that can be done.
 
-        Args:
-            tensors: What an operation is given.
-            what: The operation, in words.
-            source: The module that makes the parts, or is split itself.
-            partial: Whether it makes partial sums.
-
-        Raises:
-            PlacementError: The gradient of one would be only this rank's summand.
+        `source` makes the parts, or is split itself; `partial` where `what` makes partial sums.
         """
         for tensor in tensors:
             state = self.of(tensor)
@@ -226,11 +212,7 @@ class Flow:
         source: str | None,
         partial: bool = False,
     ) -> None:
-        """Has the gradient of a value summed where it comes from.
-
-        Raises:
-            PlacementError: There is nothing that could do it.
-        """
+        """Has the gradient of a value summed where it comes from, if anything can do it."""
         if state.parameters:
             for key in state.parameters:
                 self.shared.setdefault(key, source)
@@ -273,20 +255,10 @@ class Flow:
         results: Sequence[Shape],
         replicated: bool = False,
     ) -> None:
-        """Takes an operation's result in.
+        """Takes an operation's result in; `PlacementError` where it is wrong on what a rank has.
 
-        Args:
-            name: The function's, as `operations.name_of` says it.
-            inputs: The tensors it was given.
-            whole: The shapes that they have in the whole model.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            outputs: The tensors it returned.
-            results: The shapes that these have in the whole model.
-            replicated: Whether several ranks hold the same heads: sizes tell less of axes then.
-
-        Raises:
-            PlacementError: The operation is wrong on what a rank has.
+        `whole` and `results` are the shapes that the tensors have in the whole model. Where several
+        ranks hold the same heads, `replicated`, sizes tell less of axes.
         """
         if name in _TYPED:
             inputs, whole = inputs[:1], whole[:1]
@@ -331,11 +303,7 @@ class Flow:
             self.set(output, result)
 
     def tell(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes in an operation that gives no tensor.
-
-        Raises:
-            PlacementError: It tells a value of a part or a partial sum, another one on each rank.
-        """
+        """Takes in an operation that gives no tensor: it may tell no value of a part."""
         if name not in _TELLING:
             return
         if name == "register_hook":
@@ -353,9 +321,6 @@ class Flow:
         """Refuses a gradient computed by other means than torch's where it is a summand.
 
         What torch computes of a gradient is linear in it, so that sums may be added up later.
-
-        Raises:
-            PlacementError: The value's gradient is added up before it only.
         """
         for tensor in inputs:
             path = self.of(tensor).grad_reduced
@@ -427,11 +392,7 @@ class Flow:
             )
 
     def joined(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
-        """The state of what is made of whole values alone.
-
-        Raises:
-            PlacementError: The gradients of some are summed over the ranks, and others' cannot be.
-        """
+        """The state of what is made of whole values alone."""
         trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
         covers = sorted({s.grad_reduced for _, s in trained if s.grad_reduced is not None})
         if covers:
@@ -461,11 +422,7 @@ class Flow:
         cover: str,
         trained: Sequence[tuple[torch.Tensor, State]],
     ) -> None:
-        """Takes a value in whose gradient every rank has whole, beside one that is covered.
-
-        Raises:
-            PlacementError: Its gradient cannot be summed as well.
-        """
+        """Takes a value in whose gradient every rank has whole, beside one that is covered."""
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
@@ -547,11 +504,7 @@ class Flow:
         whole: Sequence[Shape],
         part: State,
     ) -> bool:
-        """Whether the result is a partial sum, because the operation sums over a split axis.
-
-        Raises:
-            PlacementError: It needs such an axis whole, or is not known.
-        """
+        """Whether the result is a partial sum: the operation is known to add up a split axis."""
         if how is None:
             raise PlacementError(
                 f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "

@@ -167,12 +167,7 @@ class _Propagation:
         raise CannotFollow(str(indivisible), place=indivisible.place, hint=indivisible.hint)
 
     def _whole(self, way: Way) -> Trace:
-        """The whole model's run on a way through it.
-
-        Raises:
-            CannotRun: It does not run.
-            CannotFollow: A collective would stand in a `forward` that it does not come to.
-        """
+        """The whole model's run on a way through it."""
         watched = frozenset({*self.request.layers, *self.wrapped})
         taken = way, tuple(map(id, self.model.modules()))
         key = watched, *taken
@@ -192,11 +187,7 @@ class _Propagation:
         return whole
 
     def _other_ways(self, followed: ShardingResult, guess: Hypothesis) -> ShardingResult:
-        """The same, with what else has to change on other ways through `forward`.
-
-        Raises:
-            CannotFollow: The model is wrong in eval mode.
-        """
+        """The same, with what else has to change on other ways through `forward`."""
         ways = [Way(training=False)] if self.thorough else []
         ways += [Way(flag=flag) for flag in self._flags()]
         if followed.questions and self.device.type == "meta":
@@ -281,11 +272,7 @@ class _Propagation:
             return set()
 
     def _check_on_more_ranks(self, guess: Hypothesis, world: int) -> None:
-        """Holds what was found against a group of another size.
-
-        Raises:
-            CannotFollow: `forward` goes another way there, or computes with another number.
-        """
+        """Holds what was found against a group of another size."""
         other = 4 if world == 2 else 2
         try:
             with pretend_world(other):

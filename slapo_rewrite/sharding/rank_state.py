@@ -165,11 +165,7 @@ class Run:
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:
-        """The recorded operation that stands where the run has come to.
-
-        Raises:
-            Diverged: It is another one.
-        """
+        """The recorded operation that the run has come to; `Diverged` where it is another one."""
         if self.position >= len(self.entries) or self.entries[self.position].function != func:
             raise Diverged(
                 "with sharded sizes `forward` takes another way than without", place=self.place()
@@ -209,11 +205,7 @@ class Run:
         return new
 
     def check_reading(self, name: str, value: Any) -> None:
-        """Refuses an operation on what is read in a way that means another tensor on a rank.
-
-        Raises:
-            CannotFollow: It is.
-        """
+        """Refuses an operation on what is read in a way that means another tensor on a rank."""
         if name in _ABOUT_KIND:
             return
         for tensor in tensors(value):

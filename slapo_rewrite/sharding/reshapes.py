@@ -151,14 +151,9 @@ def _fitted(
     wanted: list[int],
     argument: int | None = None,
 ) -> list[int]:
-    """The sizes with those changed in the source that do not fit.
+    """The sizes with those changed in the source that are not the wanted ones.
 
-    Args:
-        run: The run.
-        tensor: What is reshaped.
-        sizes: The sizes that are given.
-        wanted: Those that a rank must give.
-        argument: The argument that they are a list in; None where they are the arguments.
+    They are a list in an argument, or are the arguments where that is None.
     """
     fitted = list(sizes)
     for axis, (size, want) in enumerate(zip(sizes, wanted, strict=True)):

@@ -108,12 +108,7 @@ class StandIn:
         editable: Callable[[str], str | None],
         records: Records,
     ) -> ShardingResult:
-        """What follows in the model, as `follow` says it.
-
-        Raises:
-            CannotRun: The small model does not run.
-            CannotFollow: Something does not fit the sharded sizes.
-        """
+        """What follows in the model, as `propagate` says it of the small one."""
         try:
             found = propagate(
                 self.small, self._request_for(request), self.inputs, editable, records

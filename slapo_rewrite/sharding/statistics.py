@@ -29,15 +29,7 @@ _OF_PARTS = {
 def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) -> State | None:
     """What a statistic over all ranks' parts gives; None where the operation is no such one.
 
-    Args:
-        run: The run so far.
-        name: The operation.
-        whole: The shapes that its operands have in the whole model.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        PlacementError: It would be one if the module's parameter was split, or counts a part twice.
+    `whole` has the shapes of its operands in the whole model.
     """
     function, known = _OF_PARTS.get(name, ("", set()))
     tensor = args[0] if args else None

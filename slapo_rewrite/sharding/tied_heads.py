@@ -26,11 +26,7 @@ _EQUATION = re.compile(r"(?P<rows>\w*|\.\.\.)(\w),(\w)\2->(?P=rows)\3")
 
 
 def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """What the product with a split embedding's table gives; None where an operation is none.
-
-    Raises:
-        PlacementError: The gradient of the input is summed already.
-    """
+    """What the product with a split embedding's table gives; None where an operation is none."""
     if name == "einsum":
         args = args[1:]
     elif name not in {*_PRODUCTS, "linear"}:

@@ -75,9 +75,7 @@ def fits(whole: list[Shape], here: list[Shape]) -> bool:
 def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
     """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`.
 
-    Args:
-        value: What they are in.
-        of_tensors: Whether a tensor without axes that is not on the meta device counts as one.
+    With `of_tensors` one without axes that is not on the meta device counts as a number.
     """
     if isinstance(value, (int, float)):  # what a comparison of sizes says is one as well
         yield value

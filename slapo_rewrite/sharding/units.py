@@ -40,10 +40,7 @@ EVEN = Unit("1", 1)
 def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
     """Notes that the layer whose part a tensor is must give every rank as much of an axis.
 
-    Args:
-        run: The run.
-        tensor: Of which each element along the axis becomes several.
-        axis: The axis.
+    Each element along the axis becomes several.
     """
     node = run.tree.nodes.get(run.flow.of(tensor).source or "")
     if node is not None and run.full_shape(tensor)[axis] not in run.followed.even:
@@ -51,16 +48,9 @@ def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
 
 
 def note_step(run: Run, tensor: torch.Tensor, axis: int, step: int) -> None:
-    """Notes that what makes a part must give every rank whole groups of so many elements.
+    """Notes that what makes a part must give every rank whole groups of `step` elements.
 
-    Args:
-        run: The run.
-        tensor: Of which every `step`-th element along the axis is taken.
-        axis: The axis, which is split as the layer or the parameters are that it comes from.
-        step: How many elements make a group.
-
-    Raises:
-        CannotFollow: It is not known what is to be split so.
+    Of the tensor every `step`-th element along the axis is taken.
     """
     path, whole = run.flow.of(tensor).source or "", run.full_shape(tensor)[axis]
     shards = [
@@ -90,16 +80,8 @@ def note_unit(
 ) -> None:
     """Notes the unit in which the layer that gives a tensor must be split, if it gives heads.
 
-    Args:
-        run: The run.
-        tensor: What is regrouped.
-        sizes: The sizes that it is told, of all axes.
-        chosen: The axis among them that counts the heads.
-        outs: The axes that its features are regrouped in.
-        whole: The sizes in the whole model.
-
-    Raises:
-        CannotFollow: The number of heads is rounded, and it is not known to what.
+    Its features are regrouped in the axes `outs`, of `whole` sizes in the whole model, of which the
+    axis `chosen` counts the heads; `sizes` is what the call is told of all axes.
     """
     inner = [axis for axis in outs if axis > chosen]
     path = run.origins.get(id(tensor))

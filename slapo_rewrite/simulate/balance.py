@@ -9,16 +9,11 @@ from math import inf
 
 
 def stage_ends(costs: Sequence[float], n: int) -> list[int]:
-    """Where to cut a sequence of elements into `n` stages.
+    """Where to cut a sequence into `n` stages: for each the index behind its last element.
 
     No other cut has a cheaper dearest stage. Of the cuts that have none dearer, it is the one whose
-    stages differ the least (by the sum of their squares).
-
-    Returns:
-        For each stage the index behind its last element; the last of them is `len(costs)`.
-
-    Raises:
-        ValueError: There are fewer elements than stages, or a cost below zero.
+    stages differ the least (by the sum of their squares). A `ValueError` where there are fewer
+    elements than stages, or a cost is below zero.
     """
     if not 1 <= n <= len(costs):
         raise ValueError(f"{len(costs)} elements cannot be cut into {n} stages")

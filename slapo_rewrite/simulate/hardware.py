@@ -93,11 +93,7 @@ def _table() -> dict[str, Any]:
 
 
 def own_table(path: Path) -> dict[str, Any]:
-    """A table of somebody's own, of one GPU; what it says nothing of is as in the tool's.
-
-    Raises:
-        BadHardware: It cannot be read, or is no such table.
-    """
+    """A table of somebody's own, of one GPU; what it says nothing of is as in the tool's."""
     try:
         own = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -173,21 +169,12 @@ def hardware(name: str, precision: str | None = None) -> Hardware:
 
     Without a precision of matrix products it is the half precision that models are trained in on
     such a GPU.
-
-    Raises:
-        KeyError: There is none of that name.
-        UsageError: Such a GPU does not compute in this precision.
     """
     return _of_table(_table(), name, precision)
 
 
 def own_hardware(path: Path, precision: str | None = None) -> Hardware:
-    """The one GPU of a table of somebody's own.
-
-    Raises:
-        BadHardware: It is no such table.
-        UsageError: Such a GPU does not compute in this precision.
-    """
+    """The one GPU of a table of somebody's own, which computes in this precision."""
     table = own_table(path)
     return _of_table(table, next(iter(table["gpus"])), precision)
 

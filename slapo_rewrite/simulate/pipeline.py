@@ -82,12 +82,7 @@ class Step:
 
 
 def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | None = None) -> Step:
-    """Runs one training step.
-
-    Raises:
-        ImportError: DeepSpeed is not installed.
-        ValueError: There is no such pipeline.
-    """
+    """Runs one training step; without DeepSpeed an `ImportError`."""
     if not stages or micro_batches < 1:
         raise ValueError("a pipeline has at least one stage and one micro-batch")
     run = _Run(stages, micro_batches, pipeline or Link())

@@ -47,19 +47,10 @@ def pipeline(
     module: ModuleType,
     tree: Tree,
 ) -> PipelineText:
-    """The stages of a rewritten model.
+    """The stages of a rewritten model, `file` among the output's other files.
 
-    Args:
-        files: The output's other files.
-        file: The rewritten model file among them.
-        schedule: The schedule's module.
-        cuts: Where stages end.
-        sliced: What lets ranks hold slices of the values between layers.
-        module: The model file, imported.
-        tree: The model that it defines.
-
-    Raises:
-        CannotCut: They cannot end there.
+    `module` is that file, imported, and `tree` the model that it defines; `sliced` lets ranks hold
+    slices of the values between layers.
     """
     model = tree.root.live
     at = cuts[0].cause.at
@@ -115,11 +106,7 @@ def _tried(
     has_shards: bool,
     kept: Kept,
 ) -> PipelineText:
-    """The stages, tried in a small model with the layers that are kept, or with all.
-
-    Raises:
-        CannotCut: The stages cannot end there, or may look different at layers left out.
-    """
+    """The stages, tried in a small model with the layers that are kept, or with all."""
     model, at = tree.root.live, cuts[0].cause.at
     trial = Trial(schedule, module, model, at, kept)
     inside = ways(tree, cuts)
@@ -182,11 +169,7 @@ def _tried(
 
 
 def planned(trial: Trial, planner: Planner) -> Stages:
-    """The stages, none of which works out again what depends on values that it has not.
-
-    Raises:
-        CannotCut: There is no other way to get there.
-    """
+    """The stages, none of which works out again what depends on values that it has not."""
     stages = planner.stages()
     while (found := trial.read_for_content(stages)) is not None:
         number, name = found
@@ -230,11 +213,7 @@ def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) ->
 
 
 def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:
-    """Refuses arguments of a step that torch's schedules would not divide into micro-batches.
-
-    Raises:
-        CannotCut: A tensor has other rows than the labels, or what the loss is given is no tensor.
-    """
+    """Refuses arguments of a step that torch's schedules would not divide into micro-batches."""
     (label,) = stages.labels
     rows = getattr(inputs[label], "shape", ())[:1]
     for_loss = {name for name, number in stages.stages[-1].hands_on if number == ARGUMENT}

@@ -39,11 +39,7 @@ class DefiningFile:
     module: str  # how `pipeline.py` imports it; files of the output by a dot
 
     def value(self, name: str) -> Any:
-        """What a name that is not local means here.
-
-        Raises:
-            KeyError: Nothing.
-        """
+        """What a name that is not local means here; `KeyError` where that is nothing."""
         return self.world[name] if name in self.world else vars(builtins)[name]
 
     def origin(self, name: str) -> Origin | None:
@@ -114,9 +110,7 @@ class DefiningFiles:
     def changing(self, modules: Iterable[object], by_itself: bool = False) -> frozenset[str]:
         """Attributes that are not what they were when the modules were made.
 
-        Args:
-            modules: The modules.
-            by_itself: Only what a step changes, whatever else is called between steps.
+        Those `by_itself` a step changes, whatever else is called between steps.
         """
         found = {self.main, *filter(None, (self.of(type(module)) for module in modules))}
         methods = [method for each in found for method in methods_in(each.file)]
@@ -125,10 +119,7 @@ class DefiningFiles:
     def names_of(self, function: ast.FunctionDef, home: DefiningFile, word: str) -> dict[str, str]:
         """How the stages call the names that a function reads of its file, where otherwise.
 
-        Args:
-            function: The function.
-            home: Its file.
-            word: What goes before a name that means something else already.
+        `word` goes before a name that means something else already.
         """
         if home is self.main:
             return {}
@@ -139,12 +130,8 @@ class DefiningFiles:
     def spelled(self, name: str, home: DefiningFile, word: str) -> str | None:
         """How the stages call what a name means in a file; None where it means nothing.
 
-        By the name itself, unless that means something else in the model file, or in another one.
-
-        Args:
-            name: The name, which is not local.
-            home: The file.
-            word: What goes before the name where it is taken.
+        By the name itself, unless that means something else in the model file, or in another one:
+        then `word` goes before it.
         """
         try:
             value = home.value(name)

@@ -123,11 +123,7 @@ class Trial:
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
     def paths_of(self, held: Held) -> list[str]:
-        """The paths in the small model of what a stage holds: a module's, or those of layers.
-
-        Raises:
-            CannotCut: It has no such module or parameter.
-        """
+        """The paths in the small model of what a stage holds: a module's, or those of layers."""
         match ast.parse(held.text, mode="eval").body:
             case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
                 listed = ast.unparse(layers)
@@ -152,15 +148,7 @@ class Trial:
         return {**self.world, "self": self.model, **inputs}
 
     def seen(self, program: Program, with_records: bool = False) -> dict[Version, ValueKind]:
-        """What the values of a program are.
-
-        Args:
-            program: The program.
-            with_records: Whether records may be taken apart, to be made again of their fields.
-
-        Raises:
-            CannotCut: A statement fails.
-        """
+        """What the values of a program are, in which records may be taken apart if so said."""
         scene = self.scene()
         world = self.world if with_records else {}
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
@@ -249,11 +237,7 @@ class Trial:
         return None
 
     def check_numbers(self, stages: Stages) -> None:
-        """Numbers that are sent as a shape must be the same for all data of one shape.
-
-        Raises:
-            CannotCut: One is another with other data and other weights.
-        """
+        """Numbers that are sent as a shape must be the same for all data of one shape."""
         program = stages.program
         sent = {v: stages.seen[v] for stage in stages.stages for v in (*stage.given, *stage.joined)}
         sent = {v: kind for v, kind in sent.items() if kind.kind in ("shape", "several")}
@@ -287,16 +271,8 @@ class Trial:
     ) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
-        Each runs in a model of its own, as it will, in which there is nothing but what it holds.
-
-        Args:
-            functions: Each stage's `forward`, and the loss.
-            stages: The stages.
-            held: The paths that each of them holds.
-            sizes: Those of the modules that each reads sizes of.
-
-        Raises:
-            CannotCut: They do not.
+        Each runs in a model of its own, as it will, with nothing but what it holds and the modules
+        that it reads sizes of. The loss is the last of the functions.
         """
         whole = copy.deepcopy(self.pristine).train()
         versions = {name: p._version for name, p in whole.named_parameters()}
@@ -377,9 +353,6 @@ class Trial:
         """After the first step the next loss must be the model's, in eval mode too.
 
         What one stage changes is not changed in the others, and what does not run in training may.
-
-        Raises:
-            CannotCut: They are not.
         """
         data = other_data(self.inputs, self.more_inputs)
         for mode in ("training", "eval mode"):
@@ -407,12 +380,7 @@ class Trial:
     def check_kept(self, whole: nn.Module, versions: Mapping[str, int]) -> None:
         """No parameter may be written into as the model runs: a first call only finds out sizes.
 
-        Args:
-            whole: The model, which was trained and evaluated.
-            versions: How often each parameter was written into before.
-
-        Raises:
-            CannotCut: One is.
+        `versions` says how often each was written into before.
         """
         for name, parameter in whole.named_parameters():
             if parameter._version != versions[name]:
@@ -427,11 +395,7 @@ class Trial:
     def check_joined(
         self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
     ) -> None:
-        """What the last stage gives for micro-batches must be of one size, to be joined.
-
-        Raises:
-            CannotCut: It is as large as the values of the micro-batch make it.
-        """
+        """What the last stage gives for micro-batches must be of one size, to be joined."""
         made: list[list[Any]] = []
         data = other_data(self.inputs, self.more_inputs)
         half = max(
@@ -459,11 +423,7 @@ class Trial:
                 )
 
     def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
-        """After some steps buffers and weights must be the model's, wherever they are held.
-
-        Raises:
-            CannotCut: A stage has other updates of one than the others.
-        """
+        """After some steps buffers and weights must be the model's, wherever they are held."""
         own = state(whole)
         for number, model in enumerate(models):
             for name, tensor in state(model).items():
@@ -535,12 +495,7 @@ class Trial:
     ) -> Any:
         """The loss that the stages give, one after the other; what one alters no other sees.
 
-        Args:
-            models: The stages.
-            loss: Makes the loss of what the last of them gives.
-            stages: What they take and give.
-            inputs: The arguments of a step.
-            outputs: Takes up what each of them gives.
+        `outputs` takes up what each of them gives.
         """
 
         def copied(names: Sequence[str]) -> tuple[Any, ...]:

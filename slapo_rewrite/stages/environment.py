@@ -152,11 +152,7 @@ class Environment:
         return [*listed, names[key.value]] if key.value in names else None
 
     def object_at(self, steps: list[str]) -> Any:
-        """What attributes of the module lead to.
-
-        Raises:
-            AttributeError: There is none.
-        """
+        """What attributes of the module lead to; `AttributeError` if that is nothing."""
         found = self.live
         for step in steps:
             if isinstance(getattr(type(found), step, None), property) and is_module(found):
@@ -209,12 +205,7 @@ class Environment:
         return UNKNOWN
 
     def value(self, node: ast.expr, read: dict[str, Any] | None = None) -> Worth:
-        """What is known of an expression.
-
-        Args:
-            node: The expression.
-            read: Takes up the settings that it reads.
-        """
+        """What is known of an expression; `read` takes up the settings that it reads."""
         read = {} if read is None else read
 
         def of(operand: ast.expr) -> Worth:

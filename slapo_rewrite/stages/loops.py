@@ -32,12 +32,9 @@ class Loop:
         return layer + 1 == (min(int(self.stop), total) if self.stop.isdigit() else total)
 
     def head(self, first: int, stop: int | None, counted: bool) -> tuple[str, str]:
-        """The variables and the iterable of some of the rounds.
+        """The variables and the iterable of some of the rounds; of all others if `stop` is None.
 
-        Args:
-            first: The first layer.
-            stop: The layer after the last one; None for all that follow.
-            counted: Whether the number of a round is read.
+        `counted` where the number of a round is read.
         """
         first = max(first, self.first)
         upper = self.stop if stop is None else str(stop)
@@ -141,14 +138,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def sliced(text: str, first: int, stop: int | None, bound: Collection[str] = ()) -> str:
-    """A loop over some of its layers.
-
-    Args:
-        text: The loop.
-        first: The first layer.
-        stop: The layer after the last one; None for all that follow.
-        bound: The names that are read behind the loop.
-    """
+    """A loop over some of its layers; `bound` are the names that are read behind it."""
     statement = ast.parse(text).body[0]
     loop = loop_over(statement)
     assert isinstance(statement, ast.For) and loop is not None

@@ -231,14 +231,7 @@ class PipelineText:
         return TORCH if self.stages.by_name else DEEPSPEED
 
     def written(self, header: str) -> str:
-        """The whole file.
-
-        Args:
-            header: A comment that says what made it.
-
-        Raises:
-            NameTaken: What a stage runs has a name that the file needs for something else.
-        """
+        """The whole file, below a comment that says what made it."""
         body = f"{self.classes()}\n\n\n{self.functions()}\n"
         what = f"`{self.model.__name__}` in {len(self.stages.stages)} stages"
         text = (
@@ -264,11 +257,7 @@ class PipelineText:
         return imports
 
     def _check_names(self, taken: set[str]) -> None:
-        """Refuses names that the stages read of the model's file and that mean another thing here.
-
-        Raises:
-            NameTaken: There is one.
-        """
+        """Refuses names that the stages read of the model's file and that mean another thing."""
         texts = [forward_text(self.stages, stage) for stage in self.stages.stages]
         for text in (*texts, loss_text(self.stages)):
             tree = ast.parse(text)

@@ -69,11 +69,7 @@ class Piece:
         return ast.parse(self.text).body[0]
 
     def source(self, depth: Depth | None = None) -> str:
-        """The text, a loop with the rounds that it has here.
-
-        Args:
-            depth: Says where the cuts are in a model of another depth.
-        """
+        """The text, a loop with the rounds that it has here, or in a model of another depth."""
         if self.layers is None:
             return self.text
         first, stop = self.layers.first, self.layers.stop
@@ -95,11 +91,7 @@ class Program:
 
 
 def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any]) -> Program:
-    """Cuts a flat `forward`.
-
-    Raises:
-        CannotCut: A module after which no stage can end.
-    """
+    """Cuts a flat `forward`."""
     statements = [ast.parse(line.text).body[0] for line in flat.lines]
     ends: dict[int, dict[int | None, Cut]] = {}
     for cut in cuts:
@@ -140,11 +132,7 @@ def _length(model: Any, listed: str) -> int | None:
 def place_of(
     cut: Cut, statements: Sequence[ast.stmt], flat: Flat, model: Any
 ) -> tuple[int, int | None]:
-    """The statement that a cut stands after, and how many rounds of a loop stand before it.
-
-    Raises:
-        CannotCut: It is not called in sequence.
-    """
+    """The statement that a cut stands after, and how many rounds of a loop stand before it."""
     also = [cut.cause.at] if cut.cause.at else []
 
     def refused(message: str, number: int | None = None, hint: str | None = None) -> Exception:
@@ -303,9 +291,7 @@ def linked(
 def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
     """The names whose values a statement alters: `mapping[key] = x`, `x = found.pop()`.
 
-    Args:
-        statement: The statement.
-        world: The names of the model's file; what only writes messages alters none of them.
+    By the names of the model's file, what only writes messages alters none of them.
     """
     for node in ast.walk(statement):
         base: ast.expr | None = None

@@ -24,11 +24,7 @@ Given = Worth | Item | tuple[Any, ...]
 
 
 class Rounds:
-    """The rounds of a loop.
-
-    Args:
-        names: What names stand for before the loop.
-    """
+    """The rounds of a loop; `names` tells what they stand for before it."""
 
     def __init__(self, names: Environment, loop: ast.For) -> None:
         self.names, self.loop = names, loop

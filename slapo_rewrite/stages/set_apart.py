@@ -87,10 +87,7 @@ def with_fields_apart(flat: Flat, name: str) -> Flat | None:
 
     `outputs = self.encoder(x)` and later `self.head(outputs.hidden)`  ->
     `outputs_hidden = outputs.hidden` behind the former, and `self.head(outputs_hidden)`.
-
-    Args:
-        flat: A flat `forward`.
-        name: The record's; None is the result where more is done with it.
+    None where more is done with it.
     """
     trees = [ast.parse(text) for text in (*(line.text for line in flat.lines), flat.loss)]
     names = names_in(*trees)

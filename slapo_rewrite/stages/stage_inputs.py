@@ -57,11 +57,7 @@ class Planner:
         }
 
     def stages(self) -> Stages:
-        """The stages.
-
-        Raises:
-            CannotCut: A value cannot cross, or a stage would have nothing to do.
-        """
+        """The stages, if all values can cross, and none is idle (`CannotCut`)."""
         program = self.program
         numbers = range(len(program.pieces))
         ends = (n for n in numbers if self.trains(piece := program.pieces[n]) or self.asks(piece))
@@ -91,11 +87,7 @@ class Planner:
         return found
 
     def planned(self, divided: Sequence[list[int]]) -> Stages:
-        """The stages.
-
-        Args:
-            divided: The numbers of the statements of each, and of those that make the loss.
-        """
+        """The stages, by the numbers of the statements of each, and of those that make the loss."""
         program = self.program
         *own, of_loss = divided
         for number, statements in enumerate(own):

@@ -132,11 +132,7 @@ def sizes_of(
     files: DefiningFiles,
     at: Span | None,
 ) -> list[list[str]]:
-    """The modules of others that each stage reads sizes of: `self.embed.embedding_dim`.
-
-    Raises:
-        CannotCut: What is read changes as the model runs, elsewhere.
-    """
+    """The modules of others that each stage reads sizes of: `self.embed.embedding_dim`."""
     found = []
     changed = [
         {key for text in _texts(stages, number) for key in _set_on_modules(model, text)}
@@ -234,11 +230,7 @@ def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
 
 
 def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
-    """Refuses more groups of stages with shared parameters than DeepSpeed can keep in step.
-
-    Raises:
-        CannotCut: There are several.
-    """
+    """Refuses more groups of stages with shared parameters than DeepSpeed can keep in step."""
     if len(ties) > 1:
         one, other = (next(iter(tie.names.values()))[0] for tie in ties[:2])
         raise errors.CannotCut(
@@ -254,9 +246,6 @@ def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
 
     All of them would hold the whole of it, and DeepSpeed keep it in step by gradients that each
     has for its own elements only.
-
-    Raises:
-        CannotCut: There are such stages.
     """
     seen: dict[str, int] = {}
     for number, stage in enumerate(held):

@@ -57,11 +57,7 @@ class StepLoss:
 def step_loss(
     schedule: Any, outputs: Any, loss: Any, inputs: Mapping[str, Any], cause: Span | None
 ) -> StepLoss:
-    """How a loss was made of what a model returned.
-
-    Raises:
-        CannotCut: The schedule's function reads what it would not find in the output.
-    """
+    """How a loss was made of what a model returned."""
     if outputs is loss:
         return StepLoss(None)
     if isinstance(outputs, Mapping):

@@ -124,11 +124,8 @@ def described(
 ) -> ValueKind:
     """What a value is.
 
-    Args:
-        value: The value.
-        is_drawn: Whether random numbers were drawn for it.
-        world: The names by which stages know classes, where they are to send records in parts.
-        flags: Whether flags and texts are the same in every step.
+    `is_drawn` where random numbers were drawn for it, `flags` where flags and texts are the same in
+    every step. `world` has the names by which stages know classes, to send records in parts.
     """
     if isinstance(value, Tensor):
         like = (tuple(value.shape), value.dtype)

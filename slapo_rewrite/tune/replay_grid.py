@@ -58,11 +58,7 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    """Reads a file.
-
-    Raises:
-        BadGrid: It cannot be read, or is no such grid.
-    """
+    """Reads a file (`BadGrid`)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

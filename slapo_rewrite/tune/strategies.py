@@ -91,11 +91,7 @@ class LargestBatch:
 
 
 def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None) -> Strategy:
-    """A strategy by its name.
-
-    Raises:
-        UsageError: There is no such strategy.
-    """
+    """A strategy by its name."""
     check_name(name)
     if name == "model":
         return PredictedFirst(space, seed, confidence)

@@ -35,11 +35,7 @@ TAIL = 12  # lines of a failed command that are shown
 
 
 def fields(command: str) -> list[str]:
-    """The names in braces.
-
-    Raises:
-        UsageError: The braces do not match.
-    """
+    """The names in braces, which have to match."""
     try:
         return [name for _, name, _, _ in string.Formatter().parse(command) if name is not None]
     except ValueError as error:
@@ -49,11 +45,7 @@ def fields(command: str) -> list[str]:
 
 
 def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -> None:
-    """Refuses a command in which something is missing, or something that nobody knows.
-
-    Raises:
-        UsageError: It is such a command.
-    """
+    """Refuses a command in which something is missing, or something that nobody knows."""
     if OUT in of_run:
         raise errors.UsageError(
             f"`{OUT}` is a knob of the run, and {{{OUT}}} is the folder of the rewritten model",
@@ -87,14 +79,7 @@ def filled(command: str, values: Mapping[str, str]) -> str:
 
 
 def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
-    """Runs a command to its end, or to the end of its time.
-
-    Returns:
-        How it ended, and the throughput that it reported.
-
-    Raises:
-        RunFails: It fails otherwise than for memory, or reports no throughput.
-    """
+    """Runs a command to its end, or to the end of its time: how it ended, and its throughput."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file, _ended_as_by_hand() as started:
         process = subprocess.Popen(

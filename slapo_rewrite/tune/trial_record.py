@@ -58,10 +58,6 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
 
     The folder of its file is made. Beside that lies another one, which is locked, and says by which
     process. `head` is what the first line has to say.
-
-    Raises:
-        OtherTrials: The file is of something else, or is damaged.
-        OutputUnwritable: Another search is under way, or the folder cannot be written.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -42,9 +42,6 @@ def read(name: str, fixed: Sequence[str]) -> Tuned:
     """Loads a schedule file, and makes the space that it declares.
 
     `fixed` has `K=V` for each knob that is not to be tuned.
-
-    Raises:
-        BadSpace: No knob has choices, `space` is not what it has to be, or allows nothing.
     """
     schedule = ScheduleFile.load(name)
     settings = schedule.settings(fixed)

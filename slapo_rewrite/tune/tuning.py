@@ -145,15 +145,7 @@ def _why(space: KnobSpace, strategy: Strategy, trials: Sequence[Trial]) -> str:
 
 
 def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
-    """Searches, and draws the surface.
-
-    Raises:
-        BadSpace: The schedule declares nothing to tune, or `space` allows nothing.
-        OtherTrials: The folder's record is of another search.
-        OutputUnwritable: Another search is under way in the folder, or it cannot be written.
-        RunFails: The command fails, or reports no throughput.
-        UsageError: The command lacks a knob, or names what there is not.
-    """
+    """Searches, and draws the surface."""
     from slapo_rewrite.tune.surface_plot import draw
 
     tuned = read(wanted.schedule, wanted.fixed)
@@ -185,11 +177,7 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
 
 
 def source_of(schedule: ScheduleFile) -> str:
-    """What a schedule says that it is of: `SOURCE`, a file beside it or an importable module.
-
-    Raises:
-        UsageError: It does not say.
-    """
+    """What a schedule says that it is of: `SOURCE`, a file beside it or an importable module."""
     name = getattr(schedule.module, "SOURCE", None)
     if not isinstance(name, str):
         raise errors.UsageError(

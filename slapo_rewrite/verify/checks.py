@@ -54,11 +54,7 @@ class Checks:
         self.joined: list[str] = []  # outputs of which a rank has a part in training
 
     def run(self) -> None:
-        """All of them.
-
-        Raises:
-            StoppedError: One failed after which the others mean nothing.
-        """
+        """All of them, up to one after whose failure others mean nothing (`StoppedError`)."""
         self.built()
         with casts_left_out(self.pair):
             self.start()

@@ -65,11 +65,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, before_update: Callable[[], None]) -> None:
-        """Gets ready to train.
-
-        Args:
-            before_update: Called when the gradients of a step are there, where they are.
-        """
+        """Gets ready to train; `before_update` is called once a step's gradients are there."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> float:

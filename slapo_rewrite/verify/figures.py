@@ -67,15 +67,7 @@ def tensors_in(value: Any, name: str = "") -> Named:
 
 
 def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> Check:
-    """Compares what both have.
-
-    Args:
-        name: The check's.
-        limit: The largest relative error that is allowed.
-        got: The rewritten model's tensors.
-        want: The original's, in model order.
-        exact: The original's in float64, as far as they are known.
-    """
+    """Compares what both have, up to a relative error, with the original's in float64 if known."""
     errors = {key: difference(got[key], want[key]) for key in want if key in got}
     if not errors:
         return Check(name, False, detail="nothing to compare")
@@ -113,13 +105,7 @@ def may_be_rounding(check: Check, rounding: float) -> bool:
 
 
 def settle(check: Check, rounding: float, exact: Check | None) -> None:
-    """Decides a comparison that `may_be_rounding`.
-
-    Args:
-        check: The comparison in float32.
-        rounding: What rounding does to the original.
-        exact: The same comparison in float64; without it, the original's own error decides.
-    """
+    """Decides a comparison that `may_be_rounding`: by float64, else by the original's error."""
     if not may_be_rounding(check, rounding):
         return
     assert check.error is not None
@@ -170,12 +156,7 @@ def compare_gradients(
 ) -> list[Check]:
     """That every parameter has a gradient as in the original, and how far they differ.
 
-    Args:
-        name: The check's.
-        full: The rewritten model's gradients, whole.
-        want: The original's.
-        exact: The original's in float64, as far as they are known.
-        aliases: All names of each tied parameter, by each of them.
+    `full` has the rewritten model's, whole; `aliases` all names of each tied parameter.
     """
     got = find(full, want, aliases)
     missing = [n for n in want if n not in got]

@@ -102,10 +102,7 @@ def import_output(
 ) -> tuple[types.ModuleType, types.ModuleType | None]:
     """The rewritten model's module, and the module that joins its weights, if it has one.
 
-    Args:
-        out: The output folder.
-        stem: The name of the model's module.
-        support: The name of the folder beside the output that holds its helpers.
+    `support` is the name of the folder beside the output that holds its helpers.
     """
     if support is not None:
         package = _package(out.parent.name, out.parent)

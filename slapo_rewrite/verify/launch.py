@@ -35,13 +35,10 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class ForkServer:
-    """Starts processes that have some modules imported.
+    """Starts processes that have some modules imported, those that can be.
 
     It may be shared by processes that were forked from the one that made it, and ends with the last
     of them, or is told to.
-
-    Args:
-        modules: What to import; what cannot be is left out.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -59,10 +56,7 @@ class ForkServer:
     def start(self, script: Path, arguments: Sequence[str], log: Path) -> ForkedProcess:
         """Runs a script in a new process, which leads a process group of its own.
 
-        Args:
-            script: What to run.
-            arguments: What follows it on the command line.
-            log: A file for what it prints. Beside it lies what tells of the process's end.
+        It prints into `log`, beside which lies what tells of its end.
         """
         process = ForkedProcess(self, log.with_suffix(".process"))
         log.touch()
@@ -89,11 +83,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A process that a `ForkServer` starts, as `subprocess.Popen` shows one.
-
-    Args:
-        state: The file that says what became of it.
-    """
+    """A process that a `ForkServer` starts, as `subprocess.Popen` shows one."""
 
     def __init__(self, server: ForkServer, state: Path) -> None:
         self.server, self.state = server, state

@@ -159,11 +159,7 @@ def _check_fits(
     timeout_s: float,
     progress: Callable[[str], None],
 ) -> None:
-    """Asks one process whether the model can be built on many, before these are started.
-
-    Raises:
-        UsageError: It cannot.
-    """
+    """Asks one process whether the model can be built on many, before these are started."""
     ranks = world if isinstance(world, int) else world.tensor
     with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
         told = {**job, "layout": None, "fits": ranks}
@@ -197,16 +193,6 @@ def chosen(
 
     Where it asks for nothing, the whole model at sizes 1 and 2, and the pipeline, if there is one,
     on as many ranks as it has stages. Where it asks for one of the two kinds, only that.
-
-    Args:
-        out: The output folder.
-        sizes: World sizes for the whole model.
-        pipe: Pipeline stages.
-        tensor: Ranks that share a stage's layers.
-        data: Replicas of the pipeline.
-
-    Raises:
-        UsageError: A layout is asked for, and the output has no stages.
     """
     stages = stages_of(out)
     asked = not (pipe is tensor is data is None)
@@ -242,11 +228,7 @@ def _pipeline(out: Path) -> list[ast.stmt]:
 
 
 def check_layout(out: Path, layout: Layout) -> None:
-    """Refuses a layout that the stages of an output cannot run in.
-
-    Raises:
-        UsageError: It does not fit, or there is no engine to run it.
-    """
+    """Refuses a layout that the stages of an output cannot run in (`UsageError`)."""
     stages = stages_of(out)
     if min(layout.pipe, layout.tensor, layout.data) < 1:
         raise errors.UsageError("--pp, --tp and --dp are positive numbers")
@@ -274,11 +256,7 @@ def _helpers(out: Path) -> set[str]:
 
 
 def read_record(out: Path) -> dict[str, Any]:
-    """The output's `rewrite.json`, as far as verification needs it.
-
-    Raises:
-        NotAnOutput: It is missing, damaged, or names a file that is not there.
-    """
+    """The output's `rewrite.json`, as far as verification needs it (`NotAnOutput`)."""
     path = out / "rewrite.json"
     hint = "verify a folder that slapo-rewrite wrote"
     if not path.is_file():
@@ -326,11 +304,7 @@ def rewritten_classes(
 
 
 def find_source(name: str) -> dict[str, str]:
-    """How a rank is told to import the original.
-
-    Raises:
-        SourceError: `name` is a path, and there is no such file.
-    """
+    """How a rank is told to import the original, which has to be there if `name` is a path."""
     if not name.endswith(".py") and os.sep not in name:
         return {"module": name}
     path = Path(name)
@@ -343,11 +317,7 @@ def find_source(name: str) -> dict[str, str]:
 
 
 def find_schedule(name: str) -> Path:
-    """The schedule's file.
-
-    Raises:
-        ScheduleError: There is no such file, or no bundled schedule of that name.
-    """
+    """The schedule's file."""
     if name.endswith(".py") or os.sep in name:
         path = Path(name)
         if not path.is_file():

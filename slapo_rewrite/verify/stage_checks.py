@@ -32,11 +32,7 @@ class StageChecks:
         self.module = None  # always None: no module's output can be told from another stage's
 
     def run(self) -> None:
-        """All of them.
-
-        Raises:
-            StoppedError: One failed after which the others mean nothing.
-        """
+        """All of them, up to one after whose failure others mean nothing (`StoppedError`)."""
         with casts_left_out(self.staged):
             self.start()
             self.state()

@@ -177,11 +177,7 @@ class Staged(Original):
     def agree(self, is_told: bool = False) -> bool:
         """Has all ranks train at the first one's rate, on random numbers if it does.
 
-        Args:
-            is_told: Whether training told all that there is to tell; the first rank knows.
-
-        Returns:
-            What the first rank says of that.
+        The first one knows whether training told all that there is to tell, and says it to all.
         """
         found: list[Any] = [is_told, self.engine.rate, self.draws]
         dist.broadcast_object_list(found)

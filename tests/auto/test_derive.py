@@ -20,8 +20,8 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding import CannotRun
 from slapo_rewrite.sharding.propagate import _Propagation
+from slapo_rewrite.sharding.types import CannotRun
 from slapo_rewrite.verify.run import chosen, verify
 from tests import golden
 from tests.marks import long

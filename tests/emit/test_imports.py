@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.splice import Edit, apply_edits
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.emit.rewritten_text import idle_imports
 from slapo_rewrite.emit.rewritten_text import rewritten as rewritten_text
+from slapo_rewrite.fusion.spelled_names import Spelling
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from tests.rewriting import changed_lines, rewritten
 
@@ -91,3 +94,15 @@ def test_lines_between_imports(before, after):
     edits = [Edit(len(before), len(text), "", (), "gone")]
     idle = idle_imports(file, before, edits)
     assert apply_edits(text, [*edits, *idle])[0] == after
+
+
+def test_what_a_rule_writes_is_imported_by_the_name_that_it_has_in_the_text(tmp_path):
+    """Also where the file calls something else so."""
+    path = tmp_path / "net.py"
+    path.write_text("nn = 3\n")
+    file, cause = SourceFile.read(path), Directive(0, "apply", None, "", ())
+    spelling, imports = Spelling(file, cause), Imports(file)
+    assert spelling("torch.nn.functional.gelu") == "torch_nn.functional.gelu"
+    for reference in spelling.references.values():
+        imports.refer(reference, (cause,))
+    assert "from torch import nn as torch_nn\n" in apply_edits(file.text, imports.edits())[0]

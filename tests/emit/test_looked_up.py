@@ -255,7 +255,7 @@ def test_which_constructions_are_lookups(made, found, tmp_path):
     node = tree.nodes["part"]
     if "CausalLM" in made:  # as if it were another class than the mapping has
         node.cls = LlamaModel
-    assert lookup_of(sources, find_site(sources, node), node) == found
+    assert lookup_of(find_site(sources, node), node) == found
 
 
 VOXTRAL = "transformers.models.voxtral.modeling_voxtral"

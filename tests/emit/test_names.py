@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import errors
-from slapo_rewrite.changes.imports import KERNEL_FILES
+from slapo_rewrite.changes.imports import KERNEL_FILES, MODULES
 from slapo_rewrite.changes.output_files import _RESERVED
 from slapo_rewrite.cli import main
 from slapo_rewrite.code.locate import free_name
-from slapo_rewrite.emit.helpers import MODULES, RUNTIME_ORDER
+from slapo_rewrite.emit.helpers import RUNTIME_ORDER
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.primitives.shard import MLP, MODEL
 from tests.rewriting import refused, rewritten, written
