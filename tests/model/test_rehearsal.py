@@ -59,6 +59,14 @@ def test_a_constructor_that_asks_for_a_very_class_is_refused_and_the_advice_work
     rewritten(tmp_path, DRAWING.replace("ASKED", "'Linear' in type(m).__name__"), SPLIT)
 
 
+def test_what_an_object_of_a_class_of_the_file_holds_is_compared():
+    """The class is another one in the output."""
+    one, other = (type("Outputs", (), {})() for _ in range(2))
+    one.hidden, other.hidden = torch.ones(3), torch.zeros(3)
+    steps = [Step(each, None, None, {}, {}, False) for each in (one, other)]
+    assert worst(*steps)[1:] == ("hidden", "the output (in eval mode)")
+
+
 def test_a_module_that_the_schedule_brings_along_draws_its_own_weights(tmp_path):
     lines = "    s['up'].replace(Other)\n"
     brought = "class Other(nn.Linear):\n    def __init__(self, *sizes):\n"
