@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .loading import check_seeds, shards
+from .loading import check_seeds, shards, take_buffers
 from .shards import Shard, rank, world_of, world_size
 
 # What these say of a tensor, or make beside it, does not depend on its values.
@@ -325,7 +325,8 @@ def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
             take_part(*parts[place], full)
 
     with world_of(1):
-        construct(make, wanted, take)
+        whole = construct(make, wanted, take)
+    take_buffers(model, dict(whole.named_buffers()))  # for persistent
 
 
 @torch.no_grad()

@@ -59,6 +59,14 @@ def test_a_constructor_that_asks_for_a_very_class_is_refused_and_the_advice_work
     rewritten(tmp_path, DRAWING.replace("ASKED", "'Linear' in type(m).__name__"), SPLIT)
 
 
+@pytest.mark.parametrize("line", ["split(s)", "s['up'].annotate('weight', 'decays', False)"])
+def test_random_numbers_in_a_buffer_that_no_state_dict_holds_are_the_originals(line, tmp_path):
+    noise = "self.register_buffer('noise', torch.rand(8), persistent=False)"
+    source = DRAWING.replace("        gain =", f"        {noise}\n        gain =")
+    source = source.replace("ASKED", "False").replace("self.up(x)", "self.up(x + self.noise)")
+    rewritten(tmp_path, source, f"{SPLITTING}    {line}\n")
+
+
 def test_what_an_object_of_a_class_of_the_file_holds_is_compared():
     """The class is another one in the output."""
     one, other = (type("Outputs", (), {})() for _ in range(2))

@@ -24,6 +24,7 @@ class Model(nn.Module):
         self.linear2 = nn.Linear(20, 40, bias=False)
         self.scale = nn.Parameter(torch.rand(40))
         self.register_buffer("positions", torch.arange(40), persistent=False)
+        self.register_buffer("noise", torch.rand(40), persistent=False)
         self.head = nn.Linear(40, 20, bias=False)
         nn.init.orthogonal_(self.head.weight)
         self.tied = nn.Linear(20, 20)
@@ -33,7 +34,7 @@ class Model(nn.Module):
 
     def forward(self, data):
         out = self.linear2(self.linear1(data))
-        return self.tied(self.head(out * self.scale + self.positions))
+        return self.tied(self.head(out * self.scale + self.positions * self.noise))
 """
 
 SCHEDULE = """\
@@ -89,6 +90,7 @@ def build_both(original: Path, output: Path) -> None:
         assert torch.equal(model.linear2.weight, part(whole.linear2.weight, 1, rank, world))
         assert torch.equal(model.scale, whole.scale)
         assert torch.equal(model.positions, whole.positions)
+        assert torch.equal(model.noise, whole.noise)
         assert model.tied.weight is model.linear1.weight
         full = loading.full_state_dict(model)
         assert all(torch.equal(full[name], t) for name, t in whole.state_dict().items())
