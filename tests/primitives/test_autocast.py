@@ -463,3 +463,28 @@ def test_verification_says_what_it_left_out_and_what_rounding_does(tmp_path):
     helper.write_text(helper.read_text().replace("self.weight.bfloat16()", rounded))
     text = verify(path.parent, [1]).render()
     assert "NOT equal" in text and "rounding in bfloat16" in text.splitlines()[-1]
+
+
+SPLIT_PAIR = """\
+    s["a"].shard(["weight", "bias"], axis=0)
+    s["b"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.parametrize("lines", ["", SPLIT_PAIR])
+@pytest.mark.parametrize("paths", ["b", "{a,b}"])
+def test_a_layer_that_is_decomposed_is_kept_or_refused_and_the_advice_works(lines, paths, tmp_path):
+    text = source("return self.b(self.a(x).tanh())", "self.b = nn.Linear(8, 8)")
+    decomposed = f'{lines}    s["{paths}"].decompose()\n'
+    words = refused(tmp_path, text, ONE % "" + decomposed, "SR306")
+    assert "made otherwise already" in words and "keep=[" in words
+    kept = ONE % f"keep={['b'] if paths == 'b' else ['a', 'b']}"
+    rewritten(tmp_path, text, kept + decomposed)
+
+
+def test_split_layers_in_half_precision_are_something_that_changes(tmp_path):
+    text = source("return self.b(self.a(x).tanh())", "self.b = nn.Linear(8, 8)")
+    output = rewritten(tmp_path, text, ONE % "" + SPLIT_PAIR)
+    assert not output.warnings
+    assert "BFloat16ColumnParallelLinear(8, 8)" in output.diff()
