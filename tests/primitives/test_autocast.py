@@ -488,3 +488,34 @@ def test_split_layers_in_half_precision_are_something_that_changes(tmp_path):
     output = rewritten(tmp_path, text, ONE % "" + SPLIT_PAIR)
     assert not output.warnings
     assert "BFloat16ColumnParallelLinear(8, 8)" in output.diff()
+
+
+EXPERTS = """\
+class Router(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = MADE(8, 4)
+        self.w1 = nn.Parameter(torch.randn(4, 8, 12))
+        self.w2 = nn.Parameter(torch.randn(4, 12, 8))
+
+    def forward(self, x):
+        gates = self.router(x).softmax(-1)
+        h = torch.einsum("btd,edf->btef", x, self.w1).tanh()
+        y = torch.einsum("btef,efd->bted", h, self.w2)
+        return (y * gates.unsqueeze(-1)).sum(-2)
+"""
+
+
+@pytest.mark.parametrize("made", ["nn.Linear", "Router"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_whole_layer_that_works_on_parts_adds_up_its_gradients(made, dtype, tmp_path):
+    split = '    s.shard("w1", axis=2)\n    s.shard("w2", axis=1)\n    s.infer_sync()\n'
+    text = HEAD + EXPERTS.replace("MADE", made)
+    output = rewritten(tmp_path, text, ONE % f'"{dtype}"' + split)
+    name = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype] + "ReplicatedLinear"
+    assert f"class {name}(ReplicatedLinear" in output.files["mixed_parallel.py"]
+    assert f"({name}):" in output.diff() or f"{name}(8, 4)" in output.diff()
