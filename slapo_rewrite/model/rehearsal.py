@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.directive import Share, depth_of
@@ -29,7 +30,7 @@ from slapo_rewrite.model.calls import calls_watched
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
-from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, on_ranks
+from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, alone, on_ranks
 from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import (
     OtherNumbersError,
@@ -309,7 +310,7 @@ class _Rank:
         self, reference: _Reference, schedule: Any, output: Emitted, world: int, updates: bool
     ) -> None:
         self.reference, self.schedule, self.output = reference, schedule, output
-        self.updates = updates
+        self.updates, self.world = updates, world
         self.building, self.built = threading.Lock(), threading.Barrier(world)
         self.build: Callable[[], nn.Module] | None = None
 
@@ -321,8 +322,10 @@ class _Rank:
         Raises:
             UnfitError: The model cannot be made for so many ranks, or be run, which it says.
         """
+        world_of = _helper(self.output, "world_of") if self.world > 1 else None
+        made_of = world_of(self.world, dist.get_rank()) if world_of else contextlib.nullcontext()
         try:
-            with self.building, turn:
+            with self.building, turn, alone(), made_of:
                 if self.build is None:
                     made = (self.schedule, self.output.module, self.reference.depth)
                     self.build = small_model.small_builder(*made)

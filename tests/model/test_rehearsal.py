@@ -67,6 +67,13 @@ def test_random_numbers_in_a_buffer_that_no_state_dict_holds_are_the_originals(l
     rewritten(tmp_path, source, f"{SPLITTING}    {line}\n")
 
 
+def test_a_constructor_may_run_split_layers(tmp_path):
+    """Ranks are built one after the other here, and would wait for one another."""
+    run = "        width = self.down(self.up(torch.zeros(1, 8))).shape[-1]\n        gain ="
+    source = DRAWING.replace("        gain =", run).replace("ASKED", "False and width")
+    rewritten(tmp_path, source, SPLIT)
+
+
 def test_what_an_object_of_a_class_of_the_file_holds_is_compared():
     """The class is another one in the output."""
     one, other = (type("Outputs", (), {})() for _ in range(2))
