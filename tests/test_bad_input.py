@@ -167,11 +167,14 @@ def test_unknown_index(run: Run):
         hint = f"elements are selected by an index: {right}\n"
         assert hint in run(f's["{path}"].shard("weight", axis=0)')
     assert "is a Linear, not a module list" in run('s["head"][0].checkpoint()')
+    for index in ("::0", '"a":'):
+        assert "whole numbers, or by fractions" in run(f's["layers"][{index}].checkpoint()')
 
 
 def test_empty_match(run: Run):
     assert "matches `layers.x`" in run('s.match("layers.x").checkpoint()')
     assert "is not a regular expression" in run('s.match("(").checkpoint()')
+    assert "is not a regular expression" in run("s.match(3).checkpoint()")
 
 
 def test_unknown_parameter(run: Run):
@@ -214,6 +217,12 @@ def test_unknown_primitive_and_argument(run: Run):
         ('s.find(where="head")', "`where` must be a function, not 'head'"),
         ('s.replace_all("Linear", "Linear")', "`make` must be a class or a function"),
         ('s["head"].inline(None)', "= help: inline(child)"),
+        ('s["layers.*"].checkpoint(["qkv"], name="class")', "'class' is no name for a method"),
+        ('s["layers.*"].fuse(torch.nn.Linear, name="class")', "'class' is no name"),
+        (
+            's["head"].replace(torch.nn.Linear, args="8, 8, 1, 2, 3")',
+            "`Linear` cannot be made in the place of `head` with `8, 8, 1, 2, 3`: TypeError",
+        ),
     ],
 )
 def test_an_argument_of_another_type(run: Run, call: str, words: str):

@@ -17,8 +17,9 @@ from slapo_rewrite.changes.placement import Placement, Requested, at_node
 from slapo_rewrite.changes.places import AtBase, AtNode
 from slapo_rewrite.code.arguments import given_by
 from slapo_rewrite.code.build import call, expression
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
-from slapo_rewrite.model.layers import Layer, qualified
+from slapo_rewrite.model.layers import SUMMING, Layer, qualified
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.precision.casts import HALF, Operand, Precisions
 from slapo_rewrite.precision.half_layers import FLOAT32_LAYERS, HALF_LAYERS, half_base
@@ -33,6 +34,7 @@ PARALLEL = {
     "ColumnParallelLinear": "mixed_parallel",
     "RowParallelLinear": "mixed_parallel",
     "KeyValueParallelLinear": "mixed_parallel",
+    "ReplicatedLinear": "mixed_parallel",
     "ColumnParallelConv1D": "mixed_parallel_conv1d",
     "RowParallelConv1D": "mixed_parallel_conv1d",
     **{
@@ -158,8 +160,20 @@ def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> N
     else:
         module, name = HALF_LAYERS[qualified(base)]
         layer = Layer(module, f"{NAMES[dtype]}{name}")
+    is_summed = any(path == node.path for path, _ in to.followed.shared)
+    if is_summed:
+        summing = SUMMING.get(base) and half_layer(SUMMING[base], dtype)
+        if summing is None:
+            raise errors.Unsupported(
+                f"{node.shown} works on parts, so that its gradients have to be added up, and no "
+                "layer does that and casts as well",
+                at=causes[0].at if causes else None,
+                hint=f'keep it in float32: .autocast(keep=["{with_wildcards(node.path)}"])',
+            )
+        layer = summing
     if base is node.cls:
-        to.files.making(node).changes.at_site(node, UseHalfLayer(layer), causes)
+        use = UseParallelLayer(layer) if is_summed else UseHalfLayer(layer)
+        to.files.making(node).changes.at_site(node, use, causes)
     else:
         to.home(node).changes.add(node.path, AtBase(), DeriveFrom(layer, base.__name__), causes)
 

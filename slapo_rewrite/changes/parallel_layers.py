@@ -17,7 +17,7 @@ from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.text import within
 from slapo_rewrite.code.written_out import with_arguments
-from slapo_rewrite.directive import merged_causes
+from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, size_at
 from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
@@ -26,13 +26,17 @@ from slapo_rewrite.sharding.types import layer_key
 
 
 def place_layer(
-    to: Placement, node: Node, layer: Layer, other: Callable[[Layer], Layer] | None = None
+    to: Placement,
+    node: Node,
+    layer: Layer,
+    other: Callable[[Layer], Layer] | None = None,
+    others: Causes = (),
 ) -> None:
     """Splits a layer where it is made, or in its own class; one in another's place is made there.
 
-    `other` gives what takes the place of that, where it has to do more.
+    `other` gives what takes the place of that, where it has to do more, for `others`.
     """
-    causes, base = to.causes(node), base_of(node.cls)
+    causes, base = merged_causes(to.causes(node), others), base_of(node.cls)
     assert base is not None
     if base is node.cls and to.states[node.path].replacement:
         return

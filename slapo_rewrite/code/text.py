@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import keyword
 import textwrap
 from collections.abc import Iterable, Iterator
 from types import CodeType
@@ -50,6 +51,11 @@ def with_article(name: str) -> str:
 def bound_by(alias: ast.alias) -> str:
     """The name that a part of an import statement binds."""
     return alias.asname or alias.name.partition(".")[0]
+
+
+def may_be_bound(text: str) -> bool:
+    """Whether a text is a name that can be given to something."""
+    return text.isidentifier() and not keyword.iskeyword(text)
 
 
 def imported_as(name: str, local: str) -> str:

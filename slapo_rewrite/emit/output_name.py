@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.locate import locate as locate_source
+from slapo_rewrite.code.text import may_be_bound
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.inputs import imported
 from slapo_rewrite.emit.write import check_apart
@@ -90,7 +91,7 @@ def _importable(name: str) -> bool:
     Python reads identifiers in Unicode's normal form KC, so that a ligature is two letters to it.
     """
     plain = unicodedata.normalize("NFKC", name) == name and name != "__main__"
-    return plain and name.isidentifier() and not keyword.iskeyword(name)
+    return plain and may_be_bound(name)
 
 
 def _hides(package: Path, module: str, files: Iterable[Path]) -> bool:

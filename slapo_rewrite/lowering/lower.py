@@ -169,7 +169,8 @@ class _Lowering:
             _check_called(path, state)
             if path in layers:
                 in_half = mixed.parallel(path) if mixed is not None else None
-                place_layer(to, node, layers[path], in_half)
+                others = mixed.causes if in_half is not None and mixed is not None else ()
+                place_layer(to, node, layers[path], in_half, others)
             if state.replacement:
                 place_replacement(to, node, layers.get(path))
             for shard in state.shards if path in parameters else ():

@@ -74,7 +74,7 @@ class Mixed:
 
     def place(self, to: Placement, layers: Mapping[str, Layer]) -> None:
         """Has the layers and casts written."""
-        for path in sorted(self.found.layers - layers.keys()):
+        for path in sorted(self.found.layers):
             state = to.states.get(path, EMPTY)
             if other := [each for each in (state.replacement, state.decompose) if each]:
                 raise errors.ConflictingEdits(
@@ -83,7 +83,8 @@ class Mixed:
                     cause=other[0].cause,
                     hint=f'keep it in float32: .autocast(keep=["{with_wildcards(path)}"])',
                 )
-            place_half_layer(to, to.tree.nodes[path], self.dtype, self.causes)
+            if path not in layers:
+                place_half_layer(to, to.tree.nodes[path], self.dtype, self.causes)
         place_casts(to, self.found, self.dtype, self.is_half, self.causes)
 
 

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from slapo_rewrite.code.arguments import parameters
-from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import count_of
 
@@ -75,7 +75,7 @@ class Site:
     def partial(self) -> ast.Call | None:
         """What is called, where that is `partial(Class, ...)`, or a name for it.
 
-        Of constants, or where it has that name of arguments that are the same at the call.
+        Of constants, or where it has that name of names that are the same at the call.
         """
         if {"functools", "functools.partial"}.isdisjoint(self.file.imports.values()):
             return None
@@ -91,12 +91,15 @@ class Site:
         return found if plain and is_partial else None
 
     def _is_given_once(self, value: ast.expr) -> bool:
-        """Whether a value is an argument that nothing in the function binds anew."""
+        """Whether a value is a name that the function binds once, for an argument or by itself."""
         if not (isinstance(value, ast.Name) and self.variable):
             return False
-        taken = [n.arg for n in ast.walk(self.function) if isinstance(n, ast.arg)]
-        is_own = value.id in parameters(self.function) and taken.count(value.id) == 1
-        return is_own and value.id not in bound_in(self.function)
+        taken = [n for n in ast.walk(self.function) if isinstance(n, ast.arg) and n.arg == value.id]
+        bound = uses_of(self.function, value.id, ast.Store)
+        if taken:
+            return value.id in parameters(self.function) and len(taken) == 1 and not bound
+        plain = (s for s in self.function.body if isinstance(s, ast.Assign))
+        return len(bound) == 1 and bound[0] in (target for s in plain for target in s.targets)
 
     def _named(self, name: str) -> ast.expr | None:
         """What a name is given, where one statement of the function, or else of the file, does."""

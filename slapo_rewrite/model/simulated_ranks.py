@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,10 +15,25 @@ import torch.distributed as dist
 from slapo_rewrite.model.step_results import OtherNumbersError, Step
 
 PATIENCE_S = 60
+_ALONE: list[None] = []  # holds something where a rank does not wait for the others
 
 
 class UnfitError(Exception):
     """The model does not fit so many ranks, as the error says that it is raised from."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, a rank runs before the others do, and takes them to give what it gives itself.
+
+    So constructors may run layers, for the sizes that come out, where one rank is built after the
+    other.
+    """
+    _ALONE.append(None)
+    try:
+        yield
+    finally:
+        _ALONE.pop()
 
 
 def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
@@ -41,6 +56,9 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
 
     class InTurn(threaded.Collective):  # type: ignore[misc]
         def join(self, rank: int, data: Any) -> Any:
+            if _ALONE:
+                self._collective.work([data] * world)
+                return threaded.ret_work(data)
             turn.release()
             try:
                 return super().join(rank, data)

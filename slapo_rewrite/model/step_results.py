@@ -15,6 +15,11 @@ FLOOR = 1e-6
 # So much more than the original is off where its weights are rounded is not rounding.
 BEYOND = 10
 
+KEPT_IS_CHANGED = (
+    "nothing was written; something changes in place what `save` keeps: let it make another tensor "
+    "(no `inplace=True`, no `+=`), or leave that out of `save`"
+)
+
 
 class OtherNumbersError(Exception):
     """The output computes something else than the original.
@@ -33,6 +38,9 @@ class OtherNumbersError(Exception):
     def __init__(self, world: int, name: str, error: float, what: str) -> None:
         super().__init__(world, name, error, what)
         self.world, self.name, self.error, self.what = world, name, error, what
+
+        if "selective activation checkpoint has been mutated" in what:  # as torch says it
+            self.hint = KEPT_IS_CHANGED
 
     def __str__(self) -> str:
         ranks = "in one process" if self.world == 1 else f"on {self.world} ranks"

@@ -71,7 +71,11 @@ def built_in_place(
     except NameError as error:
         raise WrongArguments(str(error)) from error
     except Exception as error:
-        raise CannotBuild(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        words = f"{type(error).__name__}: {error}".rstrip(": ")
+        # torch's own errors may be those of the meta device, where there are no values.
+        if isinstance(error, RuntimeError) or "meta" in words:
+            raise CannotBuild(words) from error
+        raise WrongArguments(words) from error
     if not isinstance(module, nn.Module):
         raise CannotBuild(f"it gives a {type(module).__name__}, not a torch.nn.Module")
     return module

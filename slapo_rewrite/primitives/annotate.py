@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import keyword
 from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.parameter_attributes import Annotate as Change
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.text import may_be_bound
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.base import Call, Primitive, parameter_hint
 from slapo_rewrite.primitives.shard import SAMPLE
@@ -79,7 +79,7 @@ s["down"].annotate("bias", "group", "biases")
                 if is_buffer
                 else parameter_hint(name, node, node.parameters),
             )
-        if not key.isidentifier() or keyword.iskeyword(key):
+        if not may_be_bound(key):
             raise errors.BadArgument(f"{key!r} is no name for an attribute")
         if hasattr(parameter, key):
             raise errors.BadArgument(

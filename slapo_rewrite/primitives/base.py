@@ -17,6 +17,7 @@ from slapo_rewrite.changes.imports import Function, Reference
 from slapo_rewrite.changes.placement import Subgraph
 from slapo_rewrite.changes.source_rewrite import Rewrite
 from slapo_rewrite.changes.state import ModuleRequests
+from slapo_rewrite.code.text import may_be_bound
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.examples import Example as Example
 from slapo_rewrite.examples import Refusal as Refusal
@@ -239,7 +240,7 @@ def function_of(call: Call, value: Any, what: str) -> Function:
 def subgraph_of(call: Call) -> Subgraph | None:
     """The part of `forward` that a call's `subgraph` means; None where it means all of it."""
     given, name = call.arguments["subgraph"], call.arguments.get("name")
-    if name is not None and not name.isidentifier():
+    if name is not None and not may_be_bound(name):
         raise errors.BadArgument(f"{name!r} is no name for a method")
     if given is None:
         if name is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.code.text import joined_path, may_be_bound
 from slapo_rewrite.examples import Sample, setting
 from slapo_rewrite.fusion.claims import Calling, Claim
 from slapo_rewrite.fusion.engine import Engine
@@ -279,9 +279,9 @@ def name_of(call: Call) -> str:
     """What a function or method for a call's pattern is called."""
     given, pattern = call.arguments["name"], call.arguments["pattern"]
     name = given if given is not None else getattr(pattern, "__name__", type(pattern).__name__)
-    if isinstance(name, str) and name.isidentifier() and not isinstance(given or pattern, str):
+    if isinstance(name, str) and may_be_bound(name) and not isinstance(given or pattern, str):
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    if isinstance(given, str) and given.isidentifier():
+    if isinstance(given, str) and may_be_bound(given):
         return given
     if given is None and call.arguments["compiler"] == "triton":
         return "the pattern"

@@ -11,7 +11,7 @@ from typing import Any
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import SCHEDULE, Function
 from slapo_rewrite.changes.source_rewrite import Rewrite
-from slapo_rewrite.code.text import with_wildcards
+from slapo_rewrite.code.text import may_be_bound, with_wildcards
 from slapo_rewrite.fusion.claims import Calling, Claim, Skipped
 from slapo_rewrite.fusion.engine import Engine
 from slapo_rewrite.fusion.fused_module import Packed, packed
@@ -202,7 +202,7 @@ def module_name(call: Call) -> str:
     given: str | None = call.arguments["name"]
     if given is None:
         given = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", call.arguments["new_mod"].__name__).lower()
-    if not given.isidentifier():
+    if not may_be_bound(given):
         raise errors.BadArgument(f"{given!r} is no name for a module")
     return given
 

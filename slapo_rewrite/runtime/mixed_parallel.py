@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from .grouped_query import KeyValueParallelLinear
 from .guards import check_parts
 from .mixed_precision import BFloat16Linear, Float16Linear
+from .replicated import ReplicatedLinear, with_summed_gradient
 from .shards import world_size
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from .tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    all_reduce_gradient,
+)
 
 
 class BFloat16ColumnParallelLinear(ColumnParallelLinear, BFloat16Linear):
@@ -51,6 +56,16 @@ class BFloat16RowParallelLinear(RowParallelLinear, BFloat16Linear):
         return y if bias is None else y + bias.to(y.dtype)
 
 
+class BFloat16ReplicatedLinear(ReplicatedLinear, BFloat16Linear):
+    """A `ReplicatedLinear` that computes in bfloat16: (B, T', D) -> (B, T', F)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps D features to F, which are in bfloat16."""
+        weight, bias = all_reduce_gradient(self.weight), with_summed_gradient(self.bias)
+        bias = None if bias is None else bias.bfloat16()
+        return nn.functional.linear(input.bfloat16(), weight.bfloat16(), bias)
+
+
 class Float16ColumnParallelLinear(ColumnParallelLinear, Float16Linear):
     """A `ColumnParallelLinear` that computes in float16: (..., D) -> (..., F')."""
 
@@ -85,3 +100,13 @@ class Float16RowParallelLinear(RowParallelLinear, Float16Linear):
         y = nn.functional.linear(input.half(), self.weight.half())
         y, bias = self.reduce(y, self.bias)
         return y if bias is None else y + bias.to(y.dtype)
+
+
+class Float16ReplicatedLinear(ReplicatedLinear, Float16Linear):
+    """A `ReplicatedLinear` that computes in float16: (B, T', D) -> (B, T', F)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps D features to F, which are in float16."""
+        weight, bias = all_reduce_gradient(self.weight), with_summed_gradient(self.bias)
+        bias = None if bias is None else bias.half()
+        return nn.functional.linear(input.half(), weight.half(), bias)

@@ -29,15 +29,23 @@ def policy_contexts(policy: Callable[..., CheckpointPolicy]) -> Any:
     """Contexts for `checkpoint` in which `policy(ctx, operation, *args)` is asked.
 
     What draws random numbers is computed again whatever the policy says: a result that
-    is kept draws none the second time, and all that follow would be others.
+    is kept draws none the second time, and all that follow would be others. A view that
+    does not share its version, as `matmul` gives of its product, is kept with that: torch
+    tells by the version that what is kept was changed in place, and fails then.
     """
+    before: dict[bool, CheckpointPolicy] = {}
 
     def careful(
         ctx: Any, operation: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         if draws_numbers(operation, args, kwargs):
-            return CheckpointPolicy.MUST_RECOMPUTE
-        return policy(ctx, operation, *args, **kwargs)
+            said = CheckpointPolicy.MUST_RECOMPUTE
+        elif operation is not torch.ops.aten._unsafe_view.default:
+            said = policy(ctx, operation, *args, **kwargs)
+        else:
+            said = before.get(ctx.is_recompute, CheckpointPolicy.PREFER_RECOMPUTE)
+        before[ctx.is_recompute] = said
+        return said
 
     contexts: Callable[..., Any] = create_selective_checkpoint_contexts
     return contexts(careful)

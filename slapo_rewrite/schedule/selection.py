@@ -93,6 +93,8 @@ class Selection:
 
     def _by_index(self, key: int | slice) -> Selection:
         ends = self._fractions(key) if isinstance(key, slice) else None
+        if isinstance(key, slice) and ends is None:
+            self._check_numbers(key)
         shown = key if isinstance(key, int) else _show_slice(key)
         nodes: list[Node] = []
         shares: list[Share] = []
@@ -121,6 +123,15 @@ class Selection:
             nodes += picked
         said = f"{self._said}[{shown}]"
         return Selection(self._plan, nodes, said, (*self._shares, *shares))
+
+    def _check_numbers(self, key: slice) -> None:
+        """Raises `BadArgument` where a slice is none of numbers."""
+        ends = (key.start, key.stop, key.step)
+        if key.step == 0 or not all(end is None or isinstance(end, int) for end in ends):
+            raise errors.BadArgument(
+                f"`{self._said}[{_show_slice(key)}]` is no slice of a list",
+                hint="a slice goes by whole numbers, or by fractions from 0.0 to 1.0",
+            )
 
     def _fractions(self, key: slice) -> tuple[Fraction, Fraction] | None:
         """The ends of a slice by fractions, from 0 to 1; None of one by numbers."""
@@ -157,7 +168,7 @@ class Selection:
         """The modules below the selection whose relative path the whole expression matches."""
         try:
             compiled = re.compile(regex)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise errors.BadArgument(f"`{regex}` is not a regular expression: {error}") from None
         below = self._below()
         nodes = [node for path, node in below.items() if compiled.fullmatch(path)]

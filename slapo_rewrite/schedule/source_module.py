@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import linecache
 import os
 import sys
 import traceback
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import chdir
 from pathlib import Path
 
@@ -82,6 +84,19 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
             setattr(module, written, value)
     if "." not in file.name:
         sys.modules[file.name] = module
-    with uncompiled():
+    with uncompiled(), _read_as(path, file.text):
         exec(compile(file.text, path, "exec", dont_inherit=True), module.__dict__)
     return module
+
+
+@contextlib.contextmanager
+def _read_as(path: str, text: str) -> Iterator[None]:
+    """What reads the lines of a function, as TorchScript does, finds those of the text."""
+    before = linecache.cache.get(path)
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    try:
+        yield
+    finally:
+        del linecache.cache[path]
+        if before is not None:
+            linecache.cache[path] = before

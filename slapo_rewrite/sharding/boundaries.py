@@ -56,7 +56,7 @@ def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
             "rank",
             'add it up: .sync("fwd_post", "all_reduce")',
             state.source,
-            remedy=MissingCollective.sum_of(state.source),
+            remedy=MissingCollective.sum_of(state.border),
             tensor=tensor,
         )
     axes, taken = run.split_axes(tensor), split.axes[0] % max(1, tensor.dim())
@@ -267,7 +267,7 @@ class _Crossing:
             raise self._misuse(
                 f"{self.value} is a partial sum: each rank would keep a slice of its own summand",
                 f"add up and scatter: {self._line('reduce_scatter')}",
-                MissingCollective.sum_of(self.state.source),
+                MissingCollective.sum_of(self.state.border),
             )
         if self.state.kind == SHARD:
             raise self._misuse(f"{self.value} is {self._described()}: it is scattered already")
@@ -388,7 +388,7 @@ class _Crossing:
                 f"{self.value} is a partial sum: {SPOKEN[self.border.operation]} would line up the "
                 "ranks' copies",
                 f'add it up: .sync("{self.border.mode}", "all_reduce")',
-                MissingCollective.sum_of(self.state.source),
+                MissingCollective.sum_of(self.state.border),
             )
         if self.state.kind == REPLICATE:
             raise self._misuse(

@@ -134,9 +134,9 @@ def _check_function(cls: type, states: Iterable[State]) -> None:
         "and what its own `backward` does with the gradient cannot be followed",
         "gather the value before" if is_part else REDUCE,
         state.source,
-        remedy=MissingCollective.whole_of(state.source, state.axis)
+        remedy=MissingCollective.whole_of(state.border, state.axis)
         if is_part
-        else MissingCollective.sum_of(state.source),
+        else MissingCollective.sum_of(state.border),
     )
 
 
@@ -224,7 +224,8 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
             packed = getattr(new.sharded_parameters[name], "blocks", None)
             packed = packed or tuple(shape[axis] * r // sum(ratio) for r in ratio)
             run.blocks[id(tensor)] = {axis: packed}
-            run.flow.set(tensor, State(SHARD, node.path, replicated_shard, axis - len(shape)))
+            past_call, read = (replicated_shard, axis - len(shape)), f"{node.path}.{name}"
+            run.flow.set(tensor, State(SHARD, node.path, *past_call, read=read))
         else:
             grad_reduced = node.path if (node.path, name) in run.wanted.shared else None
             run.flow.set(tensor, State(grad_reduced=grad_reduced))

@@ -74,7 +74,7 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             state.source,
             f"gather it: {_gather_of(want, have)} on the module that makes it",
             position=sys.maxsize,
-            remedy=MissingCollective.whole_of(state.source, state.axis)
+            remedy=MissingCollective.whole_of(state.border, state.axis)
             if state.kind == SHARD
             else None,
         )
@@ -84,7 +84,7 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             state.source,
             'add it up: .sync("fwd_post", "all_reduce")',
             position=sys.maxsize,
-            remedy=MissingCollective.sum_of(state.source),
+            remedy=MissingCollective.sum_of(state.border),
         )
     if any(path == state.grad_reduced for path, _ in run.wanted.shared):
         raise CannotFollow(

@@ -41,6 +41,13 @@ class State:
     is_input: bool = False  # whether it was computed from what the model is given
     # The all-gathers, by module path and number, that it was computed from.
     gathers: frozenset[tuple[str, int]] = frozenset()
+    # The parameter of a split layer, read past its call, that it was computed from alone.
+    read: str | None = None
+
+    @property
+    def border(self) -> str | None:
+        """The module at whose border a collective would mend it."""
+        return None if self.read else self.source
 
 
 _WHOLE = State()
@@ -184,7 +191,7 @@ class Flow:
                 f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
                 "take the `bwd_post` sync out" if state.kind == SHARD else REDUCE,
                 path if state.kind == SHARD else state.source,
-                remedy=None if state.kind == SHARD else MissingCollective.sum_of(state.source),
+                remedy=None if state.kind == SHARD else MissingCollective.sum_of(state.border),
             )
         return State(grad_reduced=path)
 
@@ -193,11 +200,12 @@ class Flow:
         tensors: Sequence[torch.Tensor],
         what: str,
         source: str | None,
-        partial: bool = False,
+        partial: State | None = None,
     ) -> None:
         """Covers whole values where they meet parts, as far as that can be done.
 
-        `source` makes the parts, or is split itself; `partial` where `what` makes partial sums.
+        `source` makes the parts, or is split itself; `partial` is the partial sum that `what` is
+        given or makes, if there is one.
         """
         for tensor in tensors:
             state = self.of(tensor)
@@ -210,7 +218,7 @@ class Flow:
         state: State,
         what: str,
         source: str | None,
-        partial: bool = False,
+        partial: State | None = None,
     ) -> None:
         """Has the gradient of a value summed where it comes from, if anything can do it."""
         if state.parameters:
@@ -224,9 +232,11 @@ class Flow:
             raise PlacementError(
                 f"{what} takes a whole value to the partial sum that `{source}` gives: the value's "
                 "gradient is a summand on each rank, and nothing adds it up",
-                f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
+                _leave_whole(partial)
+                if partial.read
+                else f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
                 source,
-                remedy=MissingCollective.sum_of(source),
+                remedy=MissingCollective.sum_of(partial.border and source),
                 tensor=tensor,
             )
         else:
@@ -296,9 +306,10 @@ class Flow:
         adds_up = partial is not None or summed
         if part is not None and how is not None and not replicated:
             self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
-        result = State(PARTIAL if adds_up else SHARD, source, replicated_shard, axis)
+        read = states[0].read if all(s.read for s in states) else None
+        result = State(PARTIAL if adds_up else SHARD, source, replicated_shard, axis, read=read)
         if any(output.requires_grad for output in outputs):
-            self.meet_shards(inputs, f"`{name}`", source, partial is not None)
+            self.meet_shards(inputs, f"`{name}`", source, partial)
         for output in outputs:
             self.set(output, result)
 
@@ -314,7 +325,7 @@ class Flow:
                 f"`{name}` asks for values of which a rank has only {_WORDS[state.kind]}",
                 REDUCE if state.kind == PARTIAL else None,
                 state.source,
-                remedy=MissingCollective.sum_of(state.source) if state.kind == PARTIAL else None,
+                remedy=MissingCollective.sum_of(state.border) if state.kind == PARTIAL else None,
             )
 
     def check_backward(self, what: str, inputs: Sequence[torch.Tensor]) -> None:
@@ -493,7 +504,7 @@ class Flow:
                 "each rank",
                 REDUCE,
                 partial.source,
-                remedy=MissingCollective.sum_of(partial.source),
+                remedy=MissingCollective.sum_of(partial.border),
             )
 
     def _runs_over(
@@ -511,7 +522,7 @@ class Flow:
                 "each rank only its own",
                 self._gather_hint(part),
                 part.source,
-                remedy=MissingCollective.whole_of(part.source, part.axis),
+                remedy=MissingCollective.whole_of(part.border, part.axis),
             )
         for axes, over in zip(sharded, how.over, strict=False):
             if over & set(axes):
@@ -527,14 +538,24 @@ class Flow:
             f"`{name}` runs over an axis of which a rank has only its part",
             self._gather_hint(part),
             part.source,
-            remedy=MissingCollective.whole_of(part.source, part.axis),
+            remedy=MissingCollective.whole_of(part.border, part.axis),
         )
 
     def _gather_hint(self, part: State) -> str:
+        if part.read:
+            return _leave_whole(part)
         line = f'"all_gather", axis={part.axis})'
         if part.axis != -1:
             return f'gather it before, at the module around this: .sync("fwd_pre", {line}'
         return f'gather it before: .sync("fwd_post", {line} on `{part.source}`'
+
+
+def _leave_whole(read: State) -> str:
+    """What to do where nothing makes a parameter whole that is read."""
+    return (
+        f"`{read.read}` is read past the call of its layer, of which a rank has only its part: "
+        f"leave `{read.source}` whole"
+    )
 
 
 def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:

@@ -42,7 +42,7 @@ def change(
             attributes=attributes,
             changeable=place is not None and fits,
             # What no one can change there means the whole.
-            remedy=MissingCollective.whole_of(state.source, state.axis) if place is None else None,
+            remedy=MissingCollective.whole_of(state.border, state.axis) if place is None else None,
         )
     if template == SHARE:
         run.followed.even.add(int(size))

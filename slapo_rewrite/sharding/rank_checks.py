@@ -193,7 +193,7 @@ def check_assigned(run: Run, entry: Entry, args: Any) -> None:
                 f"this writes {KIND[given.kind]} into {KIND[state.kind]}",
                 state.source or given.source,
                 REDUCE,
-                remedy=MissingCollective.sum_of(state.source or given.source),
+                remedy=MissingCollective.sum_of(state.border or given.source),
             )
         run.flow.set(target, State(PARTIAL, state.source or given.source, given.replicated_shard))
         return

@@ -60,7 +60,7 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
                 f'split `{parameter}` of `{owner}` as well, .shard("{parameter}", axis=0), so that '
                 f"it runs over all ranks; or gather `{state.source}` before",
                 state.source,
-                remedy=MissingCollective.whole_of(state.source, state.axis),
+                remedy=MissingCollective.whole_of(state.border, state.axis),
             )
     return None
 

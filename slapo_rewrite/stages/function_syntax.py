@@ -171,8 +171,8 @@ def is_default(name: str, value: Worth, taken: inspect.Signature | None) -> bool
 
 
 def fields_given(call: ast.Call, cls: object) -> dict[str, ast.expr] | None:
-    """What a call gives each field of a data class, by position or name; None of other calls."""
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    """What a call gives each field of a record, by position or name; None of other calls."""
+    if fields_of(cls) is None:
         return None
     by_name = {str(k.arg): k.value for k in call.keywords if k.arg is not None}
     taken = signature_of(cls)
@@ -181,6 +181,18 @@ def fields_given(call: ast.Call, cls: object) -> dict[str, ast.expr] | None:
     if not is_plain or any(isinstance(value, ast.Starred) for value in call.args):
         return None
     return dict(zip(map(str, names), call.args, strict=True)) | by_name
+
+
+def fields_of(cls: object) -> dict[str, bool] | None:
+    """The fields of a data class or named tuple, and whether each has a default; None of others."""
+    if not isinstance(cls, type):
+        return None
+    if dataclasses.is_dataclass(cls):
+        defaults = ((f.name, {f.default, f.default_factory}) for f in dataclasses.fields(cls))
+        return {name: each != {dataclasses.MISSING} for name, each in defaults}
+    if issubclass(cls, tuple) and hasattr(cls, "_field_defaults"):
+        return {name: name in cls._field_defaults for name in cls._fields}  # type: ignore[attr-defined]
+    return None
 
 
 def keyword_name(taken: inspect.Signature, number: int) -> str | None:

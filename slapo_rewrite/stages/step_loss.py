@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
 import inspect
 import textwrap
 import types
@@ -18,7 +17,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.small_model import loss_parameters
-from slapo_rewrite.stages.function_syntax import fields_given
+from slapo_rewrite.stages.function_syntax import fields_given, fields_of
 
 FUNCTION = "loss"  # what a schedule calls it
 
@@ -60,15 +59,18 @@ def step_loss(
     """How a loss was made of what a model returned."""
     if outputs is loss:
         return StepLoss(None)
+    by_attribute = False
     if isinstance(outputs, Mapping):
         parts: list[tuple[Any, Any]] = list(outputs.items())
-    elif isinstance(outputs, tuple | list):
+    elif isinstance(outputs, tuple | list) and fields_of(type(outputs)) is None:
         parts = list(enumerate(outputs))
     else:
-        parts = list(vars(outputs).items()) if hasattr(outputs, "__dict__") else []
+        by_attribute = True
+        fields: Any = getattr(outputs, "_asdict", lambda: getattr(outputs, "__dict__", {}))
+        parts = list(fields().items())
     for name, part in parts:
         if part is loss:
-            return StepLoss((name,), by_attribute=not isinstance(outputs, Mapping | tuple | list))
+            return StepLoss((name,), by_attribute=by_attribute)
     function = getattr(schedule, FUNCTION, None)
     if not inspect.isfunction(function):
         raise errors.CannotCut(
@@ -136,18 +138,15 @@ def only_loss(
 
 
 def _given(made: ast.Call, world: Mapping[str, Any]) -> list[ast.keyword]:
-    """What a call is given by name, and the fields of a data class by position."""
+    """What a call is given by name, and the fields of a record by position."""
     fields = fields_given(made, world.get(ast.unparse(made.func)))
     return made.keywords if fields is None else [ast.keyword(n, v) for n, v in fields.items()]
 
 
 def _is_record(made: ast.Call, world: Mapping[str, Any]) -> bool:
-    """Whether a call makes an object of a data class, of which fields can be left out."""
-    cls = world.get(ast.unparse(made.func))
-    if not dataclasses.is_dataclass(cls):
-        return False
-    defaults = ((f.default, f.default_factory) for f in dataclasses.fields(cls))
-    return all(set(each) != {dataclasses.MISSING} for each in defaults)
+    """Whether a call makes a record, of which fields can be left out."""
+    fields = fields_of(world.get(ast.unparse(made.func)))
+    return fields is not None and all(fields.values())
 
 
 def _read(function: Any) -> tuple[str, ...] | None:

@@ -49,20 +49,22 @@ def difference(got: Tensor, want: Tensor) -> float:
     return float(gap.max() / scale)
 
 
-def tensors_in(value: Any, name: str = "") -> Named:
-    """Every tensor in a model's output by name, without caches."""
+def tensors_in(value: Any, name: str = "", depth: int = 8) -> Named:
+    """Every tensor in a model's output by name, without caches, to a depth."""
     if isinstance(value, Tensor):
         return {name or "output": value}
     if isinstance(value, Mapping):
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)):
         items = zip(getattr(value, "_fields", range(len(value))), value, strict=False)
-    else:
+    elif isinstance(value, (nn.Module, type)):
         return {}
+    else:
+        items = getattr(value, "__dict__", {}).items()
     found: Named = {}
-    for key, part in items:
+    for key, part in items if depth else ():
         if not is_cache(key, part):
-            found.update(tensors_in(part, f"{name}.{key}" if name else str(key)))
+            found.update(tensors_in(part, f"{name}.{key}" if name else str(key), depth - 1))
     return found
 
 

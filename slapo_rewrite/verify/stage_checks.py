@@ -84,13 +84,10 @@ class StageChecks:
         staged = self.staged
         staged.make_inputs()
         eval_loss = want = None
-        if staged.rank == 0:
-            staged.stage("the original in eval mode")
-            eval_loss = staged.evaluate(staged.original)
         while True:
             if staged.rank == 0:
                 staged.stage("training the original")
-                want = staged.train_original()
+                eval_loss, want = staged.train_original()
                 if not want.is_finite():
                     words = f"the original's losses are {[float(loss) for loss in want.losses]}"
                     detail = f"{words}: nothing can be concluded"

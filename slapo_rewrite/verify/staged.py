@@ -148,15 +148,19 @@ class Staged(Original):
         finally:
             model.train()
 
-    def train_original(self) -> Trained:
-        """Trains the original, more slowly where its losses overflow, which tells nothing."""
+    def train_original(self) -> tuple[Tensor, Trained]:
+        """The original's loss in eval mode and what training gives, as `train_exactly` does it.
+
+        It is trained more slowly where its losses overflow, which tells nothing.
+        """
         for rate in RATES[RATES.index(self.engine.rate) :]:
             self.engine.rate = rate
             self.original.load_state_dict(self.full)
+            loss = self.evaluate(self.original)  # each time, as a model may count its calls
             want = self.train(self.original)
             if want.is_finite():
                 break
-        return want
+        return loss, want
 
     def train_exactly(self) -> tuple[Tensor | None, Trained | None]:
         """The original's loss in eval mode and what training gives, in float64 if that is known."""

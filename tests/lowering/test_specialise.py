@@ -636,6 +636,31 @@ def test_a_partial_of_arguments_gives_what_they_are(old, new, made, tmp_path):
     assert made in changed_lines(rewritten(tmp_path, source, schedule))
 
 
+@pytest.mark.parametrize(
+    ("bound", "is_known"),
+    [
+        ("bias = False", True),
+        ("bias = other = False", True),
+        ("bias = False\n        bias = True", False),
+        ("bias, other = False, 1", False),
+        ("if self.training:\n            bias = False", False),
+    ],
+)
+def test_a_partial_of_what_a_name_is_bound_to_gives_that(bound, is_known, tmp_path):
+    source = PARTIAL.replace("Linear = partial(nn.Linear, 8, bias=False)", "").replace(
+        "(self):\n        super().__init__()",
+        f"(self):\n        super().__init__()\n        {bound}\n"
+        "        Linear = partial(nn.Linear, 8, bias=bias)",
+    )
+    schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n"
+    schedule += '    s["layers"][:2].checkpoint()\n'
+    if is_known:
+        made = "CheckpointedLinear(8, 8, bias=bias) if i < 2 else Linear(8)"
+        assert made in changed_lines(rewritten(tmp_path, source, schedule))
+    else:
+        refused(tmp_path, source, schedule, "SR103")
+
+
 @pytest.mark.parametrize("of", ["self.__class__", "type(self)"])
 def test_a_class_that_asks_its_object_for_its_base_gets_no_subclass(of, tmp_path):
     source = f"""\

@@ -59,6 +59,29 @@ def test_a_constructor_that_asks_for_a_very_class_is_refused_and_the_advice_work
     rewritten(tmp_path, DRAWING.replace("ASKED", "'Linear' in type(m).__name__"), SPLIT)
 
 
+@pytest.mark.parametrize("line", ["split(s)", "s['up'].annotate('weight', 'decays', False)"])
+def test_random_numbers_in_a_buffer_that_no_state_dict_holds_are_the_originals(line, tmp_path):
+    noise = "self.register_buffer('noise', torch.rand(8), persistent=False)"
+    source = DRAWING.replace("        gain =", f"        {noise}\n        gain =")
+    source = source.replace("ASKED", "False").replace("self.up(x)", "self.up(x + self.noise)")
+    rewritten(tmp_path, source, f"{SPLITTING}    {line}\n")
+
+
+def test_a_constructor_may_run_split_layers(tmp_path):
+    """Ranks are built one after the other here, and would wait for one another."""
+    run = "        width = self.down(self.up(torch.zeros(1, 8))).shape[-1]\n        gain ="
+    source = DRAWING.replace("        gain =", run).replace("ASKED", "False and width")
+    rewritten(tmp_path, source, SPLIT)
+
+
+def test_what_an_object_of_a_class_of_the_file_holds_is_compared():
+    """The class is another one in the output."""
+    one, other = (type("Outputs", (), {})() for _ in range(2))
+    one.hidden, other.hidden = torch.ones(3), torch.zeros(3)
+    steps = [Step(each, None, None, {}, {}, False) for each in (one, other)]
+    assert worst(*steps)[1:] == ("hidden", "the output (in eval mode)")
+
+
 def test_a_module_that_the_schedule_brings_along_draws_its_own_weights(tmp_path):
     lines = "    s['up'].replace(Other)\n"
     brought = "class Other(nn.Linear):\n    def __init__(self, *sizes):\n"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from slapo_rewrite.emit.rewrite import rewrite
 from tests.processes import run
-from tests.rewriting import imported, rewritten, written
+from tests.rewriting import imported, written
 
 SOURCE = """\
 import torch
@@ -24,7 +26,10 @@ class Model(nn.Module):
         self.linear2 = nn.Linear(20, 40, bias=False)
         self.scale = nn.Parameter(torch.rand(40))
         self.register_buffer("positions", torch.arange(40), persistent=False)
-        self.head = nn.Linear(40, 20, bias=False)
+        self.register_buffer("noise", torch.rand(40), persistent=False)
+        with torch.no_grad():
+            width = self.linear2(self.linear1(torch.zeros(1, 20))).shape[-1]
+        self.head = nn.Linear(width, 20, bias=False)
         nn.init.orthogonal_(self.head.weight)
         self.tied = nn.Linear(20, 20)
         self.tied.weight = self.linear1.weight
@@ -33,7 +38,7 @@ class Model(nn.Module):
 
     def forward(self, data):
         out = self.linear2(self.linear1(data))
-        return self.tied(self.head(out * self.scale + self.positions))
+        return self.tied(self.head(out * self.scale + self.positions * self.noise))
 """
 
 SCHEDULE = """\
@@ -76,19 +81,22 @@ def build_both(original: Path, output: Path) -> None:
     package = module.__name__.rpartition(".")[0]
     loading = importlib.import_module(f"{package}.loading")
     parallel = importlib.import_module(f"{package}.tensor_parallel")
+    deferred = importlib.import_module(f"{package}.deferred_init")
     world, rank = parallel.world_size(), parallel.rank()
-    for init in (None, zero):
+    builders = (loading.build, deferred.build_deferred)
+    for init, build in itertools.product((None, zero), builders):
         torch.manual_seed(1)
         whole = imported(original).Model(init)
         after = torch.rand(2)
         torch.manual_seed(1)
-        model = loading.build(lambda init=init: module.Model(init))
+        model = build(lambda init=init: module.Model(init))
         assert torch.equal(torch.rand(2), after)
         assert torch.equal(model.linear1.weight, part(whole.linear1.weight, 0, rank, world))
         assert torch.equal(model.linear1.bias, part(whole.linear1.bias, 0, rank, world))
         assert torch.equal(model.linear2.weight, part(whole.linear2.weight, 1, rank, world))
         assert torch.equal(model.scale, whole.scale)
         assert torch.equal(model.positions, whole.positions)
+        assert torch.equal(model.noise, whole.noise)
         assert model.tied.weight is model.linear1.weight
         full = loading.full_state_dict(model)
         assert all(torch.equal(full[name], t) for name, t in whole.state_dict().items())
@@ -102,5 +110,8 @@ def build_both(original: Path, output: Path) -> None:
     "world", [1, *(pytest.param(n, marks=pytest.mark.processes) for n in (2, 4))]
 )
 def test_parts_of_one_initialisation(tmp_path, world):
-    output = written(tmp_path, rewritten(tmp_path, SOURCE, SCHEDULE))
-    run(build_both, world, tmp_path / "source_0.py", output)
+    source, schedule = tmp_path / "source_0.py", tmp_path / "s.py"
+    source.write_text(SOURCE)
+    schedule.write_text(SCHEDULE)
+    output = rewrite(str(source), str(schedule), further=["build_deferred"])
+    run(build_both, world, source, written(tmp_path, output))

@@ -10,7 +10,7 @@ from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.outputs.test_sequence_parallel import GPT, SCHEDULE, switched_on
 from tests.processes import run
-from tests.rewriting import refused, rewritten
+from tests.rewriting import SPLITTING, refused, rewritten
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,6 +191,34 @@ def test_a_parameter_on_parts_and_on_whole_values_is_refused(tmp_path):
     text = refused(tmp_path, source, switched_on(SCHEDULE), "SR104")
     assert "a parameter of `transformer.ln_f` is used on a whole value here" in text
     assert "self.transformer.wte(idx) * self.transformer.ln_f.weight" in text and "s.py:" in text
+
+
+PENALTY = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x))) * READ
+"""
+
+
+@pytest.mark.parametrize(
+    "read", ["norm()", "abs().mean()", "square().sum()", "pow(2).mean(1).sum()"]
+)
+def test_a_split_layers_weight_that_is_read_whole_is_the_reason(read, tmp_path):
+    """No collective at the layer's border would make it whole."""
+    lines = '    s["up"].shard(["weight", "bias"], axis=0)\n    s.infer_sync()\n'
+    source = PENALTY.replace("READ", f"self.up.weight.{read}")
+    text = refused(tmp_path, source, SPLITTING + lines, "SR104")
+    assert "`up.weight` is read past the call of its layer" in text
+    assert "leave `up` whole" in text and "self.up.weight" in text.split("|")[2]
 
 
 TIED = replaced(

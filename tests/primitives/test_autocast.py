@@ -463,3 +463,59 @@ def test_verification_says_what_it_left_out_and_what_rounding_does(tmp_path):
     helper.write_text(helper.read_text().replace("self.weight.bfloat16()", rounded))
     text = verify(path.parent, [1]).render()
     assert "NOT equal" in text and "rounding in bfloat16" in text.splitlines()[-1]
+
+
+SPLIT_PAIR = """\
+    s["a"].shard(["weight", "bias"], axis=0)
+    s["b"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.parametrize("lines", ["", SPLIT_PAIR])
+@pytest.mark.parametrize("paths", ["b", "{a,b}"])
+def test_a_layer_that_is_decomposed_is_kept_or_refused_and_the_advice_works(lines, paths, tmp_path):
+    text = source("return self.b(self.a(x).tanh())", "self.b = nn.Linear(8, 8)")
+    decomposed = f'{lines}    s["{paths}"].decompose()\n'
+    words = refused(tmp_path, text, ONE % "" + decomposed, "SR306")
+    assert "made otherwise already" in words and "keep=[" in words
+    kept = ONE % f"keep={['b'] if paths == 'b' else ['a', 'b']}"
+    rewritten(tmp_path, text, kept + decomposed)
+
+
+def test_split_layers_in_half_precision_are_something_that_changes(tmp_path):
+    text = source("return self.b(self.a(x).tanh())", "self.b = nn.Linear(8, 8)")
+    output = rewritten(tmp_path, text, ONE % "" + SPLIT_PAIR)
+    assert not output.warnings
+    assert "BFloat16ColumnParallelLinear(8, 8)" in output.diff()
+
+
+EXPERTS = """\
+class Router(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = MADE(8, 4)
+        self.w1 = nn.Parameter(torch.randn(4, 8, 12))
+        self.w2 = nn.Parameter(torch.randn(4, 12, 8))
+
+    def forward(self, x):
+        gates = self.router(x).softmax(-1)
+        h = torch.einsum("btd,edf->btef", x, self.w1).tanh()
+        y = torch.einsum("btef,efd->bted", h, self.w2)
+        return (y * gates.unsqueeze(-1)).sum(-2)
+"""
+
+
+@pytest.mark.parametrize("made", ["nn.Linear", "Router"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_whole_layer_that_works_on_parts_adds_up_its_gradients(made, dtype, tmp_path):
+    split = '    s.shard("w1", axis=2)\n    s.shard("w2", axis=1)\n    s.infer_sync()\n'
+    text = HEAD + EXPERTS.replace("MADE", made)
+    output = rewritten(tmp_path, text, ONE % f'"{dtype}"' + split)
+    name = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype] + "ReplicatedLinear"
+    assert f"class {name}(ReplicatedLinear" in output.files["mixed_parallel.py"]
+    assert f"({name}):" in output.diff() or f"{name}(8, 4)" in output.diff()

@@ -491,3 +491,39 @@ def test_hooks_that_collect_what_is_given_back(collects, tmp_path):
     else:
         with pytest.raises(errors.Unsupported, match="self_attn` has a hook"):
             rewrite(*arguments)
+
+
+IN_PLACE = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x), inplace=True))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x.view(1, 5, 8).sin())
+"""
+
+
+def test_what_is_kept_and_changed_in_place_is_told(tmp_path):
+    """Also behind the view that `matmul` gives of a product of three axes."""
+    line = '    s["block"].checkpoint(save=["mm"])\n'
+    words = refused(tmp_path, IN_PLACE, SCHEDULE + line, "SR106")
+    assert "has been mutated" in words and "no `inplace=True`" in words
+    assert 's["block"].checkpoint(save=["mm"])' in words
+    apart = IN_PLACE.replace(", inplace=True", "")
+    assert not rewritten(tmp_path, apart, SCHEDULE + line).warnings
+    assert not rewritten(tmp_path, IN_PLACE, SCHEDULE + line.replace("mm", "bmm")).warnings

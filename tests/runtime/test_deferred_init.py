@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from slapo_rewrite.runtime.deferred_init import construct
+from slapo_rewrite.runtime.deferred_init import construct, fill_parts, random_states, restore
 from tests.models import gpt
 
 
@@ -243,3 +243,21 @@ def test_a_constructor_that_takes_another_course_is_run_once_more():
 def test_an_error_of_the_constructor_is_its_own():
     with pytest.raises(ZeroDivisionError):
         construct(lambda: nn.Linear(1, 1 // 0), lambda model: ())
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("noise", torch.rand(4), persistent=False)
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+
+
+def test_parts_have_the_buffers_that_no_state_dict_holds():
+    model = Noisy()
+    states = random_states()
+    whole = Noisy()
+    restore(states)
+    fill_parts(model, Noisy)
+    for one, other in zip(model.buffers(), whole.buffers(), strict=True):
+        assert torch.equal(one, other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.rewriting import changed_lines, refused, rewritten
+from tests.rewriting import SPLITTING, changed_lines, refused, rewritten
 
 MODEL = """\
 import torch
@@ -143,3 +143,37 @@ def test_what_was_scheduled_cannot_go(tmp_path):
 """
     message = refused(tmp_path, model, schedule + lines, "SR306")
     assert "cannot be replaced after `blocks.0.up` in it was changed" in message
+
+
+SCRIPTED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.up(x)
+        y = F.gelu(y)
+        return other(half(y))
+
+
+@torch.jit.script
+def half(x):
+    return x * 0.5
+
+
+@torch.jit.script
+def other(x):
+    return x + 1.0
+"""
+
+
+def test_a_function_that_torchscript_compiles_is_the_one_of_the_text(tmp_path):
+    """A statement before it moves it: of the file's lines another one would be compiled."""
+    lines = '    s.apply("bias_gelu", backend="eager")\n    s["up"].checkpoint()\n'
+    assert "linear_gelu" in rewritten(tmp_path, SCRIPTED, SPLITTING + lines).diff()

@@ -233,7 +233,9 @@ def test_stages_say_how_many_layers_they_are_written_for():
 def test_ranks_compute_the_same(tmp_path):
     """Running means are updated where each layer is; unsaved random numbers are the original's."""
     init = STAGES + "; self.register_buffer('noise', torch.rand(width), persistent=False)"
-    source = model(init, "for stage in self.s:", "    x = stage(x)[0] * self.noise")
+    init += "; self.register_buffer('calls', torch.zeros(()))"  # in eval mode, too
+    lines = "self.calls.add_(1)", "for stage in self.s:", "    x = stage(x)[0] * self.noise"
+    source = model(init, *lines)
     output = rewritten(tmp_path, source, scheduled("s.1.blocks.1", "s.2.blocks.0"))
     write(tmp_path / "out", output.files)
     report = verify(tmp_path / "out", [Layout(3)])

@@ -50,3 +50,19 @@ def test_a_result_that_is_bound_to_a_name(filled, part, tmp_path):
     )
     text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
     assert f"        return out{part}\n".replace("'", '"') in text
+
+
+@pytest.mark.parametrize("part", [".loss", "[0]", ".loss * 2"])
+@pytest.mark.parametrize("given", ["{}, x", "x=x, loss={}", "{}, x=x"])
+def test_a_named_tuple_has_the_loss_by_name(given, part, tmp_path):
+    source = written("x = self.inner(x)").replace(
+        "return F.mse_loss(self.last(x), y)",
+        f"return Out({given.format('F.mse_loss(self.last(x), y)')})",
+    )
+    out = "class Out(NamedTuple):\n    loss: torch.Tensor\n    x: torch.Tensor = None\n\n\n"
+    source = source.replace("class Inner", f"{out}class Inner")
+    source = source.replace("import torch\n", "import torch\nfrom typing import NamedTuple\n", 1)
+    schedule = (
+        SCHEDULE.format(cut='s["inner"]["a"]') + f"\n\ndef loss(out):\n    return out{part}\n"
+    )
+    assert "mse_loss" in rewritten(tmp_path, source, schedule).files["pipeline.py"]

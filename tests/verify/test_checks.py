@@ -250,11 +250,10 @@ def test_what_training_does_not_tell_is_trained_more_slowly(steepness, rounding,
         return ((steepness + off) * model(x)).pow(4).sum()
 
     staged._loss, staged.evaluate = loss, lambda model: None
-    want = staged.train_original()
-    _, exact = staged.train_exactly()
+    (_, want), (_, exact) = staged.train_original(), staged.train_exactly()
     if rounding:
         assert staged.may_train_more_slowly(want, exact)
-        want, (_, exact) = staged.train_original(), staged.train_exactly()
+        (_, want), (_, exact) = staged.train_original(), staged.train_exactly()
     assert staged.engine.rate == rate
     assert not staged.may_train_more_slowly(want, exact)
     assert want.is_finite() and want.is_like(exact)

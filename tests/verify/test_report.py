@@ -1,6 +1,7 @@
 """The report's words, without processes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,7 @@ def test_outputs_are_found_by_name_without_caches():
     found = tensors_in({"loss": t, "past_key_values": (t,), "hidden": (t, None, [t]), "n": 3})
     assert list(found) == ["loss", "hidden.0", "hidden.2.0"]
     assert list(tensors_in(t)) == ["output"]
+    assert list(tensors_in([SimpleNamespace(loss=t, cls=int, n=3)])) == ["0.loss"]
 
 
 def test_lost_peers_are_recognised():
