@@ -107,8 +107,9 @@ class StandIn:
         request: ShardingRequest,
         editable: Callable[[str], str | None],
         records: Records,
+        thorough: bool,
     ) -> ShardingResult:
-        """What follows in the model, as `follow` says it.
+        """What follows in the model, as `propagate` says it.
 
         Raises:
             CannotRun: The small model does not run.
@@ -116,7 +117,7 @@ class StandIn:
         """
         try:
             found = propagate(
-                self.small, self._request_for(request), self.inputs, editable, records
+                self.small, self._request_for(request), self.inputs, editable, records, thorough
             )
         except CannotFollow as error:
             raise self._meant(error) from error

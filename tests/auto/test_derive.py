@@ -454,6 +454,28 @@ def test_what_needs_values_is_tried_without_them_once_and_has_one_small_model(
     assert blocked == ["meta"] * 2
 
 
+@pytest.mark.parametrize(
+    ("values", "devices"),
+    [("", {"meta"}), ("x = x * float(x.abs().mean() > 0)", {"meta", "cpu"})],
+)
+def test_the_whole_model_runs_once_for_all_questions(values, devices, tmp_path, monkeypatch):
+    source = tmp_path / "net.py"
+    source.write_text(LANES.replace("FOLLOWED", values))
+    ran, asked, recorded = [], [], _Propagation._recorded
+    refusal = Oracle._found
+
+    def noted(self, codes, way):
+        ran.append((self.device.type, way, tuple(map(id, self.model.modules()))))
+        return recorded(self, codes, way)
+
+    monkeypatch.setattr(_Propagation, "_recorded", noted)
+    monkeypatch.setattr(Oracle, "_found", lambda self, q: asked.append(q) or refusal(self, q))
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_: SimpleNamespace(warnings=[]))
+    derive(str(source))
+    assert {device for device, *_ in ran} == devices
+    assert len({*ran}) == len(ran) < len(asked)
+
+
 def test_which_models_there_are_is_said(tmp_path, capsys):
     source, step = tmp_path / "net.py", ["--schedule", "auto", "-o", str(tmp_path / "out")]
     source.write_text("import torch\n")
