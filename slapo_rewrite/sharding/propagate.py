@@ -70,8 +70,8 @@ _TESTS = {
 class Records:
     """What is known of a model and its inputs, and asked of it, for as long as they stay."""
 
-    # Of the whole model, by the way through it, and by the identities of its modules, of which some
-    # are left out at times.
+    # Of the whole model, by the way through it, and by the identities of its modules in the order
+    # of their places, of which some are left out at times.
     runs: dict[tuple[Way, tuple[int, ...]], Trace] = field(default_factory=dict)
     # Ways on which the model does not run.
     blocked: dict[tuple[Way, tuple[int, ...]], CannotRun] = field(default_factory=dict)
@@ -179,7 +179,9 @@ class _Propagation:
             CannotRun: It does not run.
             CannotFollow: A collective would stand in a `forward` that it does not come to.
         """
-        key = way, tuple(map(id, self.model.modules()))
+        # Elements that stand for others are in several places.
+        places = self.model.named_modules(remove_duplicate=False)
+        key = way, tuple(id(module) for _, module in places)
         if key in self.records.blocked:
             raise self.records.blocked[key]
         wanted = {forward.code for forward in self.wrapped.values()}

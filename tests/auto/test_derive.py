@@ -476,6 +476,25 @@ def test_the_whole_model_runs_once_for_all_questions(values, devices, tmp_path, 
     assert len({*ran}) == len(ran) < len(asked)
 
 
+def test_an_element_is_asked_of_whatever_stands_for_the_others(tmp_path):
+    source = tmp_path / "net.py"
+    source.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.ways = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))\n\n"
+        "    def forward(self, x):\n"
+        "        first = self.ways[0](x)\n"
+        "        return torch.stack([first, *(way(first).relu() for way in self.ways[1:])])\n"
+    )
+    step = Step("Net", (), "m.Net()", inputs={"x": "torch.randn(2, 8)"}, loss="outputs.sum()")
+    oracle = Oracle(str(source), step)
+    for number in range(3):
+        split = f's["ways.{number}"].shard(["weight", "bias"], axis=0)'
+        gathered = f's["ways.{number}"].sync("fwd_post", "all_gather", axis=-1)'
+        summed = f's["ways.{number}"].sync("bwd_post", "all_reduce")'
+        assert oracle.refusal([split, gathered, summed]) is None
+
+
 def test_which_models_there_are_is_said(tmp_path, capsys):
     source, step = tmp_path / "net.py", ["--schedule", "auto", "-o", str(tmp_path / "out")]
     source.write_text("import torch\n")
