@@ -44,7 +44,8 @@ class Oracle:
             file.write_text(f"{self.head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
-        self._records = Records(worlds=(2,))  # what is split is to run on two ranks
+        # What is split is to run on two ranks; the rewriting at the end follows all ways.
+        self._records = Records(worlds=(2,), has_ways=False)
         self._refusals: dict[tuple[str, ...], errors.RewriteError | None] = {}
         self.asked = 0
 

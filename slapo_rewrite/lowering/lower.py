@@ -153,8 +153,7 @@ class _Lowering:
             except CannotRun as error:
                 self.states = few
                 with alike.reduced():
-                    records.of_small = records.of_small or Records()
-                    followed = self._follow_small(small, error, records.of_small)
+                    followed = self._follow_small(small, error, records.for_small())
         self.states, inferred = named(self.states, len(self.directives))
         with reduced():
             asked = self._asked()

@@ -78,7 +78,14 @@ class Records:
     results: KnownResults = field(default_factory=KnownResults)  # what operations gave
     # The world sizes that are tried until one divides every head count.
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
+    # Whether ways through `forward` are followed that only tell what else has to change, or warn.
+    has_ways: bool = True
     of_small: Records | None = None  # of a small model that stands for one that does not run
+
+    def for_small(self) -> Records:
+        """The same of a small model, which keeps what becomes known of it."""
+        self.of_small = self.of_small or Records(has_ways=self.has_ways)
+        return self.of_small
 
 
 def propagate(
@@ -158,10 +165,13 @@ class _Propagation:
             try:
                 with pretend_world(world):
                     followed = self._search(Hypothesis())
-                    followed = self._other_ways(followed, self.guess)
-                self._note_choices(followed)
+                    if self.records.has_ways:
+                        followed = self._other_ways(followed, self.guess)
                 if self.thorough:
                     self._check_on_more_ranks(self.guess, world)
+                if not self.records.has_ways:
+                    return followed
+                self._note_choices(followed)
                 return self._with_replicas(followed)
             except Indivisible as error:
                 indivisible = indivisible or error
