@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.calls import around_layer, calls_watched
 from slapo_rewrite.model.layers import base_of, layer_below
-from slapo_rewrite.model.meta_device import KnownResults, answer_to, with_values
+from slapo_rewrite.model.meta_device import KnownResults, answer_to, unwatched, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.functional_layers import is_linear, spelled_call
@@ -164,14 +164,16 @@ class Trace(TorchFunctionMode):
         spelled = self._spelled(func, args, kwargs)
         for layer in spelled:
             self._enter(layer, args[:1], {})
-        inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
+        with unwatched():  # what is asked of tensors here is not for the modes below to see
+            inputs = shapes((args, kwargs))
+            given = list(numbers((args, kwargs), not self.has_values))
         output = self.results.carry_out(func, args, kwargs)
-        outputs, name = shapes(output), getattr(func, "__name__", "")
+        with unwatched():
+            outputs, name = shapes(output), getattr(func, "__name__", "")
+            chosen = _chosen(output) if self.has_values else []
         if outputs or name == "__setitem__":
             key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()
-            self._entries.append(
-                Entry(func, inputs, outputs, given, key, _chosen(output) if self.has_values else [])
-            )
+            self._entries.append(Entry(func, inputs, outputs, given, key, chosen))
         for layer in reversed(spelled):
             self._leave(layer, args[:1], output)
         return output
