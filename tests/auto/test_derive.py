@@ -447,7 +447,7 @@ def test_what_needs_values_is_tried_without_them_once_and_has_one_small_model(
 
     monkeypatch.setattr(small_model, "build_small", lambda *a: made.append(a) or build(*a))
     monkeypatch.setattr(_Propagation, "_recorded", noted)
-    monkeypatch.setattr(derive_module, "rewrite", lambda *_: SimpleNamespace(warnings=[]))
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_, **__: SimpleNamespace(warnings=[]))
     derive(str(source))
     assert len(made) == 2  # for the step that is tried, and for all questions
     # One layer for all, and every layer; the lines of checkpoints alone are not followed.
@@ -470,7 +470,7 @@ def test_the_whole_model_runs_once_for_all_questions(values, devices, tmp_path, 
 
     monkeypatch.setattr(_Propagation, "_recorded", noted)
     monkeypatch.setattr(Oracle, "_found", lambda self, q: asked.append(q) or refusal(self, q))
-    monkeypatch.setattr(derive_module, "rewrite", lambda *_: SimpleNamespace(warnings=[]))
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_, **__: SimpleNamespace(warnings=[]))
     derive(str(source))
     assert {device for device, *_ in ran} == devices
     assert len({*ran}) == len(ran) < len(asked)
@@ -911,7 +911,7 @@ def test_what_makes_other_numbers_is_found_by_leaving_out_one_after_the_other(
     step = STEP.replace("WIDTH", "1024").replace("attention.query", "query")
     asked = []
 
-    def refused(source, text, settings=()):
+    def refused(source, text, *_):
         asked.append(text)
         is_wrong = '*.inner.up"].shard' in text
         return errors.OtherNumbers("what comes of `first.inner` is not") if is_wrong else None
@@ -1235,7 +1235,15 @@ def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_pat
     (tmp_path / f"{parts}.py").write_text(PARTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     around, step = (text.format(parts=parts) for text in (AROUND_PARTS, PARTS_STEP))
+    rewritten, is_run = derive_module.rewrite, []
+
+    def noted(*given, tries=None):
+        is_run.append(tries is None)
+        return rewritten(*given, tries=tries)
+
+    monkeypatch.setattr(derive_module, "rewrite", noted)
     found = derived(tmp_path, around, step)
+    assert is_run.count(False) == 1  # that layers are of another file shows when it is built
     assert "checkpoint(" not in found.text
     assert "is not checkpointed: " in " ".join(found.text.split())
     assert "cut_evenly(" in found.text  # stages recompute nothing
