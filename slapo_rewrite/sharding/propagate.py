@@ -80,6 +80,8 @@ class Records:
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
     # Whether ways through `forward` are followed that only tell what else has to change, or warn.
     has_ways: bool = True
+    # What a model with more operations counts as: one that does not run. None where none does.
+    most: int | None = None
     of_small: Records | None = None  # of a small model that stands for one that does not run
 
     def for_small(self) -> Records:
@@ -326,7 +328,8 @@ class _Propagation:
             return result, kept_buffers(self.model)
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
-        whole = Trace(self.tree, self.records.results, self.editable, wrapped, way.says)
+        known = self.records
+        whole = Trace(self.tree, known.results, self.editable, wrapped, way.says, known.most)
         try:
             with (
                 torch.enable_grad(),

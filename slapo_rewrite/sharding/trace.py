@@ -89,6 +89,7 @@ class Trace(TorchFunctionMode):
         ran: Those of them that ran.
         editable: The text of a file that may be changed; None of another.
         says: What questions of values that are not there are answered with.
+        most: How many operations are recorded at most; None for all.
         results: What operations gave before.
     """
 
@@ -99,9 +100,10 @@ class Trace(TorchFunctionMode):
         editable: Callable[[str], str | None],
         noted: Collection[CodeType],
         says: bool = False,
+        most: int | None = None,
     ) -> None:
         super().__init__()
-        self.tree, self.editable, self.says = tree, editable, says
+        self.tree, self.editable, self.says, self.most = tree, editable, says, most
         self.results = results
         modules = {n.live: None for n in tree.nodes.values() if base_of(n.cls) is not None}
         self._layers = list(modules)
@@ -174,6 +176,8 @@ class Trace(TorchFunctionMode):
         if outputs or name == "__setitem__":
             key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()
             self._entries.append(Entry(func, inputs, outputs, given, key, chosen))
+            if len(self._entries) == self.most:
+                raise RuntimeError(f"a step takes more than {self.most:,} operations")
         for layer in reversed(spelled):
             self._leave(layer, args[:1], output)
         return output

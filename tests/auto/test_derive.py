@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto import derive as derive_module
+from slapo_rewrite.auto import oracle as oracle_module
 from slapo_rewrite.auto.derive import Derived, derive
 from slapo_rewrite.auto.hugging_face_model import steps_of
 from slapo_rewrite.auto.oracle import Oracle
@@ -20,7 +21,7 @@ from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding import CannotRun
+from slapo_rewrite.sharding import CannotRun, CannotStandIn
 from slapo_rewrite.sharding.propagate import _Propagation
 from slapo_rewrite.verify.run import chosen, verify
 from tests import golden
@@ -474,6 +475,31 @@ def test_the_whole_model_runs_once_for_all_questions(values, devices, tmp_path, 
     derive(str(source))
     assert {device for device, *_ in ran} == devices
     assert len({*ran}) == len(ran) < len(asked)
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_of_a_step_of_many_operations_the_small_model_is_followed(stands, tmp_path, monkeypatch):
+    """Where it can be followed in the model's place."""
+    source = tmp_path / "net.py"
+    source.write_text(LANES.replace("FOLLOWED", ""))
+    found = shards(derive(str(source)).text)
+    ran, recorded = [], _Propagation._recorded
+
+    def noted(self, *given):
+        whole = recorded(self, *given)
+        ran.append(self.device.type)
+        return whole
+
+    def never(*_):
+        raise CannotStandIn("it is another")
+
+    monkeypatch.setattr(_Propagation, "_recorded", noted)
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_, **__: SimpleNamespace(warnings=[]))
+    monkeypatch.setattr(oracle_module, "MOST_OPERATIONS", 10)
+    if not stands:
+        monkeypatch.setattr(oracle_module, "StandIn", never)
+    assert shards(derive(str(source)).text) == found
+    assert ("meta" in ran) is not stands
 
 
 def test_an_element_is_asked_of_whatever_stands_for_the_others(tmp_path):
