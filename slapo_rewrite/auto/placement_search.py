@@ -600,7 +600,11 @@ class Search:
         tables = [
             Shard(p, ("weight",), 0)
             for p in self.flow.tables
-            if p not in taken and p in self.modules and (self._pays(p) or not paying)
+            if p not in taken
+            and p in self.modules
+            and (self._pays(p) or not paying)
+            # Two rows would keep the whole model from running on more ranks.
+            and _weight(self.modules[p][0])[0] >= RANKS
         ]
         sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
         ends = [

@@ -502,6 +502,17 @@ def test_of_a_step_of_many_operations_the_small_model_is_followed(stands, tmp_pa
     assert ("meta" in ran) is not stands
 
 
+def test_a_table_of_few_rows_is_left_whole(tmp_path):
+    """Also where nothing pays: no more ranks than it has rows could share the model."""
+    source = tmp_path / "net.py"
+    words = "        self.words = nn.Embedding(vocab_size, width)\n"
+    kinds = "        self.kinds = nn.Embedding(2, width)\n"
+    assert words in LANES
+    text = LANES.replace("FOLLOWED", "x = x + self.kinds((ids > 3).long())")
+    source.write_text(text.replace(words, words + kinds))
+    assert not any("kinds" in split for split in shards(derive(str(source)).text))
+
+
 def test_an_element_is_asked_of_whatever_stands_for_the_others(tmp_path):
     source = tmp_path / "net.py"
     source.write_text(
