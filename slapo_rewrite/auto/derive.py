@@ -24,6 +24,7 @@ from slapo_rewrite.auto.step import DoesNotRun, Given, Step, first_that_runs, in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.construct import UNFIT
+from slapo_rewrite.emit.draft import Trial
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.model.path_patterns import modules_at
@@ -258,23 +259,28 @@ def _not_taken(source: str, text: str, lists: Mapping[str, str], oracle: Oracle)
     """
     nodes, main = oracle.project.tree.nodes, oracle.project.module.__name__
     kinds = {each.cls.__module__ for path in lists for each in nodes[path].children.values()}
-    if not kinds - {main} or (no := _refused(source, text, ["ckpt_ratio=1.0"])) is None:
+    if not kinds - {main}:
+        return {}
+    no = _refused(source, text, ["ckpt_ratio=1.0"], lambda *_: None)  # it is built, and not run
+    if no is None:
         return {}
     said = no.render()
     named = [path for path in lists if f'"{path}"' in said]
     return {path: f"`{path}` is not checkpointed: {no.message}." for path in named or lists}
 
 
-def _refused(source: str, text: str, settings: Sequence[str] = ()) -> errors.RewriteError | None:
+def _refused(
+    source: str, text: str, settings: Sequence[str] = (), trial: Trial | None = None
+) -> errors.RewriteError | None:
     """Why the tool would not carry out a schedule; None where it does, its last checks included.
 
-    What was worked out has to have been compared, too.
+    What was worked out has to have been compared, too, where no other trial is given.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "schedule.py"
         file.write_text(text, encoding="utf-8")
         try:
-            output = rewrite(source, str(file), settings)
+            output = rewrite(source, str(file), settings, tries=trial)
         except errors.RewriteError as error:
             return error
     unfit = next((warning for warning in output.warnings if UNFIT in warning), None)

@@ -20,7 +20,10 @@ from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.schedule.plan import Plan
 from slapo_rewrite.schedule.selection import Selection
 from slapo_rewrite.sharding.propagate import Records
+from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
 
+# In the place of a model whose step takes more the small one is followed, if it can be.
+MOST_OPERATIONS = 20_000
 EMPTY = "def schedule(s):\n    pass\n"
 
 
@@ -44,7 +47,8 @@ class Oracle:
             file.write_text(f"{self.head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
-        self._records = Records(worlds=(2,))  # what is split is to run on two ranks
+        # What is split is to run on two ranks; the rewriting at the end follows all ways.
+        self._records = Records(worlds=(2,), has_ways=False, most=MOST_OPERATIONS)
         self._refusals: dict[tuple[str, ...], errors.RewriteError | None] = {}
         self.asked = 0
 
@@ -56,6 +60,23 @@ class Oracle:
         return self._refusals[key]
 
     def _found(self, lines: Sequence[str]) -> errors.RewriteError | None:
+        refused = self._tried(lines)
+        if self._records.most and self._records.blocked and not self._stands_in:
+            self._records.most = None
+            self._records.blocked.clear()
+            refused = self._tried(lines)
+        return refused
+
+    @functools.cached_property
+    def _stands_in(self) -> bool:
+        """Whether the small model can be followed in the model's place."""
+        try:
+            StandIn(self.project.tree, {}, self.small)
+        except CannotStandIn:
+            return False
+        return True
+
+    def _tried(self, lines: Sequence[str]) -> errors.RewriteError | None:
         self.asked += 1
         self._ran_small = False
         body = "".join(f"    {line}\n" for line in lines)

@@ -600,7 +600,11 @@ class Search:
         tables = [
             Shard(p, ("weight",), 0)
             for p in self.flow.tables
-            if p not in taken and p in self.modules and (self._pays(p) or not paying)
+            if p not in taken
+            and p in self.modules
+            and (self._pays(p) or not paying)
+            # Two rows would keep the whole model from running on more ranks.
+            and _weight(self.modules[p][0])[0] >= RANKS
         ]
         sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
         ends = [
@@ -668,14 +672,25 @@ class Search:
         return self._saved(pattern) + self._freed([pattern]) > taken
 
     def _together(self, groups: list[Group]) -> list[Group]:
-        """All of them if that is legal, else one by one those that go with what is there."""
-        if not groups or self._fits(groups):
+        """All of them if that is legal, else the largest first, those that go with what is there.
+
+        Which is the next that does not is found by halves: of what is legal, less is.
+        """
+
+        def is_legal(some: Sequence[Group]) -> bool:
+            return self.oracle.refusal(lines_of(some)) is None
+
+        kept, left = list[Group](), sorted(groups, key=lambda g: -g.parameters)
+        if not groups or is_legal(groups):
             return groups
-        kept: list[Group] = []
-        for group in sorted(groups, key=lambda g: -g.parameters):
-            if self._fits([*kept, group]):
-                kept.append(group)
-        return [group for group in groups if group in kept]
+        while left and not is_legal([*kept, *left]):
+            few, many = 0, len(left)
+            while many - few > 1:
+                half = (few + many) // 2
+                few, many = (half, many) if is_legal([*kept, *left[:half]]) else (few, half)
+            self._fits([*kept, *left[:many]])  # notes why the last one is not
+            kept, left = [*kept, *left[:few]], left[many:]
+        return [group for group in groups if group in kept or group in left]
 
     def _fits(self, groups: Sequence[Group]) -> bool:
         refused = self.oracle.refusal(lines_of(groups))

@@ -141,7 +141,7 @@ class _Lowering:
             except CannotRun as error:
                 self.states = few
                 with alike.reduced():
-                    followed = self._follow_small(small, error)
+                    followed = self._follow_small(small, error, records.for_small())
         self.states, inferred = named(self.states, len(self.directives))
         with reduced():
             asked = self._asked()
@@ -334,12 +334,16 @@ class _Lowering:
             hint=hint,
         )
 
-    def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:
+    def _follow_small(self, small: MakeSmall, error: CannotRun, records: Records) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""
-        before, lead, records = self.states, "the model does not run on the meta device", Records()
+        before, lead = self.states, "the model does not run on the meta device"
+
+        def followed(asked: ShardingRequest) -> ShardingResult:
+            return stand_in.propagate(asked, self.files.text_of, records, self.thorough)
+
         try:
             stand_in = StandIn(self.tree, self.states, small)
-            return self._follow(lambda a: stand_in.propagate(a, self.files.text_of, records))
+            return self._follow(followed)
         except CannotStandIn as why:
             instead = (
                 f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "

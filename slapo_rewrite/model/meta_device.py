@@ -28,6 +28,9 @@ _TOLD = "__dynamo_disable"
 # How many results are known at once: some hundred bytes each.
 MOST_KNOWN = 2**15
 
+# Inside, no function mode sees what is asked of tensors.
+unwatched = torch._C.DisableTorchFunction
+
 # Operations that ask a tensor yes or no.
 QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
 
@@ -130,26 +133,29 @@ class KnownResults:
             return carry_out(func, args, kwargs)
         given: list[torch.Tensor] = []
         try:
-            key = (func, _settings(), _key(args, given), _key(kwargs, given))
+            with unwatched():  # what is asked of tensors here is not for the modes below to see
+                key = (func, _settings(), _key(args, given), _key(kwargs, given))
+                if (known := self._known.get(key)) is not None:
+                    trained = [t for t in given if t.requires_grad] if known[-1] else []
+                    about = known[:-1]
+                    return _Known.apply(*trained[:1], *about) if trained else _empty(*about)
+                versions = [t._version for t in given]
         except TypeError:
             return carry_out(func, args, kwargs)
-        if (known := self._known.get(key)) is not None:
-            trained = [t for t in given if t.requires_grad] if known[-1] else []
-            return _Known.apply(*trained[:1], *known[:-1]) if trained else _empty(*known[:-1])
-        versions = [t._version for t in given]
         output = carry_out(func, args, kwargs)
-        if (
-            type(output) is torch.Tensor
-            and output.is_meta
-            and not output._is_view()
-            and all(output is not t for t in given)
-            and versions == [t._version for t in given]
-            and (not output.requires_grad or any(t.requires_grad for t in given))
-        ):
-            about = (output.shape, output.stride(), output.dtype, output.requires_grad)
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = about
+        with unwatched():
+            if (
+                type(output) is torch.Tensor
+                and output.is_meta
+                and not output._is_view()
+                and all(output is not t for t in given)
+                and versions == [t._version for t in given]
+                and (not output.requires_grad or any(t.requires_grad for t in given))
+            ):
+                about = (output.shape, output.stride(), output.dtype, output.requires_grad)
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = about
         return output
 
 
@@ -197,10 +203,6 @@ def _key(value: Any, given: list[torch.Tensor]) -> Hashable:
     if value is None or isinstance(value, (bool, float, str, torch.dtype, torch.device)):
         return type(value), value
     raise TypeError
-
-
-# Inside, no function mode sees what is asked of tensors.
-unwatched = torch._C.DisableTorchFunction
 
 
 class KnownOperators:

@@ -31,12 +31,17 @@ def wrapped_forwards(tree: Tree, request: ShardingRequest) -> dict[str, Forward]
     found = {}
     for path, borders in request.borders.items():
         known = [b for b in borders if b.operation not in ("function", "keep")]
-        forward: Any = inspect.getattr_static(tree.nodes[path].cls, "forward", None)
-        inner = inspect.unwrap(forward) if callable(forward) else None
-        code = getattr(inner, "__code__", None) if inner is not forward else None
-        if known and code is not None and path not in request.layers:
+        code = wrapped_code(tree.nodes[path].cls) if known else None
+        if code is not None and path not in request.layers:
             found[path] = Forward(code, known[0].number)
     return found
+
+
+def wrapped_code(cls: type) -> CodeType | None:
+    """The code of a class's `forward` as it stands in its file, if a decorator wraps it."""
+    forward: Any = inspect.getattr_static(cls, "forward", None)
+    inner = inspect.unwrap(forward) if callable(forward) else None
+    return getattr(inner, "__code__", None) if inner is not forward else None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,12 @@ from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_wo
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.small_model import drawing
 from slapo_rewrite.model.tree import Tree
-from slapo_rewrite.sharding.decorated_forward import never_run, noting, wrapped_forwards
+from slapo_rewrite.sharding.decorated_forward import (
+    never_run,
+    noting,
+    wrapped_code,
+    wrapped_forwards,
+)
 from slapo_rewrite.sharding.install import installed
 from slapo_rewrite.sharding.kv_replication import fewer_heads
 from slapo_rewrite.sharding.local_values import missing_at
@@ -41,7 +46,7 @@ from slapo_rewrite.sharding.placements import PlacementError, State
 from slapo_rewrite.sharding.rank_arguments import INFERRED, SHARE
 from slapo_rewrite.sharding.rank_run import RankRun
 from slapo_rewrite.sharding.rank_state import Hypothesis, Run
-from slapo_rewrite.sharding.trace import Trace, device_of
+from slapo_rewrite.sharding.trace import Trace, Whole, device_of
 from slapo_rewrite.sharding.types import (
     CannotFollow,
     CannotRun,
@@ -65,14 +70,24 @@ _TESTS = {
 class Records:
     """What is known of a model and its inputs, and asked of it, for as long as they stay."""
 
-    # Of the whole model, by the layers that it is watched for and by the way through it; and by the
-    # identities of its modules, of which some are left out at times.
-    runs: dict[tuple[frozenset[str], Way, tuple[int, ...]], Trace] = field(default_factory=dict)
-    # Ways on which the model does not run, whatever it is watched for.
+    # Of the whole model, by the way through it, and by the identities of its modules in the order
+    # of their places, of which some are left out at times.
+    runs: dict[tuple[Way, tuple[int, ...]], Trace] = field(default_factory=dict)
+    # Ways on which the model does not run.
     blocked: dict[tuple[Way, tuple[int, ...]], CannotRun] = field(default_factory=dict)
     results: KnownResults = field(default_factory=KnownResults)  # what operations gave
     # The world sizes that are tried until one divides every head count.
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
+    # Whether ways through `forward` are followed that only tell what else has to change, or warn.
+    has_ways: bool = True
+    # What a model with more operations counts as: one that does not run. None where none does.
+    most: int | None = None
+    of_small: Records | None = None  # of a small model that stands for one that does not run
+
+    def for_small(self) -> Records:
+        """The same of a small model, which keeps what becomes known of it."""
+        self.of_small = self.of_small or Records(has_ways=self.has_ways)
+        return self.of_small
 
 
 def propagate(
@@ -152,10 +167,13 @@ class _Propagation:
             try:
                 with pretend_world(world):
                     followed = self._search(Hypothesis())
-                    followed = self._other_ways(followed, self.guess)
-                self._note_choices(followed)
+                    if self.records.has_ways:
+                        followed = self._other_ways(followed, self.guess)
                 if self.thorough:
                     self._check_on_more_ranks(self.guess, world)
+                if not self.records.has_ways:
+                    return followed
+                self._note_choices(followed)
                 return self._with_replicas(followed)
             except Indivisible as error:
                 indivisible = indivisible or error
@@ -166,25 +184,28 @@ class _Propagation:
         assert indivisible is not None
         raise CannotFollow(str(indivisible), place=indivisible.place, hint=indivisible.hint)
 
-    def _whole(self, way: Way) -> Trace:
+    def _whole(self, way: Way) -> Whole:
         """The whole model's run on a way through it."""
-        watched = frozenset({*self.request.layers, *self.wrapped})
-        taken = way, tuple(map(id, self.model.modules()))
-        key = watched, *taken
-        if taken in self.records.blocked:
-            raise self.records.blocked[taken]
-        if key not in self.records.runs:
-            codes = {f.code for f in self.wrapped.values()}
+        # Elements that stand for others are in several places.
+        places = self.model.named_modules(remove_duplicate=False)
+        key = way, tuple(id(module) for _, module in places)
+        if key in self.records.blocked:
+            raise self.records.blocked[key]
+        wanted = {forward.code for forward in self.wrapped.values()}
+        trace = self.records.runs.get(key)
+        if trace is None or not wanted <= trace.noted:
+            if trace is not None:  # once more for all that may yet be asked for
+                classes = {node.cls for node in self.tree.nodes.values()}
+                wanted |= {code for cls in classes if (code := wrapped_code(cls)) is not None}
             try:
-                self.records.runs[key] = self._recorded(codes, way)
+                trace = self.records.runs[key] = self._recorded(wanted, way)
             except CannotRun as error:
-                self.records.blocked[taken] = error
+                self.records.blocked[key] = error
                 raise
-        whole = self.records.runs[key]
         for path, forward in self.wrapped.items():
-            if forward.code not in whole.ran:
+            if forward.code not in trace.ran:
                 raise never_run(self.tree.nodes[path], forward)
-        return whole
+        return trace.around(self.request.layers)
 
     def _other_ways(self, followed: ShardingResult, guess: Hypothesis) -> ShardingResult:
         """The same, with what else has to change on other ways through `forward`."""
@@ -294,7 +315,8 @@ class _Propagation:
             return result, kept_buffers(self.model)
 
     def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
-        whole = Trace(self.tree, self.request.layers, self.records.results, self.editable, way.says)
+        known = self.records
+        whole = Trace(self.tree, known.results, self.editable, wrapped, way.says, known.most)
         try:
             with (
                 torch.enable_grad(),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, with_values
+from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, unwatched, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of
 from slapo_rewrite.sharding import (
@@ -99,7 +99,8 @@ class RankRun(TorchFunctionMode):
         if run.depth:
             return run.results.carry_out(func, args, kwargs)
         name = name_of(func)
-        run.check_reading(name, (args, kwargs))
+        with unwatched():  # what is asked of tensors here is not for the modes below to see
+            run.check_reading(name, (args, kwargs))
         if (spelled := spelled_call(run.linear, func, args, kwargs, run.editable)) is not None:
             layer, place, callee = spelled
             run.note_call(True)
@@ -130,18 +131,19 @@ class RankRun(TorchFunctionMode):
             output = run.results.carry_out(func, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             raise _unfit(run, name or str(func), args, kwargs, error) from error
-        if shapes(output):
-            entry = run.next_entry(func)
-            entry.choose(tensors(output))
-            try:
-                _take_in(run, name, entry, args, kwargs, output, blocks)
-            except (CannotFollow, PlacementError):
-                run.position -= 1  # it did not fit
-                raise
-        elif name == "__setitem__":
-            check_assigned(run, run.next_entry(func), args)
-        else:
-            run.flow.tell(name, list(tensors((args, kwargs))))
+        with unwatched():
+            if shapes(output):
+                entry = run.next_entry(func)
+                entry.choose(tensors(output))
+                try:
+                    _take_in(run, name, entry, args, kwargs, output, blocks)
+                except (CannotFollow, PlacementError):
+                    run.position -= 1  # it did not fit
+                    raise
+            elif name == "__setitem__":
+                check_assigned(run, run.next_entry(func), args)
+            else:
+                run.flow.tell(name, list(tensors((args, kwargs))))
         return output
 
 

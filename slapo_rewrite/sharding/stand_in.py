@@ -107,11 +107,12 @@ class StandIn:
         request: ShardingRequest,
         editable: Callable[[str], str | None],
         records: Records,
+        thorough: bool,
     ) -> ShardingResult:
         """What follows in the model, as `propagate` says it of the small one."""
         try:
             found = propagate(
-                self.small, self._request_for(request), self.inputs, editable, records
+                self.small, self._request_for(request), self.inputs, editable, records, thorough
             )
         except CannotFollow as error:
             raise self._meant(error) from error

@@ -1,31 +1,30 @@
 """The record of the whole model's run, that a rank's run is held against.
 
-Every operation outside of the layers that will be sharded is noted with the shapes and the numbers
-that it was given; a call of such a layer counts as one operation. Questions that need values, which
-the meta device has not, are answered here for both runs alike.
+Every operation is noted with the shapes and the numbers that it was given, and so is each call of a
+layer that can be sharded: where it will be, the call counts as one operation. Questions that need
+values, which the meta device has not, are answered here for both runs alike.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.model.calls import around_layer, calls_watched
-from slapo_rewrite.model.layers import Layer, layer_below
-from slapo_rewrite.model.meta_device import KnownResults, answer_to, with_values
+from slapo_rewrite.model.layers import base_of, layer_below
+from slapo_rewrite.model.meta_device import KnownResults, answer_to, unwatched, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.functional_layers import is_linear, spelled_call
 from slapo_rewrite.sharding.tracked_sizes import Shape, numbers, shapes
-
-# Functions that make tensors from sizes or numbers.
 
 
 @dataclass
@@ -51,39 +50,27 @@ class Entry:
                 output.copy_(chosen)
 
 
-class Trace(TorchFunctionMode):
-    """Records the operations of the whole model, outside of the layers that will be sharded.
+@dataclass
+class Span:
+    """A call of a layer that can be sharded."""
 
-    Attributes:
-        entries: The operations.
-        result: What the model returned.
-        buffers: What its buffers were then, by the path of their module and their name.
-        ran: The code of wrapped `forward`s that ran.
-        editable: The text of a file that may be changed; None of another.
-        says: What questions of values that are not there are answered with.
-        results: What operations gave before.
-    """
+    layer: nn.Module
+    entered: int  # when it was, counted with what is left
+    start: int  # the first recorded operation inside
+    call: Entry  # what it is as one operation
+    end: int = 0  # the first recorded operation behind
+    left: int = 0
 
-    def __init__(
-        self,
-        tree: Tree,
-        layers: Mapping[str, Layer],
-        results: KnownResults,
-        editable: Callable[[str], str | None],
-        says: bool = False,
-    ) -> None:
-        super().__init__()
-        self.tree, self.layers, self.editable, self.says = tree, layers, editable, says
-        self.results = results
-        self.linear = [n.live for path in layers if is_linear((n := tree.nodes[path]).live)]
-        self.entries: list[Entry] = []
-        self.result: Any = None
-        self.buffers: dict[tuple[str, str], torch.Tensor] = {}
-        self.ran: set[CodeType] = set()
-        self.depth = 0
-        self.has_values = device_of(tree.root.live).type != "meta"
 
-    def same_calls(self, other: Trace) -> bool:
+@dataclass(frozen=True)
+class Whole:
+    """The whole model's run, with the calls of some layers as one operation each."""
+
+    entries: list[Entry]  # the operations
+    result: Any  # what the model returned
+    buffers: dict[tuple[str, str], torch.Tensor]  # its buffers then, by module path and name
+
+    def same_calls(self, other: Whole) -> bool:
         """Whether another run called the same operations, with the same shapes and numbers."""
         return len(self.entries) == len(other.entries) and all(
             (a.function, a.inputs, a.outputs, a.numbers)
@@ -91,12 +78,65 @@ class Trace(TorchFunctionMode):
             for a, b in zip(self.entries, other.entries, strict=True)
         )
 
+
+class Trace(TorchFunctionMode):
+    """Records the operations of the whole model, and the calls of layers that can be sharded.
+
+    Attributes:
+        result: What the model returned.
+        buffers: What its buffers were then, by the path of their module and their name.
+        noted: The code of wrapped `forward`s of which it is known whether they ran.
+        ran: Those of them that ran.
+        editable: The text of a file that may be changed; None of another.
+        says: What questions of values that are not there are answered with.
+        most: How many operations are recorded at most; None for all.
+        results: What operations gave before.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        results: KnownResults,
+        editable: Callable[[str], str | None],
+        noted: Collection[CodeType],
+        says: bool = False,
+        most: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.tree, self.editable, self.says, self.most = tree, editable, says, most
+        self.results = results
+        modules = {n.live: None for n in tree.nodes.values() if base_of(n.cls) is not None}
+        self._layers = list(modules)
+        self._linear: dict[int, list[nn.Module]] = {}  # by the identities of their weights
+        for layer in filter(is_linear, self._layers):
+            self._linear.setdefault(id(layer._parameters.get("weight")), []).append(layer)
+        self._entries: list[Entry] = []
+        self._spans: list[Span] = []  # in the order in which they were entered
+        self._open: list[Span] = []  # those that are not left
+        self._now = 0
+        self.result: Any = None
+        self.buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self.noted, self.ran = frozenset(noted), set[CodeType]()
+        self.has_values = device_of(tree.root.live).type != "meta"
+
+    def around(self, layers: Iterable[str]) -> Whole:
+        """The record with each call of these layers as one operation."""
+        sharded = {id(self.tree.nodes[path].live) for path in layers}
+        entries: list[Entry] = []
+        end = left = 0
+        for span in self._spans:
+            if id(span.layer) in sharded and span.left > left:
+                entries += [*self._entries[end : span.start], span.call]
+                end, left = span.end, span.left
+        return Whole([*entries, *self._entries[end:]], self.result, self.buffers)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Skips what happens inside the layers."""
-        layers = [self.tree.nodes[path].live for path in self.layers]
-        around = {m: (type(m), base) for m in layers if (base := layer_below(type(m))) is not None}
-        plain = (layer for layer in layers if layer not in around)
+        """Notes the calls of the layers."""
+        around = {
+            m: (type(m), base) for m in self._layers if (base := layer_below(type(m))) is not None
+        }
+        plain = (layer for layer in self._layers if layer not in around)
         try:
             for module, (cls, base) in around.items():
                 module.__class__ = around_layer(cls, base, self._enter, self._leave)
@@ -107,30 +147,50 @@ class Trace(TorchFunctionMode):
                 module.__class__ = cls
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.depth += 1
+        self._now += 1
+        call = Entry(layer_call, [], [], [])
+        self._open.append(Span(module, self._now, len(self._entries), call))
+        self._spans.append(self._open[-1])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.entries.append(Entry(layer_call, shapes(args), shapes(output), []))
+        self._now += 1
+        while (span := self._open.pop()).layer is not module:
+            pass  # it raised what its caller caught
+        span.end, span.left = len(self._entries), self._now
+        span.call.inputs, span.call.outputs = shapes(args), shapes(output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
         if (answer := answer_to(func, args, self.says)) is not None:
             return answer
-        if self.depth:
-            return self.results.carry_out(func, args, kwargs)
-        if (spelled := spelled_call(self.linear, func, args, kwargs, self.editable)) is not None:
-            return spelled[0](args[0])
-        inputs, given = shapes((args, kwargs)), list(numbers((args, kwargs), not self.has_values))
+        spelled = self._spelled(func, args, kwargs)
+        for layer in spelled:
+            self._enter(layer, args[:1], {})
+        with unwatched():  # what is asked of tensors here is not for the modes below to see
+            inputs = shapes((args, kwargs))
+            given = list(numbers((args, kwargs), not self.has_values))
         output = self.results.carry_out(func, args, kwargs)
-        outputs, name = shapes(output), getattr(func, "__name__", "")
+        with unwatched():
+            outputs, name = shapes(output), getattr(func, "__name__", "")
+            chosen = _chosen(output) if self.has_values else []
         if outputs or name == "__setitem__":
             key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()
-            self.entries.append(
-                Entry(func, inputs, outputs, given, key, _chosen(output) if self.has_values else [])
-            )
+            self._entries.append(Entry(func, inputs, outputs, given, key, chosen))
+            if len(self._entries) == self.most:
+                raise RuntimeError(f"a step takes more than {self.most:,} operations")
+        for layer in reversed(spelled):
+            self._leave(layer, args[:1], output)
         return output
+
+    def _spelled(self, func: Any, args: Any, kwargs: Any) -> list[nn.Module]:
+        """The layers whose call an operation is by another spelling."""
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        layers = self._linear.get(id(weight), []) if func is functional.linear else []
+        if not layers or (self._open and self._open[-1].layer in layers):
+            return []
+        one_by_one = ([layer] for layer in layers)
+        found = (spelled_call(own, func, args, kwargs, self.editable) for own in one_by_one)
+        return [spelled[0] for spelled in found if spelled is not None]
 
 
 def device_of(model: nn.Module) -> torch.device:

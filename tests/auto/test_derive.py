@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto import derive as derive_module
+from slapo_rewrite.auto import oracle as oracle_module
 from slapo_rewrite.auto.derive import Derived, derive
 from slapo_rewrite.auto.hugging_face_model import steps_of
 from slapo_rewrite.auto.oracle import Oracle
@@ -21,6 +22,7 @@ from slapo_rewrite.emit.write import write
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.propagate import _Propagation
+from slapo_rewrite.sharding.stand_in import CannotStandIn
 from slapo_rewrite.sharding.types import CannotRun
 from slapo_rewrite.verify.run import chosen, verify
 from tests import golden
@@ -447,11 +449,88 @@ def test_what_needs_values_is_tried_without_them_once_and_has_one_small_model(
 
     monkeypatch.setattr(small_model, "build_small", lambda *a: made.append(a) or build(*a))
     monkeypatch.setattr(_Propagation, "_recorded", noted)
-    monkeypatch.setattr(derive_module, "rewrite", lambda *_: SimpleNamespace(warnings=[]))
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_, **__: SimpleNamespace(warnings=[]))
     derive(str(source))
     assert len(made) == 2  # for the step that is tried, and for all questions
     # One layer for all, and every layer; the lines of checkpoints alone are not followed.
     assert blocked == ["meta"] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "devices"),
+    [("", {"meta"}), ("x = x * float(x.abs().mean() > 0)", {"meta", "cpu"})],
+)
+def test_the_whole_model_runs_once_for_all_questions(values, devices, tmp_path, monkeypatch):
+    source = tmp_path / "net.py"
+    source.write_text(LANES.replace("FOLLOWED", values))
+    ran, asked, recorded = [], [], _Propagation._recorded
+    refusal = Oracle._found
+
+    def noted(self, codes, way):
+        ran.append((self.device.type, way, tuple(map(id, self.model.modules()))))
+        return recorded(self, codes, way)
+
+    monkeypatch.setattr(_Propagation, "_recorded", noted)
+    monkeypatch.setattr(Oracle, "_found", lambda self, q: asked.append(q) or refusal(self, q))
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_, **__: SimpleNamespace(warnings=[]))
+    derive(str(source))
+    assert {device for device, *_ in ran} == devices
+    assert len({*ran}) == len(ran) < len(asked)
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_of_a_step_of_many_operations_the_small_model_is_followed(stands, tmp_path, monkeypatch):
+    """Where it can be followed in the model's place."""
+    source = tmp_path / "net.py"
+    source.write_text(LANES.replace("FOLLOWED", ""))
+    found = shards(derive(str(source)).text)
+    ran, recorded = [], _Propagation._recorded
+
+    def noted(self, *given):
+        whole = recorded(self, *given)
+        ran.append(self.device.type)
+        return whole
+
+    def never(*_):
+        raise CannotStandIn("it is another")
+
+    monkeypatch.setattr(_Propagation, "_recorded", noted)
+    monkeypatch.setattr(derive_module, "rewrite", lambda *_, **__: SimpleNamespace(warnings=[]))
+    monkeypatch.setattr(oracle_module, "MOST_OPERATIONS", 10)
+    if not stands:
+        monkeypatch.setattr(oracle_module, "StandIn", never)
+    assert shards(derive(str(source)).text) == found
+    assert ("meta" in ran) is not stands
+
+
+def test_a_table_of_few_rows_is_left_whole(tmp_path):
+    """Also where nothing pays: no more ranks than it has rows could share the model."""
+    source = tmp_path / "net.py"
+    words = "        self.words = nn.Embedding(vocab_size, width)\n"
+    kinds = "        self.kinds = nn.Embedding(2, width)\n"
+    assert words in LANES
+    text = LANES.replace("FOLLOWED", "x = x + self.kinds((ids > 3).long())")
+    source.write_text(text.replace(words, words + kinds))
+    assert not any("kinds" in split for split in shards(derive(str(source)).text))
+
+
+def test_an_element_is_asked_of_whatever_stands_for_the_others(tmp_path):
+    source = tmp_path / "net.py"
+    source.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.ways = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))\n\n"
+        "    def forward(self, x):\n"
+        "        first = self.ways[0](x)\n"
+        "        return torch.stack([first, *(way(first).relu() for way in self.ways[1:])])\n"
+    )
+    step = Step("Net", (), "m.Net()", inputs={"x": "torch.randn(2, 8)"}, loss="outputs.sum()")
+    oracle = Oracle(str(source), step)
+    for number in range(3):
+        split = f's["ways.{number}"].shard(["weight", "bias"], axis=0)'
+        gathered = f's["ways.{number}"].sync("fwd_post", "all_gather", axis=-1)'
+        summed = f's["ways.{number}"].sync("bwd_post", "all_reduce")'
+        assert oracle.refusal([split, gathered, summed]) is None
 
 
 def test_which_models_there_are_is_said(tmp_path, capsys):
@@ -870,7 +949,7 @@ def test_what_makes_other_numbers_is_found_by_leaving_out_one_after_the_other(
     step = STEP.replace("WIDTH", "1024").replace("attention.query", "query")
     asked = []
 
-    def refused(source, text, settings=()):
+    def refused(source, text, *_):
         asked.append(text)
         is_wrong = '*.inner.up"].shard' in text
         return errors.OtherNumbers("what comes of `first.inner` is not") if is_wrong else None
@@ -1194,7 +1273,15 @@ def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_pat
     (tmp_path / f"{parts}.py").write_text(PARTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     around, step = (text.format(parts=parts) for text in (AROUND_PARTS, PARTS_STEP))
+    rewritten, is_run = derive_module.rewrite, []
+
+    def noted(*given, tries=None):
+        is_run.append(tries is None)
+        return rewritten(*given, tries=tries)
+
+    monkeypatch.setattr(derive_module, "rewrite", noted)
     found = derived(tmp_path, around, step)
+    assert is_run.count(False) == 1  # that layers are of another file shows when it is built
     assert "checkpoint(" not in found.text
     assert "is not checkpointed: " in " ".join(found.text.split())
     assert "cut_evenly(" in found.text  # stages recompute nothing
