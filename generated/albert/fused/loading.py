@@ -82,12 +82,24 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     if world_size() == 1:
         return make()
     with world_of(1):
-        whole = make().state_dict()
+        original = make()
+        whole = original.state_dict()
     # A constructor may run layers, whose parts are alike on all ranks as yet.
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     model.load_state_dict(whole)
+    take_buffers(model, dict(original.named_buffers()))
     return model
+
+
+def take_buffers(model: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Takes over full buffers, which a constructor may draw and no state dict hold."""
+    divided = shards(model)
+    for name, buffer in model.named_buffers():
+        if name in full:
+            part = divided[name].cut(full[name]) if name in divided else full[name]
+            if part.shape == buffer.shape and not torch.equal(part, buffer):
+                buffer.copy_(part)
 
 
 def drawing_apart() -> AbstractContextManager[None]:

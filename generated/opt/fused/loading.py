@@ -82,7 +82,8 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     if world_size() == 1:
         return make()
     with world_of(1):
-        whole = make().state_dict()
+        original = make()
+        whole = original.state_dict()
     # A constructor may run layers, whose parts are alike on all ranks as yet.
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()

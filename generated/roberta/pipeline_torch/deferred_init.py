@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .loading import shards
+from .loading import shards, take_buffers
 from .shards import Shard, rank, world_of, world_size
 
 # What these say of a tensor, or make beside it, does not depend on its values.
@@ -296,14 +296,16 @@ def construct_parts(
     """The same for parts of a model, which have memory and no values as yet."""
     if world_size() == 1 or torch.get_default_device().type == "meta":
         return construct(make, wanted)
-    try:
-        with Recording() as plan:
-            model = make()
-        plan.give_memory(plan.numbers_of(wanted(model)))
-        return model
-    except Exception:
-        pass
-    return make()
+    # A constructor may run layers, whose parts have no values as yet.
+    with world_of(world_size(), rank()):
+        try:
+            with Recording() as plan:
+                model = make()
+            plan.give_memory(plan.numbers_of(wanted(model)))
+            return model
+        except Exception:
+            pass
+        return make()
 
 
 def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
@@ -326,7 +328,8 @@ def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
             take_part(*parts[place], full)
 
     with world_of(1):
-        construct(make, wanted, take)
+        whole = construct(make, wanted, take)
+    take_buffers(model, dict(whole.named_buffers()))
 
 
 @torch.no_grad()

@@ -296,14 +296,16 @@ def construct_parts(
     """The same for parts of a model, which have memory and no values as yet."""
     if world_size() == 1 or torch.get_default_device().type == "meta":
         return construct(make, wanted)
-    try:
-        with Recording() as plan:
-            model = make()
-        plan.give_memory(plan.numbers_of(wanted(model)))
-        return model
-    except Exception:
-        pass
-    return make()
+    # A constructor may run layers, whose parts have no values as yet.
+    with world_of(world_size(), rank()):
+        try:
+            with Recording() as plan:
+                model = make()
+            plan.give_memory(plan.numbers_of(wanted(model)))
+            return model
+        except Exception:
+            pass
+        return make()
 
 
 def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
@@ -326,7 +328,7 @@ def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
             take_part(*parts[place], full)
 
     with world_of(1):
-        construct(make, wanted, take)
+        whole = construct(make, wanted, take)
 
 
 @torch.no_grad()
