@@ -15,7 +15,7 @@ from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.code.blocks import every_block
 from slapo_rewrite.code.build import call as call_of
-from slapo_rewrite.code.build import with_callee, with_keywords
+from slapo_rewrite.code.build import parsed, with_callee, with_keywords
 from slapo_rewrite.code.dataflow import bound_in, read_in, uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import in_else
@@ -55,6 +55,7 @@ class VocabParallelLoss(Change):
     names: tuple[tuple[str, int], ...]
     # Where the losses of the same logits are that the file's methods compute, itself included.
     losses: tuple[AtNode, ...]
+    told_of_part: bool  # whether its `vocab_size` is the head's own, of a rank's part
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
         """Puts a loss of parts where the loss is, and a gather wherever it is not computed."""
@@ -97,10 +98,21 @@ class VocabParallelLoss(Change):
                 )
             else:
                 made = with_callee(made, name)
+            if self.told_of_part:
+                made = _told_of_all(made, f"{accessor(self.head)}.full_out_features")
             return with_keywords(made, [("head", accessor(self.head))]) if takes_head else made
 
         why = "a loss of this rank's part of the logits"
         text.replace(call, make, why)
+
+
+def _told_of_all(made: cst.Call, classes: str) -> cst.Call:
+    """A call that is given the number of all classes as its `vocab_size`, the third argument."""
+    args = list(made.args)
+    named = [n for n, arg in enumerate(args) if arg.keyword and arg.keyword.value == "vocab_size"]
+    number = named[0] if named else 2
+    args[number] = args[number].with_changes(value=parsed(classes))
+    return made.with_changes(args=args)
 
 
 class _Gathers:
@@ -298,6 +310,7 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
             to.tree.nodes[loss.owner].below(loss.head),
             tuple(sorted({name for other in alike for name in other.names})),
             tuple(at_node("loss", other.place) for other in alike),
+            loss.told_of_part,
         )
         causes = to.causes(to.tree.nodes[loss.head])
         at = at_node("loss", loss.place)

@@ -42,7 +42,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     head = _head(run, logits)
     if head is None:
         return None
-    frame, function = _place(run)
+    frame, function, told = _place(run)
     place = place_of(frame) if frame else None
     if frame is None or place is None:
         return None
@@ -65,8 +65,9 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     if known is not None and known.head != head:
         raise PlacementError(f"this computes losses of both `{known.head}` and `{head}`", path=head)
     entry = run.next_entry(torch.nn.functional.cross_entropy)
-    names = _names(run, frame, head)
-    run.followed.losses[place] = ParallelLoss(place, function, owner, head, tuple(names))
+    # The original is told of all classes, or it would not run.
+    names, told_of_part = tuple(_names(run, frame, head)), told not in (None, classes)
+    run.followed.losses[place] = ParallelLoss(place, function, owner, head, names, told_of_part)
     run.fed |= set(run.seen_as(logits))
     run.depth += 1
     try:
@@ -90,16 +91,20 @@ def _head(run: Run, logits: torch.Tensor) -> str | None:
     return state.source if run.blocks.get(id(logits)) == {axis: (whole,)} else None
 
 
-def _place(run: Run) -> tuple[types.FrameType | None, str | None]:
-    """Where the model file computes the loss, and what takes the place of what it calls there."""
+def _place(run: Run) -> tuple[types.FrameType | None, str | None, int | None]:
+    """Where the model file computes the loss, and what takes the place of what it calls there.
+
+    And of how many classes that is told, where it is.
+    """
     frame, function = calling_frame(), None
     while frame is not None and not run.editable(frame.f_code.co_filename):
         key = (str(frame.f_globals.get("__name__")), frame.f_code.co_name)
+        told = frame.f_locals.get("vocab_size")
         function, frame = KNOWN.get(key), frame.f_back
         if function and frame is not None and run.editable(frame.f_code.co_filename):
-            return frame, function
+            return frame, function, told
     direct = frame is not None and frame is calling_frame()
-    return (frame, None) if direct else (None, None)
+    return (frame if direct else None), None, None
 
 
 def replaced(run: Run, tensor: torch.Tensor) -> bool:

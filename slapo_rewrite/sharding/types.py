@@ -177,6 +177,8 @@ class ParallelLoss:
     head: str  # the path of the layer that gives the logits
     # Local variables that hold parts from that layer, with the axis that is split.
     names: tuple[tuple[str, int], ...]
+    # Whether it is told a rank's number of classes for the model's: the layer's own size.
+    told_of_part: bool
 
 
 @dataclass(frozen=True)

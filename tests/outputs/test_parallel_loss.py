@@ -323,6 +323,15 @@ def test_the_loss_functions_of_transformers(name, made, head, function, tmp_path
     assert f"+            logits = whole_logits(logits, self.{head})" in text
 
 
+@pytest.mark.parametrize("told", ["{}", "vocab_size={}"])
+def test_a_loss_is_told_of_all_classes_where_the_layer_says_those_of_its_part(told, tmp_path):
+    size = "self.head.out_features"
+    body = f"return ForMaskedLMLoss(logits, labels, {told.format(size)}), logits"
+    source = "from transformers.loss.loss_utils import ForMaskedLMLoss\n" + model(body)
+    text = changed_lines(rewritten(tmp_path, source, SCHEDULE))
+    assert f"masked_lm_loss(logits, labels, {told.format('self.head.full_out_features')})" in text
+
+
 CASES = {
     "bert": ("transformers.models.bert.modeling_bert", "bert"),
     "llama": ("transformers.models.llama.modeling_llama", "llama"),
