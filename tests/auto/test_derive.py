@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,9 @@ from slapo_rewrite.auto import oracle as oracle_module
 from slapo_rewrite.auto.derive import Derived, derive
 from slapo_rewrite.auto.hugging_face_model import steps_of
 from slapo_rewrite.auto.oracle import Oracle
+from slapo_rewrite.auto.placement_search import Search
 from slapo_rewrite.auto.schedule_text import NONE_PAYS
+from slapo_rewrite.auto.shard_groups import Group, Shard, lines_of
 from slapo_rewrite.auto.step import Step, tried
 from slapo_rewrite.cli import main
 from slapo_rewrite.emit.rewrite import rewrite
@@ -1285,3 +1288,28 @@ def test_a_list_that_the_schedule_makes_of_originals_is_not_checkpointed(tmp_pat
     assert "checkpoint(" not in found.text
     assert "is not checkpointed: " in " ".join(found.text.split())
     assert "cut_evenly(" in found.text  # stages recompute nothing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_does_not_go_together_is_what_asking_one_by_one_would_leave_out(seed):
+    random = Random(seed)
+    groups = [Group((Shard(f"m{n}", ("weight",), 0),), parameters=n) for n in range(9)]
+    random.shuffle(groups)
+    apart = [set(random.sample(range(9), random.choice([1, 2, 2, 3]))) for _ in range(seed % 5)]
+    asked = []
+
+    def refusal(lines):
+        asked.append(lines)
+        numbers = {int(number) for number in re.findall(r"m([0-9]+)", "".join(lines))}
+        return errors.RewriteError("no") if any(each <= numbers for each in apart) else None
+
+    search = object.__new__(Search)
+    search.oracle = SimpleNamespace(refusal=refusal)
+    search._refuse = lambda groups, why: None
+    kept = []
+    for group in sorted(groups, key=lambda g: -g.parameters):
+        if refusal(lines_of([*kept, group])) is None:
+            kept.append(group)
+    asked.clear()
+    assert search._together(groups) == [group for group in groups if group in kept]
+    assert apart or len(asked) == 1
