@@ -107,8 +107,10 @@ class ForkedProcess:
         while self.pid is None and self.poll() is None:
             time.sleep(POLL_S)
         if self.pid is not None and self.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            for end in (os.killpg, os.kill):  # it may not lead a group of its own as yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    end(self.pid, signal.SIGKILL)
+                    return
 
     def wait(self) -> int:
         """Its exit status, once it has ended."""

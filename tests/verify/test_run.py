@@ -2,7 +2,11 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -242,6 +246,15 @@ def test_interrupt_leaves_no_process(tmp_path, monkeypatch):
     for process in started:
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
+
+
+def test_a_process_that_leads_no_group_as_yet_is_ended(tmp_path):
+    """Nobody else would end it: who waits for it waited for good."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        (tmp_path / "state").write_text(str(process.pid))
+        server = SimpleNamespace(lives=lambda: True)
+        launch.ForkedProcess(server, tmp_path / "state").kill()
+        assert process.wait(10) == -signal.SIGKILL
 
 
 def test_without_a_word_everything_is_verified(tmp_path):
