@@ -48,7 +48,7 @@ class Oracle:
             self.project = Project(source, str(file))
         self._file = file
         # What is split is to run on two ranks; the rewriting at the end follows all ways.
-        self._records = Records(worlds=(2,), has_ways=False, most=MOST_OPERATIONS)
+        self._records = Records(worlds=(2,), has_ways=False, of_all=True, most=MOST_OPERATIONS)
         self._refusals: dict[tuple[str, ...], errors.RewriteError | None] = {}
         self.asked = 0
 

@@ -80,13 +80,16 @@ class Records:
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
     # Whether ways through `forward` are followed that only tell what else has to change, or warn.
     has_ways: bool = True
+    # Whether calls of all layers that can be split are recorded, for many questions. Kernels see
+    # that a layer is watched, and may call it then in the place of what they do with its weight.
+    of_all: bool = False
     # What a model with more operations counts as: one that does not run. None where none does.
     most: int | None = None
     of_small: Records | None = None  # of a small model that stands for one that does not run
 
     def for_small(self) -> Records:
         """The same of a small model, which keeps what becomes known of it."""
-        self.of_small = self.of_small or Records(has_ways=self.has_ways)
+        self.of_small = self.of_small or Records(has_ways=self.has_ways, of_all=self.of_all)
         return self.of_small
 
 
@@ -192,13 +195,16 @@ class _Propagation:
         if key in self.records.blocked:
             raise self.records.blocked[key]
         wanted = {forward.code for forward in self.wrapped.values()}
+        watched = set(self.request.layers)
         trace = self.records.runs.get(key)
-        if trace is None or not wanted <= trace.noted:
+        if trace is None or not trace.tells(wanted, watched):
             if trace is not None:  # once more for all that may yet be asked for
                 classes = {node.cls for node in self.tree.nodes.values()}
                 wanted |= {code for cls in classes if (code := wrapped_code(cls)) is not None}
+                watched |= trace.watched or set()
             try:
-                trace = self.records.runs[key] = self._recorded(wanted, way)
+                known = None if self.records.of_all else watched
+                trace = self.records.runs[key] = self._recorded(wanted, known, way)
             except CannotRun as error:
                 self.records.blocked[key] = error
                 raise
@@ -314,9 +320,13 @@ class _Propagation:
             self.has_coins |= random.getstate() != before
             return result, kept_buffers(self.model)
 
-    def _recorded(self, wrapped: Collection[CodeType], way: Way) -> Trace:
+    def _recorded(
+        self, wrapped: Collection[CodeType], watched: Collection[str] | None, way: Way
+    ) -> Trace:
         known = self.records
-        whole = Trace(self.tree, known.results, self.editable, wrapped, way.says, known.most)
+        whole = Trace(
+            self.tree, known.results, self.editable, wrapped, watched, way.says, known.most
+        )
         try:
             with (
                 torch.enable_grad(),

@@ -87,6 +87,7 @@ class Trace(TorchFunctionMode):
         buffers: What its buffers were then, by the path of their module and their name.
         noted: The code of wrapped `forward`s of which it is known whether they ran.
         ran: Those of them that ran.
+        watched: The paths of layers whose calls are noted; None for all that can be sharded.
         editable: The text of a file that may be changed; None of another.
         says: What questions of values that are not there are answered with.
         most: How many operations are recorded at most; None for all.
@@ -99,13 +100,19 @@ class Trace(TorchFunctionMode):
         results: KnownResults,
         editable: Callable[[str], str | None],
         noted: Collection[CodeType],
+        watched: Collection[str] | None = None,
         says: bool = False,
         most: int | None = None,
     ) -> None:
         super().__init__()
         self.tree, self.editable, self.says, self.most = tree, editable, says, most
         self.results = results
-        modules = {n.live: None for n in tree.nodes.values() if base_of(n.cls) is not None}
+        self.watched = None if watched is None else frozenset(watched)
+        modules = {
+            node.live: None
+            for path, node in tree.nodes.items()
+            if base_of(node.cls) is not None and (watched is None or path in watched)
+        }
         self._layers = list(modules)
         self._linear: dict[int, list[nn.Module]] = {}  # by the identities of their weights
         for layer in filter(is_linear, self._layers):
@@ -118,6 +125,10 @@ class Trace(TorchFunctionMode):
         self.buffers: dict[tuple[str, str], torch.Tensor] = {}
         self.noted, self.ran = frozenset(noted), set[CodeType]()
         self.has_values = device_of(tree.root.live).type != "meta"
+
+    def tells(self, codes: Collection[CodeType], layers: Collection[str]) -> bool:
+        """Whether it says of wrapped `forward`s whether they ran, and has the calls of layers."""
+        return self.noted >= set(codes) and (self.watched is None or self.watched >= set(layers))
 
     def around(self, layers: Iterable[str]) -> Whole:
         """The record with each call of these layers as one operation."""

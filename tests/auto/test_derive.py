@@ -469,9 +469,9 @@ def test_the_whole_model_runs_once_for_all_questions(values, devices, tmp_path, 
     ran, asked, recorded = [], [], _Propagation._recorded
     refusal = Oracle._found
 
-    def noted(self, codes, way):
+    def noted(self, codes, watched, way):
         ran.append((self.device.type, way, tuple(map(id, self.model.modules()))))
-        return recorded(self, codes, way)
+        return recorded(self, codes, watched, way)
 
     monkeypatch.setattr(_Propagation, "_recorded", noted)
     monkeypatch.setattr(Oracle, "_found", lambda self, q: asked.append(q) or refusal(self, q))

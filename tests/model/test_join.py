@@ -676,4 +676,4 @@ def test_what_is_called_is_resolved_for_one_instance(tmp_path):
     for path in ("a", "b", "c"):
         node, site = joined.tree.nodes[path], joined.site(path)
         assert site.callee is not None
-        assert resolve(joined.sources, site.callee, site, node) is node.cls
+        assert resolve(site.callee, site, node) is node.cls
