@@ -320,8 +320,8 @@ def _shrink_vocabulary(config: Any) -> None:
         return moved.setdefault(token, max(0, small - 1 - len(moved)))
 
     for name, value in list(vars(config).items()):
-        if name.endswith("_vocab_size") and value == size:
-            setattr(config, name, small)
+        if name.endswith("_vocab_size") and type(value) is int and 0.9 * size <= value <= size:
+            setattr(config, name, small)  # the same, or without what only pads it
         elif name.endswith(("_token_id", "_token_ids", "_token_index")):
             setattr(config, name, clamp(value))
 

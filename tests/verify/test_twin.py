@@ -98,6 +98,14 @@ def test_widths_that_are_given_for_every_layer_are_small():
     assert len(small.intermediate_size) == small.num_hidden_layers
 
 
+def test_a_vocabulary_without_what_pads_it_is_small():
+    config = transformers.LlamaConfig(vocab_size=201024, unpadded_vocab_size=200058)
+    config.type_vocab_size = 2
+    small = small_config(config)
+    assert small.vocab_size == small.unpadded_vocab_size == VOCABULARY
+    assert small.type_vocab_size == 2
+
+
 def test_windows_that_are_given_for_every_layer_are_small():
     small = small_config(transformers.LongformerConfig(attention_window=[512] * 12))
     assert small.attention_window == [8, 8]
