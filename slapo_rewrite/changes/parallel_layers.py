@@ -19,7 +19,7 @@ from slapo_rewrite.code.text import within
 from slapo_rewrite.code.written_out import with_arguments
 from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import Sources, find_site, size_at
+from slapo_rewrite.model.join import Sources, find_site, known_site, size_at
 from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.types import layer_key
@@ -70,7 +70,7 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
         # The text names what may differ between instances, and serves them all.
         layer = replicated(layer, replace(_unit(to, node, shared), size=0)) or layer
     elif (unit := to.followed.units.get(key)) and layer.name in IN_UNITS:
-        layer = replace(layer, unit=_unit(to, node, unit))
+        layer = replace(layer, unit=_unit(to, node, _named(to, node, layer, unit)))
     if "parts" not in dict(layer.keywords):
         return layer
     state = to.states[node.path]
@@ -84,6 +84,25 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
         size = size_of(layer, made) if isinstance(made, ast.Call) else None
     parts = place_blocks(to, node, shard, site, size)
     return replace(layer, keywords=(*dict(layer.keywords, parts=parts).items(),))
+
+
+def _named(to: Placement, node: Node, layer: Layer, unit: Unit) -> Unit:
+    """A unit that is a number in the words of the size that it is a factor of, if there are any.
+
+    Models of other sizes, a small one say, then have their own.
+    """
+    site = known_site(to.files.sources, node) if unit.text.isdecimal() else None
+    if site is None or base_of(node.cls) is not node.cls or not isinstance(site.call, ast.Call):
+        return unit
+    left = [size for size in [size_of(layer, site.call)] if size is not None]
+    named = set()
+    while left:
+        match left.pop():
+            case ast.BinOp(a, ast.Mult(), b):
+                left += [a, b]
+            case factor if names_in(factor) and size_at(factor, site, node) == unit.size:
+                named.add(ast.unparse(factor))
+    return Unit(named.pop(), unit.size) if len(named) == 1 else unit
 
 
 def _unit(to: Placement, node: Node, unit: Unit) -> Unit:

@@ -353,3 +353,65 @@ def test_where_builders_are_called(name, tmp_path):
         assert expected in refused(tmp_path, source, schedule, "SR103")
     else:
         assert expected in changed_lines(rewritten(tmp_path, source, schedule))
+
+
+VALUES = """\
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, heads, width):
+        super().__init__()
+        self.width = width
+        self.v = nn.Linear(8, heads * width)
+        self.out = nn.Linear(heads * width, 8)
+
+    def forward(self, x, values):
+        shape = (*x.shape[:-1], -1, self.width)
+        return self.out((self.v(x).view(shape) + values.view(shape)).flatten(-2))
+
+
+class Model(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.values = nn.Embedding(30, SIZE)
+        self.embedding = nn.Embedding(30, 8)
+        self.attention = Attention(sizes.heads, sizes.width)
+
+    def forward(self, ids):
+        return self.attention(self.embedding(ids), self.values(ids))
+"""
+VALUES_SCHEDULE = """\
+from types import SimpleNamespace
+
+import torch
+
+
+def model(m):
+    return m.Model(SimpleNamespace(heads=4, width=6, more=24))
+
+
+def inputs(model):
+    return {"ids": torch.randint(30, (2, 5))}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["attention.v"].shard(["weight", "bias"], axis=0)
+    s["attention.out"].shard("weight", axis=1)
+    s["values"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "unit"), [("sizes.heads * sizes.width", "sizes.width"), ("sizes.more", "6")]
+)
+def test_a_unit_is_named_as_a_factor_of_the_size_is(size, unit, tmp_path):
+    """A small model has heads of another width."""
+    text = changed_lines(rewritten(tmp_path, VALUES.replace("SIZE", size), VALUES_SCHEDULE))
+    assert f"30, {size}, multiple_of={unit}" in text
