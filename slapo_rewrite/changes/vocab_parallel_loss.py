@@ -86,6 +86,16 @@ class VocabParallelLoss(Change):
                 text.file.at(call),
                 text.causes,
             )
+        third = len(call.args) > 2 and not any(isinstance(a, ast.Starred) for a in call.args[:3])
+        is_told = third or any(k.arg == "vocab_size" for k in call.keywords)
+        if self.told_of_part and not is_told:
+            raise errors.Unsupported(
+                f"this loss is told the classes of a rank's part of `{accessor(self.head)}`, and "
+                "the call does not name them",
+                at=text.file.at(call),
+                cause=text.causes,
+                hint="write `vocab_size=` in the call, and not among what `*` or `**` unpack",
+            )
         named = self.function or (PLAIN if is_plain else "vocab_parallel_criterion")
         name = text.helper(MODULE, named)
         takes_head = self.function is None or self.function == PLAIN

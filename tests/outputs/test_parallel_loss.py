@@ -330,6 +330,8 @@ def test_a_loss_is_told_of_all_classes_where_the_layer_says_those_of_its_part(to
     source = "from transformers.loss.loss_utils import ForMaskedLMLoss\n" + model(body)
     text = changed_lines(rewritten(tmp_path, source, SCHEDULE))
     assert f"masked_lm_loss(logits, labels, {told.format('self.head.full_out_features')})" in text
+    unpacked = source.replace(told.format(size), f"**{{'vocab_size': {size}}}")
+    assert "write `vocab_size=` in the call" in refused(tmp_path, unpacked, SCHEDULE, "SR305")
 
 
 CASES = {
