@@ -114,38 +114,34 @@ def rehearse(
         NotComparedError: It does not run, or not alike; the weights that it starts with are
             compared all the same.
     """
+    small = _Small(schedule, original, depth)
     casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
     with _quiet(), _without_dropout(), small_model.one_thread(), small_model.drawing(0), casts:
         try:
-            references = _references(schedule, original, depth) if sizes else []
+            references = _references(small) if sizes else []
         except DoesNotRunError:
             if draws_alike:
-                _check_start(None, depth, schedule, original, output)
+                _check_start(small, None, output)
             raise
         references = [r for r in references if draws_alike or not r.want.draws]
         if draws_alike and references:
-            _check_start(references[0].drawn, depth, schedule, original, output)
-        unfit = [_check_step(each, schedule, original, output, sizes) for each in references]
+            _check_start(small, references[0].drawn, output)
+        unfit = [_check_step(each, output, sizes) for each in references]
         for each in references if updates else ():
             try:
-                _check_step(each, schedule, original, output, sizes, updates)
+                _check_step(each, output, sizes, updates)
             except OtherNumbersError as differs:
                 raise OtherUpdateError(*differs.args) from differs
-        uncalled = [each.uncalled(schedule, original, called) for each in references]
+        uncalled = [each.uncalled(called) for each in references]
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
-            _check_mixed(references[0], schedule, output)
+            _check_mixed(references[0], output)
     idle = frozenset.intersection(*uncalled) if uncalled else frozenset()
     return Rehearsed(unfit[0] if unfit and all(unfit) else "", idle)
 
 
 def _check_step(
-    reference: _Reference,
-    schedule: Any,
-    original: types.ModuleType,
-    output: Emitted,
-    sizes: tuple[int, ...],
-    updates: bool = False,
+    reference: _Reference, output: Emitted, sizes: tuple[int, ...], updates: bool = False
 ) -> str:
     """A step of the output on every rank is the original's.
 
@@ -165,12 +161,12 @@ def _check_step(
         return worst(reference.want, step)[0] > limit
 
     def run(world: int) -> list[Step]:
-        return on_ranks(world, _Rank(reference, schedule, output, world, updates))
+        return on_ranks(world, _Rank(reference, output, world, updates))
 
     for world in tried:
         try:
             steps = run(world)
-            if any(map(is_other, steps)) and reference.finds_buffers(schedule, original):
+            if any(map(is_other, steps)) and reference.finds_buffers():
                 steps = run(world)
         except UnfitError as misfit:
             unfit.append(misfit)
@@ -180,24 +176,25 @@ def _check_step(
                 continue  # few sizes divide by it, and those that do not fail when they are run
             raise
         for step in filter(is_other, steps):
-            if is_other(reference.again(schedule, original)):
+            if is_other(reference.again()):
                 raise NotComparedError(
                     "computes something else each time that it is built, of what lies outside of it"
                 )
-            rounded = reference.again(schedule, original, ROUNDED)
+            rounded = reference.again(ROUNDED)
             error, name, what = worst(reference.want, step, rounded)
             if error > limit:
                 raise OtherNumbersError(world, name, error, what)
     return str(unfit[0].__cause__) if len(unfit) == len(tried) else ""
 
 
-def _check_mixed(reference: _Reference, schedule: Any, output: Emitted) -> None:
+def _check_mixed(reference: _Reference, output: Emitted) -> None:
     """With its casts the output runs, and what is a number without them is one."""
     try:
         with torch.random.fork_rng(devices=[]):
-            model = small_model.build_small(schedule, output.module, reference.depth).float()
+            model = reference.small.build(output.module).float()
         model.load_state_dict(reference.weights)
-        step = _step(schedule, model, in_dtype(reference.inputs, torch.float32), None)
+        inputs = in_dtype(reference.inputs, torch.float32)
+        step = _step(reference.small.schedule, model, inputs, None)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
@@ -245,31 +242,57 @@ def not_run(
     return found
 
 
+@dataclass(frozen=True)
+class _Small:
+    """What small models are built of."""
+
+    schedule: Any
+    original: types.ModuleType
+    depth: int = 2
+
+    def build(self, module: types.ModuleType) -> nn.Module:
+        """A small model of the original, or of what was made of it."""
+        return small_model.build_small(self.schedule, module, self.depth)
+
+    def drawn(
+        self, module: types.ModuleType | None = None, seed: int = 0
+    ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """A small model, and the weights that its constructor draws from a seed."""
+        small_model.seed_torch(seed)
+        model = self.build(module or self.original)
+        return model, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
 @dataclass
 class _Reference:
     """What the original's small model computes, with which weights and inputs."""
 
+    small: _Small
     drawn: dict[str, torch.Tensor]  # the weights that its constructor drew
     weights: dict[str, torch.Tensor]  # those that it computes with
     inputs: dict[str, Any]
     dtype: torch.dtype
     want: Step
-    depth: int
     # Those that its constructor drew and no state dict holds; empty until they are looked for.
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def again(self, schedule: Any, original: types.ModuleType, rounding: float = 0.0) -> Step:
-        """What the original computes when it is built anew, with weights off by such a share."""
-        model = _drawn(schedule, original, self.depth)[0].to(self.dtype)
+    def _built(self) -> nn.Module:
+        """The original's model, built anew, with the weights."""
+        model = self.small.drawn()[0].to(self.dtype)
         model.load_state_dict(self.weights)
+        return model
+
+    def again(self, rounding: float = 0.0) -> Step:
+        """What the original computes when it is built anew, with weights off by such a share."""
+        model = self._built()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + torch.randn_like(parameter) * rounding)
-        return _step(schedule, model, self.inputs, None)
+        return _step(self.small.schedule, model, self.inputs, None)
 
-    def finds_buffers(self, schedule: Any, original: types.ModuleType) -> bool:
+    def finds_buffers(self) -> bool:
         """Whether its constructor drew buffers that no state dict holds, which it notes."""
-        one, other = (_drawn(schedule, original, self.depth, seed)[0] for seed in (0, 1))
+        one, other = (self.small.drawn(seed=seed)[0] for seed in (0, 1))
         others = dict(other.named_buffers())
         self.buffers = {
             name: buffer
@@ -278,14 +301,11 @@ class _Reference:
         }
         return bool(self.buffers)
 
-    def uncalled(
-        self, schedule: Any, original: types.ModuleType, paths: Collection[str]
-    ) -> frozenset[str]:
+    def uncalled(self, paths: Collection[str]) -> frozenset[str]:
         """The modules that the original does not call in training, though it does some inside."""
         if not paths:
             return frozenset()
-        model = _drawn(schedule, original, self.depth)[0].to(self.dtype).train()
-        model.load_state_dict(self.weights)
+        model = self._built().train()
         named = {module: path for path, module in model.named_modules()}
         ran: set[str] = set()
         watched = ((module, lambda m, *_: ran.add(named[m]), None) for module in named)
@@ -302,38 +322,36 @@ class _Rank:
     threads share: one rank builds after the other, and none runs before all are built.
     """
 
-    def __init__(
-        self, reference: _Reference, schedule: Any, output: Emitted, world: int, updates: bool
-    ) -> None:
-        self.reference, self.schedule, self.output = reference, schedule, output
-        self.updates, self.world = updates, world
+    def __init__(self, reference: _Reference, output: Emitted, world: int, updates: bool) -> None:
+        self.reference, self.output, self.world, self.updates = reference, output, world, updates
         self.building, self.built = threading.Lock(), threading.Barrier(world)
         self.build: Callable[[], nn.Module] | None = None
 
     def __call__(self, turn: threading.Lock) -> Step:
         """The step, with the original's weights; `turn` is held by the rank that computes."""
+        given, small = self.reference, self.reference.small
         world_of = _helper(self.output, "world_of") if self.world > 1 else None
         made_of = world_of(self.world, dist.get_rank()) if world_of else contextlib.nullcontext()
         try:
             with self.building, turn, alone(), made_of:
                 if self.build is None:
-                    made = (self.schedule, self.output.module, self.reference.depth)
-                    self.build = small_model.small_builder(*made)
+                    self.build = small_model.small_builder(
+                        small.schedule, self.output.module, small.depth
+                    )
                 small_model.seed_torch(0)
-                model = self.build().to(self.reference.dtype)
-                model.load_state_dict(self.reference.weights)
+                model = self.build().to(given.dtype)
+                model.load_state_dict(given.weights)
                 if take := _helper(self.output, "take_buffers"):
-                    take(model, self.reference.buffers)
+                    take(model, given.buffers)
         except BaseException as error:
             self.built.abort()
             self._tell(error)
             raise
         self.built.wait(PATIENCE_S)
-        given = self.reference
         with turn:
             try:
                 return _step(
-                    self.schedule, model, given.inputs, self.output, given.want, self.updates
+                    small.schedule, model, given.inputs, self.output, given.want, self.updates
                 )
             except ValueError as error:
                 self._tell(error)
@@ -345,18 +363,18 @@ class _Rank:
             raise UnfitError from error
 
 
-def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> list[_Reference]:
+def _references(small: _Small) -> list[_Reference]:
     """Steps of the original's small model.
 
     One with a mask and a cache in double precision is enough: what these need single precision for
     is compared without them as well, as no other comparison is as sharp.
     """
-    ways = (False,) if hasattr(schedule, "inputs") else (True, False)
+    ways = (False,) if hasattr(small.schedule, "inputs") else (True, False)
     found: list[_Reference] = []
     why = ""
     for whole in ways:
         try:
-            reference = _reference(schedule, original, depth, whole)
+            reference = _reference(small, whole)
         except TooLargeError:
             if whole:  # without them inputs may be smaller
                 continue
@@ -372,17 +390,14 @@ def _references(schedule: Any, original: types.ModuleType, depth: int = 2) -> li
     return found
 
 
-def _reference(
-    schedule: Any, original: types.ModuleType, depth: int, whole: bool
-) -> _Reference | None:
+def _reference(small: _Small, whole: bool) -> _Reference | None:
     """A step of the original's small model; None where one with a mask says nothing."""
     fails: list[str] = []
     for dtype in LIMIT:
         try:
-            model, drawn = _drawn(schedule, original, depth)
+            model, drawn = small.drawn()
             model = model.to(dtype)
-            inputs = small_model.training_inputs(schedule, model, whole)
-            inputs = in_dtype(inputs, dtype)
+            inputs = in_dtype(small_model.training_inputs(small.schedule, model, whole), dtype)
             elements = sum(tensor.numel() for tensor in tensors(inputs))
             size = sum(p.numel() for p in model.parameters())
             if size > MOST_OF_SMALL or elements > MOST_ELEMENTS:
@@ -391,7 +406,7 @@ def _reference(
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * NOISE)
             weights = copy.deepcopy(model.state_dict())
-            want = _step(schedule, model, inputs, None)
+            want = _step(small.schedule, model, inputs, None)
         except TooLargeError:
             raise
         except Exception as error:  # whatever the user's model does
@@ -399,32 +414,17 @@ def _reference(
             continue
         # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
         if not whole or all(bool(g.isfinite().all()) for g in want.gradients.values()):
-            return _Reference(drawn, weights, inputs, dtype, want, depth)
+            return _Reference(small, drawn, weights, inputs, dtype, want)
     if len(fails) == len(LIMIT):
         raise DoesNotRunError(fails[0])
     return None
 
 
-def _drawn(
-    schedule: Any, module: types.ModuleType, depth: int, seed: int = 0
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small model, and the weights that its constructor draws from a seed."""
-    small_model.seed_torch(seed)
-    model = small_model.build_small(schedule, module, depth)
-    return model, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def _check_start(
-    drawn: Mapping[str, torch.Tensor] | None,
-    depth: int,
-    schedule: Any,
-    original: types.ModuleType,
-    output: Emitted,
-) -> None:
+def _check_start(small: _Small, drawn: Mapping[str, torch.Tensor] | None, output: Emitted) -> None:
     """In one process the output draws the weights that the original draws."""
     try:
-        wanted = drawn if drawn is not None else _drawn(schedule, original, depth)[1]
-        model, found = _drawn(schedule, output.module, depth)
+        wanted = drawn if drawn is not None else small.drawn()[1]
+        model, found = small.drawn(output.module)
     except Exception:  # it may be made for several ranks alone; what fails there is told there
         return
     maps = _helper(output, "weight_maps")
@@ -436,7 +436,7 @@ def _check_start(
         if want.is_meta:  # of a layer that a cached function made once, without memory
             continue
         if not torch.equal(have, want) and error(want, have):
-            again = _drawn(schedule, original, depth)[1]
+            again = small.drawn()[1]
             if torch.equal(again[name], want):
                 raise OtherStartError(1, name, error(want, have), "it starts otherwise:")
 

@@ -14,7 +14,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes import recomputation
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model import rehearsal
-from slapo_rewrite.model.rehearsal import _references
+from slapo_rewrite.model.rehearsal import _references, _Small
 from slapo_rewrite.model.simulated_ranks import on_ranks
 from slapo_rewrite.model.step_results import Step, worst
 from slapo_rewrite.runtime import guards
@@ -97,7 +97,7 @@ def test_a_schedules_loss_that_fails_leaves_outputs_and_gradients_to_compare():
         inputs=lambda model: {"input": torch.randn(2, 4)},
         loss=lambda outputs: outputs["loss"],
     )
-    (reference,) = _references(schedule, nn)  # type: ignore[arg-type]
+    (reference,) = _references(_Small(schedule, nn))  # type: ignore[arg-type]
     assert reference is not None
     assert reference.want.loss is None
     assert all(gradient.any() for gradient in reference.want.gradients.values())
@@ -117,7 +117,7 @@ def test_a_parameter_without_elements_is_compared():
         inputs=lambda model: {"input": torch.randn(2, 4)},
         loss=lambda outputs: outputs.square().sum(),
     )
-    (reference,) = _references(schedule, nn)  # type: ignore[arg-type]
+    (reference,) = _references(_Small(schedule, nn))  # type: ignore[arg-type]
     assert reference is not None and reference.want.gradients["tokens"].shape == (0, 3)
     assert worst(reference.want, reference.want)[0] == 0
 
@@ -304,7 +304,7 @@ def test_where_a_mask_makes_no_numbers_it_is_left_out(in_single, compared):
     made = types.SimpleNamespace(
         model=lambda m: Model(), loss=lambda outputs: outputs.square().sum()
     )
-    found = _references(made, nn)  # type: ignore[arg-type]
+    found = _references(_Small(made, nn))  # type: ignore[arg-type]
     assert [(r.dtype, "attention_mask" in r.inputs) for r in found] == compared
 
 
