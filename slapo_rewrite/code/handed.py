@@ -119,7 +119,7 @@ class Handed:
     def _own(self, statement: ast.stmt, state: _State) -> _State:
         """A statement without its blocks: what it changes, hands on and binds, in this order."""
         self._check(statement, state)
-        nodes = [*own_nodes(statement)]
+        nodes = own_nodes(statement)
         for node in nodes:
             match node:
                 case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in MUTATING:

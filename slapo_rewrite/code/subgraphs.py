@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import blocks, statements
@@ -353,8 +354,18 @@ def root_of(node: ast.expr) -> str | None:
                 return node.id if isinstance(node, ast.Name) else None
 
 
-def own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:
+def own_nodes(statement: ast.stmt) -> tuple[ast.expr, ...]:
     """The expressions of a statement, those of its blocks and of functions inside left out."""
+    # A method is followed anew from each module that it may be reached from.
+    if (known := _OWN.get(statement)) is None:
+        known = _OWN[statement] = tuple(_own_nodes(statement))
+    return known
+
+
+_OWN: WeakKeyDictionary[ast.stmt, tuple[ast.expr, ...]] = WeakKeyDictionary()
+
+
+def _own_nodes(statement: ast.stmt) -> Iterator[ast.expr]:
     waiting: list[ast.AST] = [statement]
     while waiting:
         node = waiting.pop()

@@ -56,6 +56,7 @@ class StandIn:
         except Exception as error:
             raise CannotStandIn(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         self.tree, self.small, self.treated = tree, Tree(small), treated
+        self._made: dict[Node, Hashable] = {}  # what each module is made of, as far as known
         self.paths: dict[str, str] = {}  # the module that each of the small model's stands for
         self._pair(tree.root, self.small.root)
 
@@ -80,11 +81,12 @@ class StandIn:
         """Has every kind of element, and every treatment, stood for by an element."""
         found: dict[Any, Node] = {}
         for child in node.children.values():
-            key = (_made_of(child), child.kind, self._treatment(child))
+            key = (self._made_of(child), child.kind, self._treatment(child))
             found.setdefault(key, child)
         waiting = list(found.values())
         for element in like.children.values():
-            fitting = [c for c in found.values() if _made_of(c) == _made_of(element)]
+            made = self._made_of(element)
+            fitting = [c for c in found.values() if self._made_of(c) == made]
             if not fitting:
                 raise CannotStandIn(f"nothing in {node.shown} is made like {element.shown}")
             chosen = next((c for c in fitting if c in waiting), fitting[0])
@@ -92,6 +94,20 @@ class StandIn:
             self._pair(chosen, element)
         if waiting:
             raise CannotStandIn(f"the small model has no element that is like `{waiting[0].path}`")
+
+    def _made_of(self, node: Node) -> Hashable:
+        """A module's class, the names and axes of its parameters, and what it holds, all the way.
+
+        Of a list or a dictionary, how many there are of each kind does not count.
+        """
+        if node not in self._made:
+            named = node.children.items()
+            inside: Hashable = tuple((name, self._made_of(child)) for name, child in named)
+            if _is_list(node):
+                inside = frozenset(self._made_of(child) for child in node.children.values())
+            own = tuple((name, parameter.dim()) for name, parameter in node.parameters.items())
+            self._made[node] = type_before_parametrizations(node.live), own, inside
+        return self._made[node]
 
     def _treatment(self, node: Node) -> Hashable:
         """What is asked of a module and of those in it."""
@@ -208,15 +224,3 @@ def _is_list(node: Node) -> bool:
         blocks = [*node.children.values()]
         return len({block.cls for block in blocks}) == 1 and all(block.children for block in blocks)
     return isinstance(node.live, (nn.ModuleList, nn.ModuleDict))
-
-
-def _made_of(node: Node) -> Hashable:
-    """A module's class, the names and axes of its parameters, and what it holds, all the way down.
-
-    Of a list or a dictionary, how many there are of each kind does not count.
-    """
-    inside: Hashable = tuple((name, _made_of(child)) for name, child in node.children.items())
-    if _is_list(node):
-        inside = frozenset(_made_of(child) for child in node.children.values())
-    own = tuple((name, parameter.dim()) for name, parameter in node.parameters.items())
-    return type_before_parametrizations(node.live), own, inside

@@ -8,6 +8,7 @@ values, which the meta device has not, are answered here for both runs alike.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -206,7 +207,7 @@ class Trace(TorchFunctionMode):
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's tensors are."""
-    found = (t.device for t in (*model.parameters(), *model.buffers()))
+    found = (t.device for t in itertools.chain(model.parameters(), model.buffers()))
     return next(found, torch.device("meta"))
 
 
