@@ -295,12 +295,14 @@ class _Lowering:
 
     def _follow(self, run: Callable[[ShardingRequest], ShardingResult]) -> ShardingResult:
         """What follows from the sharded sizes, with the syncs that are to be inferred."""
-        refused: CannotFollow | None = None
+        refused: tuple[CannotFollow, CannotFollow | None] | None = None
         # What failed: from one start all ways of repairing it go alike for a while.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []
         starts = list(self.inference.starts(self.states, self._asked().layers))
         for states, at_values in itertools.product(starts, (False, True)):
             repaired: dict[str, ModuleRequests] | None = states
+            failed: CannotFollow | None = None
+            before: CannotFollow | None = None
             while repaired is not None:
                 self.states = repaired
                 asked = self._asked()
@@ -314,12 +316,16 @@ class _Lowering:
                 known = (at_statement(self.files, m) for m in failed.at_values if at_values)
                 missing = next(filter(None, known), None)
                 repaired = self.inference.mended(self.states, asked.layers, failed, missing)
-            refused = refused or failed
+                before = failed if repaired is not None else before
+            assert failed is not None
+            refused = refused or (failed, before)
         assert refused is not None
-        raise self._unfollowable(refused) from None
+        raise self._unfollowable(*refused) from None
 
-    def _unfollowable(self, error: CannotFollow) -> errors.UnfollowableSize:
-        """The error as a user sees it."""
+    def _unfollowable(
+        self, error: CannotFollow, before: CannotFollow | None
+    ) -> errors.UnfollowableSize:
+        """The error as a user sees it; `before` is what was mended last, by a collective."""
         at = self.files.span(error.place) if error.place is not None else None
         shares = [share.cause.at for state in self.states.values() for share in state.shares]
         causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
@@ -327,6 +333,10 @@ class _Lowering:
         hint = error.hint
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
             hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
+        # What is refused may only follow from what made a gather necessary.
+        if before is not None and (gather := before.remedy) and gather.operation == "all_gather":
+            since = f"what `{gather.path}` gives was gathered, since {before}"
+            hint = f"{hint}; {since}" if hint else since
         return errors.UnfollowableSize(
             str(error).replace("``", "`s`"),
             at=places[0] if places else None,

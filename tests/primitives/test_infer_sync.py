@@ -301,3 +301,14 @@ def test_a_module_that_is_given_the_table_may_say_where_its_parts_are_joined(tmp
     line = '.sync("fwd_post", "all_gather", axis=-1)'
     model = texts(rewritten(tmp_path, OF_ANOTHER, OF_IDS + f'    s["head"]{line}\n'))["model"]
     assert "x = all_reduce_gradient(x)\n        return all_gather(x @ emb.weight.T)" in model
+
+
+def test_a_refusal_behind_a_gather_says_what_made_it_necessary(tmp_path):
+    top = (
+        "class Act(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        return x.relu()\n\n    @staticmethod\n    def backward(_, g):\n        return g\n"
+    )
+    source = SOURCE.replace("class MLP", f"{top}\n\nclass MLP").replace("torch.relu(", "Act.apply(")
+    text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
+    assert "`block.mlp.down` is split over its inputs, but its input is whole" in text
+    assert "what `block.mlp.up` gives was gathered, since `Act` works on a part" in text
