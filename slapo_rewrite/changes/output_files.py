@@ -236,6 +236,7 @@ class OutputFiles:
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says for the first of several elements that are alike the names of all of them."""
+        self._siblings.clear()
         self._siblings.update(known)
 
     def stands_for(self) -> dict[str, str]:

@@ -138,6 +138,7 @@ class _Lowering:
             try:
                 followed = self._follow(followed_itself)
                 reduced = nullcontext
+                self.files.siblings({})  # none stands for others
             except CannotRun as error:
                 self.states = few
                 with alike.reduced():

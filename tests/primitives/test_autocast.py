@@ -472,6 +472,47 @@ SPLIT_PAIR = """\
 """
 
 
+NOTED = """\
+class Part(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.a = nn.Linear(8, 16)
+        self.b = nn.Linear(16, 8)
+
+    def forward(self, x, seen):
+        seen[self.number] = x
+        return x + self.b(self.a(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part(i) for i in range(3)])
+
+    def forward(self, x):
+        seen = {}
+        for part in self.parts:
+            x = part(x, seen)
+        if len(seen) != 3:
+            raise ValueError("a part was left out")
+        return x
+"""
+
+
+def test_split_layers_of_which_none_stands_for_others_compute_alike(tmp_path):
+    """Such as fill a cache by their numbers."""
+    schedule = ONE % "" + SPLIT_PAIR.replace('["a"]', '["parts.*.a"]').replace(
+        '["b"]', '["parts.*.b"]'
+    )
+    output = rewritten(tmp_path, HEAD + NOTED, schedule)
+    lines = changed_lines(output)
+    assert "BFloat16ColumnParallelLinear(8, 16)" in lines and "HalfPart" not in lines
+    assert "i == 0" not in lines
+    report = verify(written(tmp_path, output).parent, [1, 2])
+    assert report.ok, report.render()
+
+
 @pytest.mark.parametrize("lines", ["", SPLIT_PAIR])
 @pytest.mark.parametrize("paths", ["b", "{a,b}"])
 def test_a_layer_that_is_decomposed_is_kept_or_refused_and_the_advice_works(lines, paths, tmp_path):
