@@ -146,8 +146,9 @@ class _Lowering:
         self.states, inferred = named(self.states, len(self.directives))
         with reduced():
             asked = self._asked()
-            shortened = alike.shortened if reduced == alike.reduced else nullcontext
-            mixed = precision.follow(shortened, step_inputs, small)
+            is_reduced = reduced == alike.reduced
+            shortened = alike.shortened if is_reduced else nullcontext
+            mixed = precision.follow(shortened, step_inputs, small if is_reduced else None)
             forks = Forks(self.tree, self.states, self.files)
             forks.check(followed)
             self._place(asked, followed, mixed)

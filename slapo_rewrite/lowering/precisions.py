@@ -108,11 +108,12 @@ class Mixing:
         self,
         shortened: Callable[[], AbstractContextManager[None]],
         step_inputs: MakeInputs,
-        small: MakeSmall,
+        small: MakeSmall | None,
     ) -> Mixed | None:
         """What follows; None where nothing is asked.
 
-        `shortened` is the model with one element of each kind, which stands for the others.
+        `shortened` is the model with one element of each kind, which stands for the others; where
+        none does, `small` is None.
         """
         if not self.asked:
             return None
@@ -146,7 +147,7 @@ class Mixing:
         wanted: Wanted,
         shortened: Callable[[], AbstractContextManager[None]],
         step_inputs: MakeInputs,
-        small: MakeSmall,
+        small: MakeSmall | None,
     ) -> Precisions:
         """Follows the model, or a small one in its place where it does not run without values."""
         model, texts = self.tree.root.live, self.files.text_of
@@ -155,6 +156,13 @@ class Mixing:
                 return follow_precision(model, paths, step_inputs(), texts, wanted)
         except CannotRun as error:
             why: Exception = error
+        if small is None:
+            raise CannotCast(
+                f"the model does not run on the meta device ({why}), and a small one has not all "
+                "layers, each of which has to be followed beside split ones",
+                None,
+                "leave out the `autocast` or what is split: either is followed alone",
+            ) from why
         try:
             like = StandIn(self.tree, self.states, small)
             own = {id(like.small.nodes[path].live): means for path, means in like.paths.items()}

@@ -472,6 +472,7 @@ SPLIT_PAIR = """\
 """
 
 
+SPLIT_PARTS = SPLIT_PAIR.replace('s["', 's["parts.*.')
 NOTED = """\
 class Part(nn.Module):
     def __init__(self, number):
@@ -502,15 +503,22 @@ class Model(nn.Module):
 
 def test_split_layers_of_which_none_stands_for_others_compute_alike(tmp_path):
     """Such as fill a cache by their numbers."""
-    schedule = ONE % "" + SPLIT_PAIR.replace('["a"]', '["parts.*.a"]').replace(
-        '["b"]', '["parts.*.b"]'
-    )
-    output = rewritten(tmp_path, HEAD + NOTED, schedule)
+    output = rewritten(tmp_path, HEAD + NOTED, ONE % "" + SPLIT_PARTS)
     lines = changed_lines(output)
     assert "BFloat16ColumnParallelLinear(8, 16)" in lines and "HalfPart" not in lines
     assert "i == 0" not in lines
     report = verify(written(tmp_path, output).parent, [1, 2])
     assert report.ok, report.render()
+
+
+def test_a_small_model_is_not_followed_for_layers_of_which_none_stands_for_others(tmp_path):
+    """The others would have no casts."""
+    in_eval = "        if not self.training:\n            x = x * x.max().item()\n"
+    valued = NOTED.replace("        if len", f"{in_eval}        if len")
+    text = refused(tmp_path, HEAD + valued, ONE % "" + SPLIT_PARTS, "SR305")
+    assert "a small one has not all layers" in text and "either is followed alone" in text
+    for schedule in (ONE % "", (ONE % "").replace("s.autocast()", "pass") + SPLIT_PARTS):
+        assert changed_lines(rewritten(tmp_path, HEAD + valued, schedule))
 
 
 @pytest.mark.parametrize("lines", ["", SPLIT_PAIR])
