@@ -50,10 +50,10 @@ PYTEST = $(BIN)/python -m compileall -q slapo_rewrite rules tests benchmark && O
 
 # TESTS="tests/rules tests/test_docs.py" runs these alone.
 test: $(READY)
-	$(PYTEST) -m 'not long' $(TESTS)
+	$(PYTEST) -m 'not (long or release)' $(TESTS)
 
 test-long: $(READY)
-	$(PYTEST) -m long
+	$(PYTEST) -m 'long or release'
 
 # In one run, which imports what takes long and makes what many tests look at once.
 test-all: $(READY)

@@ -15,7 +15,7 @@ def long(*values: Any) -> Any:
 
 def release(*values: Any) -> Any:
     """Further cases that take long, and are seldom the first that break."""
-    return pytest.param(*values, marks=(pytest.mark.long, pytest.mark.release))
+    return pytest.param(*values, marks=pytest.mark.release)
 
 
 def all_but(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:

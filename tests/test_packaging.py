@@ -121,7 +121,6 @@ def test_the_release_is_called_alike_everywhere():
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_a_source_distribution_installed_in_an_empty_environment_does_the_tutorial(tmp_path):
     """What it depends on is found where the tests have it, since torch takes minutes to install."""
     (tmp_path / "source").mkdir()

@@ -27,7 +27,6 @@ def test_figures_meet_the_bars():
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.processes
 def test_a_smaller_model_is_started_so_too():
     ranks = 2

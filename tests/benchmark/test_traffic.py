@@ -128,7 +128,6 @@ def interpreted():
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_kernels_move_what_is_counted_for_them(interpreted):
     found = []
 

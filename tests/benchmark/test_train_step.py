@@ -49,7 +49,6 @@ def results(prepared, tmp_path_factory):
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_it_measures_every_variant(results):
     row = results["steps"]["BERT-large"]
     assert not row["failed"]

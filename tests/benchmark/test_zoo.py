@@ -19,7 +19,6 @@ def test_every_original_is_given_back_by_an_empty_schedule():
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_a_family_comes_out_as_recorded():
     known = {found["family"]: found for found in OUTCOMES}
     right = [n for n, f in known.items() if zoo.runs(f) and f.get("seconds", 9) < 3]

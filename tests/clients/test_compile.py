@@ -104,7 +104,6 @@ def check_compiled(folder: Path, name: str, variant: str, backend: str) -> None:
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "variant", "world", "backend"),

@@ -51,7 +51,6 @@ def test_its_command_answers(output, capsys):
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.processes
 def test_by_pre_commit_itself(output, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")

@@ -60,7 +60,6 @@ def run(repository: Path) -> list[int]:
 
 
 @pytest.mark.release
-@pytest.mark.long
 @pytest.mark.processes
 def test_a_pull_request_is_commented_and_checked(repository):
     assert run(repository) == [0, 0, 0, 0]

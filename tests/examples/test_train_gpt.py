@@ -61,7 +61,6 @@ def test_a_few_steps_are_those_of_one_process(folder, monkeypatch):
 
 
 @pytest.mark.release
-@pytest.mark.long
 def test_the_example_trains_as_one_process_does(folder):
     single = losses(folder, "train.py", "--single", "--steps", "60")
     assert len(single) == 60 and single[0] > 5.5 and single[-1] < 2.6

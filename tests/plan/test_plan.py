@@ -381,6 +381,7 @@ def test_short_steps_wait_for_the_host(tmp_path, capsys):
     assert found[0]["seconds"] == pytest.approx(found[1]["seconds"], rel=0.2)
 
 
+@pytest.mark.long
 def test_products_that_the_schedule_has_in_half_precision_are_as_fast_as_these(tmp_path, capsys):
     """And those in single precision as slow, whatever is trained in."""
     seconds = {}

@@ -196,6 +196,7 @@ s.match(".*[qkv]_proj|.*gate_proj|.*up_proj").shard("weight", axis=0)
     """
 
 
+@pytest.mark.long
 def test_a_budget_is_that_of_one_of_the_ranks_that_share_layers(tmp_path, as_on_a_cpu):
     line = f's["model.layers.*"].checkpoint(budget=budget, ranks=2, {STEP})'
     schedule = schedule_of("llama", tmp_path, SPLIT + line)
