@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,10 +36,10 @@ from slapo_rewrite.sharding.boundaries import (
 )
 from slapo_rewrite.sharding.functional_layers import is_linear
 from slapo_rewrite.sharding.local_values import install_values
+from slapo_rewrite.sharding.own_backward import made_of_parts, refused
 from slapo_rewrite.sharding.packed_parts import ratio_of
 from slapo_rewrite.sharding.placements import (
     PARTIAL,
-    REDUCE,
     REPLICATE,
     SHARD,
     PlacementError,
@@ -49,7 +49,6 @@ from slapo_rewrite.sharding.rank_state import Run, memory_of
 from slapo_rewrite.sharding.tracked_sizes import Attribute, Size
 from slapo_rewrite.sharding.types import (
     Indivisible,
-    MissingCollective,
     ModuleBoundary,
     ShardedParameter,
     layer_key,
@@ -106,38 +105,27 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
             return computed(*operands)
         given, before = list(tensors((args, kwargs))), len(run.alive)
         states = [run.flow.of(t) for t in given]
-        _check_function(cls, states)
         run.flow.check_backward(f"the `backward` of `{cls.__name__}`", given)
+        made: list[torch.Tensor] | None = None
+        if any(state.kind != REPLICATE for state in states):
+            made = made_of_parts(run, cls, args, states)
         result = plain.__get__(None, cls)(*args, **kwargs)
-        _check_function(cls, [run.flow.of(t) for t in run.alive[before:]])
+        results = list(tensors(result))
+        if made is not None:
+            for one, other in zip(made, results, strict=True):
+                run.same(one, other)
+            return result
+        inside = [run.flow.of(t) for t in run.alive[before:]]
+        if any(state.kind != REPLICATE for state in inside):
+            raise refused(cls, inside, "it makes that itself")
         known = run.flow.joined(cls.__name__, given, states)
-        for tensor in tensors(result):
+        for tensor in results:
             run.flow.set(tensor, known)
             run.alive.append(tensor)
         return result
 
     function.apply = classmethod(apply)
     undo.append(lambda: setattr(function, "apply", plain))
-
-
-def _check_function(cls: type, states: Iterable[State]) -> None:
-    """Refuses what a function with a `backward` of its own is given, or makes, where it is split.
-
-    Inside it nothing needs a gradient, so that none would be found missing.
-    """
-    state = next((s for s in states if s.kind != REPLICATE), None)
-    if state is None:
-        return
-    is_part = state.kind == SHARD
-    raise PlacementError(
-        f"`{cls.__name__}` works on {'a part' if is_part else 'a partial sum'}, "
-        "and what its own `backward` does with the gradient cannot be followed",
-        "gather the value before" if is_part else REDUCE,
-        state.source,
-        remedy=MissingCollective.whole_of(state.border, state.axis)
-        if is_part
-        else MissingCollective.sum_of(state.border),
-    )
 
 
 def _places(run: Run) -> dict[int, list[tuple[dict[str, nn.Module | None], str]]]:

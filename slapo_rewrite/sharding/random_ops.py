@@ -40,7 +40,7 @@ _CALLING = os.path.join("torch", "nn", "modules", "module.py")
 
 def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
     """Notes an operation that draws random numbers: for a value that all ranks have, or a part."""
-    if not _draws(name, args, kwargs):
+    if not draws(name, args, kwargs):
         return
     for output in outputs:
         split = run.split_axes(output)
@@ -80,7 +80,8 @@ def out_of_step(
                 break
 
 
-def _draws(name: str, args: Any, kwargs: Any) -> bool:
+def draws(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers."""
     if name in _DROPPING:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
         return bool(given.get("p", 0.5)) and given.get("training", True) is not False

@@ -306,7 +306,8 @@ def test_a_module_that_is_given_the_table_may_say_where_its_parts_are_joined(tmp
 def test_a_refusal_behind_a_gather_says_what_made_it_necessary(tmp_path):
     top = (
         "class Act(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
-        "        return x.relu()\n\n    @staticmethod\n    def backward(_, g):\n        return g\n"
+        "        return x.relu()\n\n    @staticmethod\n    def backward(_, g):\n"
+        "        return g.flip(-1)\n"
     )
     source = SOURCE.replace("class MLP", f"{top}\n\nclass MLP").replace("torch.relu(", "Act.apply(")
     text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
