@@ -217,8 +217,11 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
         own = [f's["{path}"][:{part}]{found[path]}.checkpoint()' for path in paths]
         return oracle.refusal([*lines, *own]) if own else None
 
-    refused = {path: no for path in shared(found) if (no := refusal([path], 1.0)) is not None}
-    ways = [[path] for path in shared(found) if path not in refused]
+    # All of them together, as they will be; only where that is refused is each asked for alone.
+    every = shared(found)
+    alone = every if refusal(every, 1.0) is not None else ()
+    refused = {path: no for path in alone if (no := refusal([path], 1.0)) is not None}
+    ways = [[path] for path in every if path not in refused]
     # What one class makes in a loop is the same in all of its instances.
     makers = {path: nodes[path].owner for path in refused}
     for cls in dict.fromkeys(owner.cls for owner in makers.values() if owner is not None):
@@ -227,7 +230,9 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
             ways.append(alike)
     kept = {path for way in ways for path in way}
     # What is split is followed anew each time: all of those together that are right without it.
-    counted = [way for way in ways if refusal(way, 0.5) is None]
+    counted = ways
+    if refusal([path for way in ways for path in way], 0.5) is not None:
+        counted = [way for way in ways if refusal(way, 0.5) is None]
     if refusal([path for way in counted for path in way], 0.5, *split.lines()) is not None:
         counted = [way for way in counted if refusal(way, 0.5, *split.lines()) is None]
     uncounted = kept.difference(*counted)

@@ -53,8 +53,12 @@ class Recompute(Recomputed, WrapForward):
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Around `forward`, if that can run twice."""
-        left = left_out(to, node, cause)
-        change = replace(self.checked(to, node, [node], cause), left=left)
+        # The same whatever else is asked: a search asks again and again.
+        known, key = to.files.sources.followed, ("recomputed", node.path, self)
+        if key not in known:
+            left = left_out(to, node, cause)
+            known[key] = replace(self.checked(to, node, [node], cause), left=left)
+        change = known[key]
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write_at(self, text: ClassText, place: Place) -> None:
