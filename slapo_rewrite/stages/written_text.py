@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from slapo_rewrite.code import runs
 from slapo_rewrite.code.evaluate import KnownObject
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
@@ -82,23 +83,13 @@ def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
 
 def comments_above(file: SourceFile, node: ast.stmt) -> list[str]:
     """The comments on the lines before a statement."""
-    found: list[str] = []
-    number = node.lineno - 1
-    while (line := file.line(number).strip()).startswith("#"):
-        found.insert(0, line)
-        number -= 1
-    return found
-
-
-def comment_beside(file: SourceFile, node: ast.stmt) -> str:
-    """The comment behind a statement."""
-    _, end = file.span(node)
-    rest = file.text[end:].partition("\n")[0].strip()
-    return f"  {rest}" if rest.startswith("#") else ""
+    return [
+        file.line(n).strip() for n in range(runs.comments_above(file, node.lineno), node.lineno)
+    ]
 
 
 def comment_after(file: SourceFile, node: ast.AST) -> str:
-    """The comment behind an argument that is the last on its line."""
+    """The comment behind a statement, or an argument that is the last on its line."""
     _, end = file.span(node)
     rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
     return f"  {rest}" if rest.startswith("#") else ""
