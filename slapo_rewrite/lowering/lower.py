@@ -41,7 +41,7 @@ from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.representatives import Representatives
-from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.sharding.types import (
@@ -185,7 +185,7 @@ class _Lowering:
             for change, cause in state.asks(Requested):
                 change.place(to, node, cause)
         owners = self._owners(asked)
-        holders = _holders(self.tree, owners)
+        holders = asked.holders(self.tree)
         place_sizes(to, owners, holders)
         place_gradients(to, owners, holders)
         place_losses(to, followed.losses.values())
@@ -412,17 +412,6 @@ def _check_called(path: str, state: ModuleRequests) -> None:
             cause=state.inlined.cause,
             hint="schedule what it holds, or the module that calls it",
         )
-
-
-def _holders(tree: Tree, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
-    """For every module below sharded parameters or with some: the nearest that has them."""
-    found: dict[str, Node] = {}
-    for path, node in tree.nodes.items():
-        if path in owners:
-            found[path] = node
-        elif node.parent is not None and node.parent.path in found:
-            found[path] = found[node.parent.path]
-    return found
 
 
 def _without_frames(error: CannotFollow) -> CannotFollow:

@@ -74,8 +74,7 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
         _know_parameters(run)
         for path, name in sorted(run.wanted.once):
             _install_once(run, run.tree.nodes[path], name, undo)
-        holders = _holders(run)
-        for path, holder in holders.items():
+        for path, holder in run.request.holders(run.tree, run.request.attributes).items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
         _watch_functions(run, undo)
         crossed = [_live_at(run.tree.nodes[path]) for path in run.request.borders]
@@ -367,25 +366,6 @@ def _know_parameters(run: Run) -> None:
         read = nn.Parameter(parameter.detach(), parameter.requires_grad)
         run.flow.set(read, State(grad_reduced=path))
         run.read_as[id(parameter)] = read
-
-
-def _holders(run: Run) -> dict[str, Node]:
-    """For every module below sharded parameters or with some: the nearest that has them.
-
-    A module that is asked for its share of an attribute alone stands for itself.
-    """
-    own: set[str] = set()
-    for path in (*run.request.layers, *run.request.parameters):
-        own.update(owner.path for owner in run.request.owners(run.tree.nodes[path]))
-    found: dict[str, Node] = {}
-    for path, node in run.tree.nodes.items():
-        if path in own:
-            found[path] = node
-        elif node.parent is not None and node.parent.path in found:
-            found[path] = found[node.parent.path]
-        elif path in run.request.attributes:
-            found[path] = node
-    return found
 
 
 def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None]]) -> None:

@@ -70,6 +70,14 @@ def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
     return b"".join(found).decode(errors="ignore")
 
 
+def expression_at(place: Place, editable: Callable[[str], str | None]) -> ast.expr | None:
+    """The expression that stands at a place; None where it is none."""
+    try:
+        return ast.parse(text_at(place, editable).strip(), mode="eval").body
+    except SyntaxError:
+        return None
+
+
 def function_at(
     frame: types.FrameType, editable: Callable[[str], str | None]
 ) -> ast.FunctionDef | None:
