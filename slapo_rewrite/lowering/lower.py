@@ -24,7 +24,7 @@ from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
 from slapo_rewrite.changes.parameters import place_biases, place_shard
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.pretrained import keep_all_treatments
-from slapo_rewrite.changes.reduced_gradients import place_gradients
+from slapo_rewrite.changes.reduced_gradients import ReducedGradients
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
@@ -187,7 +187,7 @@ class _Lowering:
         owners = self._owners(asked)
         holders = asked.holders(self.tree)
         place_sizes(to, owners, holders)
-        place_gradients(to, owners, holders)
+        ReducedGradients(to).place(owners, holders)
         place_losses(to, followed.losses.values())
         for statistic in followed.statistics:
             place_statistic(to, statistic)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.calls import around_layer, forward_as_call
 from slapo_rewrite.model.layers import Layer, Unit, layer_below, replicated
 from slapo_rewrite.model.results import tensors
@@ -141,11 +142,10 @@ def _check_function(cls: type, states: Iterable[State]) -> None:
 
 def _places(run: Run) -> dict[int, list[tuple[dict[str, nn.Module | None], str]]]:
     """Where each module is held, by its identity: the modules of what holds it, and the name."""
-    found: dict[int, list[tuple[dict[str, nn.Module | None], str]]] = {}
-    for modules in {id(n.live): n.live._modules for n in run.tree.nodes.values()}.values():
-        for name, module in modules.items():
-            found.setdefault(id(module), []).append((modules, name))
-    return found
+    each = {id(node.live): node.live._modules for node in run.tree.nodes.values()}.values()
+    return grouped(
+        (id(held), (modules, name)) for modules in each for name, held in modules.items()
+    )
 
 
 def _install_layer(
