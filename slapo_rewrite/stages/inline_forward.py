@@ -33,6 +33,7 @@ from slapo_rewrite.code.evaluate import (
 )
 from slapo_rewrite.code.liveness import breaks, live_after, local_names
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.runs import comment_after, comments_before
 from slapo_rewrite.code.text import accessor, listed
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment, is_module, steps_of
@@ -59,8 +60,6 @@ from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, is_picked_later, 
 from slapo_rewrite.stages.written_text import (
     alone,
     closed,
-    comment_after,
-    comments_above,
     dedented,
     enclosed,
     respelled,
@@ -211,7 +210,7 @@ class Flattening:
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> Result | None:
         """Writes statements; gives what they return, where they do."""
         for statement in body:
-            self.comments += comments_above(scope.file, statement)
+            self.comments += comments_before(scope.file, statement)
             result = self.statement(statement, scope)
             if result is not None:
                 return result

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slapo_rewrite.code import runs
 from slapo_rewrite.code.evaluate import KnownObject
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
@@ -79,20 +78,6 @@ def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
         line[indent:] if not line[:indent].strip() else line.lstrip() for line in rest.split("\n")
     ]
     return "\n".join([first, *lines])
-
-
-def comments_above(file: SourceFile, node: ast.stmt) -> list[str]:
-    """The comments on the lines before a statement."""
-    return [
-        file.line(n).strip() for n in range(runs.comments_above(file, node.lineno), node.lineno)
-    ]
-
-
-def comment_after(file: SourceFile, node: ast.AST) -> str:
-    """The comment behind a statement, or an argument that is the last on its line."""
-    _, end = file.span(node)
-    rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
-    return f"  {rest}" if rest.startswith("#") else ""
 
 
 def rewritten(text: str, edits: Mapping[Any, str]) -> str:
