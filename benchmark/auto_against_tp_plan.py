@@ -176,8 +176,9 @@ def taken(schedule: Schedule, is_small: bool) -> tuple[dict[str, float], float |
     """
     from slapo_rewrite.auto.placement_search import ON
     from slapo_rewrite.emit.rewrite import try_out
+    from slapo_rewrite.model.folded_step import StepShape
     from slapo_rewrite.plan.candidates import Predictor, Way
-    from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
+    from slapo_rewrite.plan.rewritten_step import counted_rewrite
     from slapo_rewrite.project import Project
 
     found: dict[str, float] = defaultdict(float)

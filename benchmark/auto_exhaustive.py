@@ -34,9 +34,10 @@ from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import ON, TOKENS, Search
 from slapo_rewrite.auto.shard_groups import Group, Shard, common_pattern, lines_of, with_parts
 from slapo_rewrite.auto.step import Given
+from slapo_rewrite.model.folded_step import StepShape
 from slapo_rewrite.model.layers import splits_of
 from slapo_rewrite.plan.candidates import Predictor, Way
-from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
+from slapo_rewrite.plan.rewritten_step import counted_rewrite
 from slapo_rewrite.project import Project
 
 NAME = "auto_exhaustive"

@@ -32,8 +32,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from benchmark import report
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.emitted import imported
-from slapo_rewrite.model.folded_step import Counted
-from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
+from slapo_rewrite.model.folded_step import Counted, StepShape
+from slapo_rewrite.plan.rewritten_step import counted_rewrite
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.load import ScheduleFile
 from slapo_rewrite.simulate.step_memory import Unfolded, in_runs, states

@@ -23,8 +23,9 @@ import torch
 from benchmark import report, train_step
 from benchmark.steps import STEPS, Step
 from slapo_rewrite.bundle import rules_folder
+from slapo_rewrite.model.folded_step import StepShape
 from slapo_rewrite.plan.candidates import Predictor, Way
-from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
+from slapo_rewrite.plan.rewritten_step import counted_rewrite
 from slapo_rewrite.project import Project
 from slapo_rewrite.simulate.hardware import hardware
 

@@ -47,8 +47,7 @@ class AddBias(Change):
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
                 raise errors.Unsupported(
                     f"`{ast.unparse(node.func)}` is not called with its input alone",
-                    at=text.file.at(node),
-                    cause=text.causes,
+                    **text.where(node),
                 )
             text.replace(node, lambda made: self._sum(made, text), why)
 

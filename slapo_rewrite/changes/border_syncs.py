@@ -55,8 +55,7 @@ class SyncInput(Change):
         if not positional:
             raise errors.Unsupported(
                 f"`{text.class_name}.forward` has no first argument",
-                at=text.file.at(forward),
-                cause=text.causes,
+                **text.where(forward),
             )
         name = self.of or positional[0]
         for collective in self.collectives:
@@ -108,8 +107,7 @@ class SyncOutput(Change):
             raise errors.Unsupported(
                 f"`{text.class_name}.forward` returns its first tensor inside of something that "
                 "is not written out here",
-                at=text.file.at(value),
-                cause=text.causes,
+                **text.where(value),
                 hint="return a tuple or a call that names the tensor, or put the sync on a module "
                 "inside",
             )
@@ -141,8 +139,7 @@ class SyncCall(Change):
         if found is None:
             raise errors.Unsupported(
                 "this call does not name the argument that the collective is for",
-                at=text.file.at(call),
-                cause=text.causes,
+                **text.where(call),
                 hint="put the sync on a module around it",
             )
         return found
@@ -161,8 +158,7 @@ class RegisterHook(Change):
         if place.index:
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
-                at=text.file.at(site.value),
-                cause=text.causes,
+                **text.where(site.value),
                 hint="put the sync on a module inside the element",
             )
         function = text.imports.function(self.function, text.causes)
@@ -202,8 +198,7 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
             raise errors.Unsupported(
                 f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "
                 "is to be changed",
-                at=text.file.at(call),
-                cause=text.causes,
+                **text.where(call),
                 hint=f"schedule both alike, or give `{place.path}` a call of its own",
             )
     return [call for call, paths in found if paths[0] == place.path]

@@ -118,7 +118,10 @@ class ClassText:
         start, end = (place.line, place.column), (place.end_line, place.end_column)
         return self.classes.nodes_at(self.class_name, start, end)
 
-    def span_of(self, place: AtNode) -> errors.Span:
-        """A place as it is shown to the user."""
-        at = (place.line, place.column, place.end_line, place.end_column)
-        return errors.Span.of_bytes(self.file.display, at, self.file.line(place.line))
+    def where(self, at: ast.AST | AtNode) -> dict[str, Any]:
+        """The place of what a refusal is of, and who asks for it."""
+        if isinstance(at, ast.AST):
+            return {"at": self.file.at(at), "cause": self.causes}
+        span = (at.line, at.column, at.end_line, at.end_column)
+        shown = errors.Span.of_bytes(self.file.display, span, self.file.line(at.line))
+        return {"at": shown, "cause": self.causes}

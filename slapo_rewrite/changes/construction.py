@@ -108,8 +108,7 @@ class Construction(Change):
         if site.kind in ("alias", "factory") or not isinstance(site.call, ast.Call):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
-                at=text.file.at(site.value),
-                cause=text.causes,
+                **text.where(site.value),
                 hint=hint or "write the construction out: self.name = Class(...)",
             )
 
@@ -245,8 +244,7 @@ class UseSubclass(Construction):
             raise errors.UnfollowableConstruction(
                 f"elements of `{site.path}` differ, and what is called here is not "
                 f"`{self.original}` itself",
-                at=text.file.at(site.value),
-                cause=text.causes,
+                **text.where(site.value),
                 hint=f"write the construction out: {self.original}(...)",
             )
         name, callee = self.reference(text.imports, text.causes), site.callee
@@ -326,8 +324,7 @@ def _unit(unit: Unit, site: Site, text: ClassText) -> str:
         return str(unit.size)
     raise errors.UnfollowableConstruction(
         f"`{site.path}` must be split in multiples of `{unit.text}`, which is set later",
-        at=text.file.at(site.value),
-        cause=text.causes,
+        **text.where(site.value),
         hint=f"set `{attribute[0]}` above `self.{site.path}`",
     )
 
@@ -401,8 +398,7 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
         return loop.index
     refusal = errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ, and nothing counts them where they are made",
-        at=text.file.at(site.value),
-        cause=text.causes,
+        **text.where(site.value),
         hint="make them in the order in which the list holds them, from the first one on"
         if loop is not None and (loop.counter or isinstance(loop.node, ast.comprehension))
         else "number them in the source: for i, ... in enumerate(...)",
@@ -449,8 +445,7 @@ def _deciding(
             return level
     raise errors.UnfollowableConstruction(
         f"elements of `{site.path}` differ in a way that no single loop around this tells",
-        at=text.file.at(site.value),
-        cause=text.causes,
+        **text.where(site.value),
         hint="treat all elements of one list alike, or make each list where it has a name",
     )
 

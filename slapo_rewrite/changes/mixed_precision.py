@@ -111,8 +111,7 @@ class CastOperand(Change):
             return
         raise errors.Unsupported(
             "what is to be cast here cannot be told apart from what is beside it",
-            at=text.span_of(place),
-            cause=text.causes,
+            **text.where(place),
             hint="write it as a call with its arguments one by one, or as `a @ b`",
         )
 

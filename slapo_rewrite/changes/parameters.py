@@ -39,8 +39,7 @@ class BehindParameter(Change):
             if site.loops:
                 raise errors.UnfollowableConstruction(
                     f"`{site.path}` is made in a loop: its `{self.name}` cannot be named there",
-                    at=text.file.at(site.value),
-                    cause=text.causes,
+                    **text.where(site.value),
                     hint="let the constructor of a class of its own make it",
                 )
             owner = made = accessor(site.path)

@@ -18,27 +18,23 @@ from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
 from slapo_rewrite.directive import Causes, Directive, merged_causes
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.layers import SUMMING, summing_base
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.types import Reading
 
 
-def place_gradients(
-    to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
-) -> None:
+class ReducedGradients:
     """Adds up the gradients of every whole parameter that meets parts, wherever its like does."""
-    _Gradients(to).share(owners, holders)
 
-
-class _Gradients:
     def __init__(self, to: Placement) -> None:
         self.tree, self.states, self.files = to.tree, to.states, to.files
         self.followed = to.followed
-        self.readings: dict[tuple[str, str], list[Reading]] = {}
-        for reading in sorted(self.followed.readings, key=str):
-            self.readings.setdefault((reading.path, reading.name), []).append(reading)
+        ordered = sorted(self.followed.readings, key=str)
+        self.readings = grouped(((each.path, each.name), each) for each in ordered)
 
-    def share(self, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]) -> None:
+    def place(self, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]) -> None:
+        """Places the sums in the classes of what is split, and where others read parameters."""
         for (path, name), source in sorted(self.followed.shared.items()):
             causes = self._causes_of(source) or merged_causes(*owners.values())
             for reading in self.readings.get((path, name), ()):

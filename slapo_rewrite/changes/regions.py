@@ -191,6 +191,7 @@ class _Regions:
     def _take_out(self, wanted: _Wanted, change: RecomputeRegion) -> None:
         """A method of the statements, and in their place its checkpointed call."""
         run, method = wanted.calls.run, wanted.calls.method
+        asking = self.text.asked_by(wanted.causes)
         part = part_of(method, run)
         inputs = [name for name in part.inputs if name != "self"]
         self._check(wanted, part.unsure, inputs)
@@ -201,8 +202,7 @@ class _Regions:
             raise errors.Unsupported(
                 f"nothing that this part of `{self.class_name}.{method.name}` computes is read "
                 "later",
-                at=self.file.at(run[0]),
-                cause=wanted.causes,
+                **asking.where(run[0]),
                 hint="name more calls, those that use what it computes",
             )
         stars = {a.arg: s for a, s in ((method.args.vararg, "*"), (method.args.kwarg, "**")) if a}
@@ -217,7 +217,6 @@ class _Regions:
         why = f"`{name}`, checkpointed"
         statements, text = self._text(wanted)
         edit = statements.replaced(call)
-        asking = self.text.asked_by(wanted.causes)
         asking.place(run[0], edit, why)
         self._empty_caches(wanted, change, run[0], set(inputs))
 
@@ -233,22 +232,21 @@ class _Regions:
 
     def _check(self, wanted: _Wanted, unsure: tuple[str, ...], inputs: list[str]) -> None:
         run, method = wanted.calls.run, wanted.calls.method
+        asking = self.text.asked_by(wanted.causes)
         here = f"this part of `{self.class_name}.{method.name}`"
         found = obstacle(run, inputs) or varying(self.file, run)
         found = found or counted_in_file(self.file, method, run)
         if found is not None:
             raise errors.Unsupported(
                 f"{here} {found.words}",
-                at=self.file.at(found.node),
-                cause=wanted.causes,
+                **asking.where(found.node),
                 hint=found.hint,
             )
         if unsure:
             raise errors.Unsupported(
                 f"{here} cannot be a method of its own: `{unsure[0]}` is not bound on every way "
                 "through it",
-                at=self.file.at(run[0]),
-                cause=wanted.causes,
+                **asking.where(run[0]),
                 hint=f"bind `{unsure[0]}` before, or name calls so that it is bound and read on "
                 "one side",
             )
@@ -256,15 +254,12 @@ class _Regions:
             if argument and argument.arg in bound_in(*run):
                 raise errors.Unsupported(
                     f"{here} binds `{argument.arg}` anew",
-                    at=self.file.at(run[0]),
-                    cause=wanted.causes,
+                    **asking.where(run[0]),
                 )
         for statement in run:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id in ("locals", "__class__"):
-                    raise errors.Unsupported(
-                        f"{here} reads `{node.id}`", at=self.file.at(node), cause=wanted.causes
-                    )
+                    raise errors.Unsupported(f"{here} reads `{node.id}`", **asking.where(node))
 
     def _check_unchanged(self, wanted: _Wanted, start: ast.AST, given: list[ast.expr]) -> None:
         """What it is given stays as it is until the backward pass."""

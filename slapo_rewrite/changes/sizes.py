@@ -118,8 +118,7 @@ class ChangeArgument(Change):
         raise errors.UnfollowableSize(
             "an argument of this call depends on the sharded size, and cannot be told apart "
             "from the others",
-            at=text.span_of(place),
-            cause=text.causes,
+            **text.where(place),
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
 
@@ -225,8 +224,7 @@ class ParallelNormStatistic(Change):
             return
         raise errors.UnfollowableSize(
             "this is to be taken over all ranks, and cannot be told apart from what is beside it",
-            at=text.span_of(place),
-            cause=text.causes,
+            **text.where(place),
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
 

@@ -21,7 +21,6 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import in_else
 from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import accessor, returns, within
-from slapo_rewrite.directive import Causes
 from slapo_rewrite.sharding.tied_heads import head_of
 from slapo_rewrite.sharding.types import ParallelLoss, TiedHead
 
@@ -61,11 +60,8 @@ class VocabParallelLoss(Change):
         """Puts a loss of parts where the loss is, and a gather wherever it is not computed."""
         found = [(m, n) for m, n in text.nodes_at(place) if isinstance(n, ast.Call)]
         if not found:
-            raise _refused(
-                "the loss of this rank's part of the logits cannot be told apart here",
-                text.span_of(place),
-                text.causes,
-            )
+            words = "the loss of this rank's part of the logits cannot be told apart here"
+            raise _refused(words, text, place)
         method, call = found[0]
         self._change_call(text, call)
         calls = [n for p in self.losses for m, n in text.nodes_at(p) if m is method and n]
@@ -83,8 +79,8 @@ class VocabParallelLoss(Change):
             raise _refused(
                 "a vocabulary-parallel loss takes logits, targets, weights of classes, and by name "
                 "`ignore_index`, `reduction` and `label_smoothing`",
-                text.file.at(call),
-                text.causes,
+                text,
+                call,
             )
         third = len(call.args) > 2 and not any(isinstance(a, ast.Starred) for a in call.args[:3])
         is_told = third or any(k.arg == "vocab_size" for k in call.keywords)
@@ -92,8 +88,7 @@ class VocabParallelLoss(Change):
             raise errors.Unsupported(
                 f"this loss is told the classes of a rank's part of `{accessor(self.head)}`, and "
                 "the call does not name them",
-                at=text.file.at(call),
-                cause=text.causes,
+                **text.where(call),
                 hint="write `vocab_size=` in the call, and not among what `*` or `**` unpack",
             )
         named = self.function or (PLAIN if is_plain else "vocab_parallel_criterion")
@@ -147,8 +142,8 @@ class _Gathers:
                 if any(sides) and not all(sides):
                     raise _refused(
                         "some of the losses of these logits are left out where this does not hold",
-                        text.file.at(node),
-                        text.causes,
+                        text,
+                        node,
                     )
 
     def write(self, name: str, axis: int, head: str) -> None:
@@ -195,8 +190,8 @@ class _Gathers:
                 raise _refused(
                     f"`{name}` must be gathered where this condition does not hold, but other "
                     "conditions follow",
-                    self.text.file.at(other[0]),
-                    self.text.causes,
+                    self.text,
+                    other[0],
                 )
             elif other:
                 self.text.insert_before(other[0], line(), why)
@@ -244,13 +239,9 @@ class _Gathers:
         self.text.place(node, edit, GATHERED)
 
 
-def _refused(words: str, at: errors.Span, causes: Causes) -> errors.Unsupported:
-    return errors.Unsupported(
-        words,
-        at=at,
-        cause=causes,
-        hint='gather the logits instead: .sync("fwd_post", "all_gather", axis=-1)',
-    )
+def _refused(words: str, text: ClassText, at: ast.AST | AtNode) -> errors.Unsupported:
+    hint = 'gather the logits instead: .sync("fwd_post", "all_gather", axis=-1)'
+    return errors.Unsupported(words, **text.where(at), hint=hint)
 
 
 def _held(block: ast.AST | Sequence[ast.AST], calls: Sequence[ast.AST]) -> list[ast.AST]:
@@ -339,8 +330,7 @@ class GatherTiedHead(Change):
         if not found:
             raise errors.Unsupported(
                 "the product with the table of a split embedding cannot be told apart here",
-                at=text.span_of(place),
-                cause=text.causes,
+                **text.where(place),
             )
         for node in found:
             embedding = head_of(node)

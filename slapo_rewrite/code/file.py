@@ -12,11 +12,11 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.locate import module_name, near_files, package_for
+from slapo_rewrite.code.syntax import PLACED, end_position, position
 from slapo_rewrite.code.text import Position, bound_by
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
-_Placed = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
 _UTF8 = {"utf-8", "utf8", "utf-8-sig", "utf_8", "u8", "ascii", "us-ascii"}
 
 
@@ -136,7 +136,7 @@ class SourceFile:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """The character offsets of a node's first character and of the one after its last."""
-        begin, end = _position(node), _end(node)
+        begin, end = position(node), end_position(node)
         return self.offset(*begin), self.offset(*end)
 
     def segment(self, node: ast.AST) -> str:
@@ -146,7 +146,7 @@ class SourceFile:
 
     def at(self, node: ast.AST, note: str = "") -> errors.Span:
         """A node as a place in a diagnostic; the caret is as wide as the node on its first line."""
-        line = _position(node)[0]
+        line = position(node)[0]
         begin, end = self.span(node)
         start = self._starts[line - 1]
         text = self.line(line)
@@ -162,8 +162,8 @@ class SourceFile:
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node of the file."""
-        start, end = _position(node), _end(node)
-        return [s for s in self.statements if _position(s) <= start and end <= _end(s)][-1]
+        start, end = position(node), end_position(node)
+        return [s for s in self.statements if position(s) <= start and end <= end_position(s)][-1]
 
     def holding(self, at: Position) -> list[ast.AST]:
         """The nodes of the file that hold what stands at a place, the outermost first."""
@@ -363,27 +363,13 @@ def _syntax_place(error: SyntaxError, path: Path) -> errors.Span:
 
 def _holding(node: ast.AST, at: Position) -> list[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        is_placed = isinstance(child, _Placed)
-        if is_placed and not (_position(child) <= at[:2] and at[2:] <= _end(child)):
+        is_placed = isinstance(child, PLACED)
+        if is_placed and not (position(child) <= at[:2] and at[2:] <= end_position(child)):
             continue
         inner = _holding(child, at)
         if inner:
             return [node, *inner]
-    return [node] if isinstance(node, (*_Placed, ast.Module)) else []
-
-
-def _position(node: ast.AST) -> tuple[int, int]:
-    if isinstance(node, ast.comprehension):
-        node = node.target
-    assert isinstance(node, _Placed), f"a {type(node).__name__} has no place of its own"
-    return node.lineno, node.col_offset
-
-
-def _end(node: ast.AST) -> tuple[int, int]:
-    if isinstance(node, ast.comprehension):
-        node = node.ifs[-1] if node.ifs else node.iter
-    assert isinstance(node, _Placed), f"a {type(node).__name__} has no place of its own"
-    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+    return [node] if isinstance(node, (*PLACED, ast.Module)) else []
 
 
 def _is_companion(method: ast.FunctionDef) -> bool:

@@ -110,19 +110,12 @@ class _Body:
             if private and not ast.unparse(node).endswith("__"):
                 raise self.refused("it uses a name that is private to its class", node)
         last = self.forward.body[-1]
+        hint = "let it bind its result to a name, and return that at the end"
         if not isinstance(last, ast.Return) or last.value is None:
-            raise self.refused(
-                "it does not end with the `return` of a value",
-                last,
-                hint="let it bind its result to a name, and return that at the end",
-            )
+            raise self.refused("it does not end with the `return` of a value", last, hint)
         early = [r for r in returns(self.forward) if r is not last]
         if early:
-            raise self.refused(
-                "it returns before its end",
-                early[0],
-                hint="let it bind its result to a name, and return that at the end",
-            )
+            raise self.refused("it returns before its end", early[0], hint)
         if self.forward.args.vararg is not None:
             raise self.refused("it takes `*args`", self.forward)
 

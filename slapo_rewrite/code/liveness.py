@@ -219,10 +219,7 @@ def _own_events(statement: ast.stmt) -> Iterator[_Event]:
         case ast.For() | ast.AsyncFor():
             yield from _all(statement.iter, statement.target)
         case ast.With(items=items) | ast.AsyncWith(items=items):
-            for item in items:
-                yield from _events(item.context_expr)
-                if item.optional_vars:
-                    yield from _events(item.optional_vars)
+            yield from _all(*items)
         case ast.Try() | ast.TryStar():
             for handler in statement.handlers:
                 if handler.type:

@@ -157,6 +157,18 @@ def comments_above(file: SourceFile, line: int) -> int:
     return line
 
 
+def comments_before(file: SourceFile, node: ast.stmt) -> list[str]:
+    """The comments on the lines before a statement."""
+    return [file.line(n).strip() for n in range(comments_above(file, node.lineno), node.lineno)]
+
+
+def comment_after(file: SourceFile, node: ast.AST) -> str:
+    """The comment behind a statement, or an argument that is the last on its line."""
+    _, end = file.span(node)
+    rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
+    return f"  {rest}" if rest.startswith("#") else ""
+
+
 def past_comment(file: SourceFile, position: int) -> int:
     """Past a comment that stands behind a position on its line."""
     line_end = file.text.find("\n", position)

@@ -13,6 +13,8 @@ from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
 from slapo_rewrite.code.text import bound_by
 from slapo_rewrite.groups import grouped
 
+PLACED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
+
 
 def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
     """The variable of a loop that counts its iterations from 0."""
@@ -95,13 +97,19 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
     return set()
 
 
-def position(node: ast.stmt | ast.expr | ast.arg) -> tuple[int, int]:
+def position(node: ast.AST) -> tuple[int, int]:
     """Where a node begins, for comparing."""
+    if isinstance(node, ast.comprehension):
+        node = node.target
+    assert isinstance(node, PLACED), f"a {type(node).__name__} has no place of its own"
     return node.lineno, node.col_offset
 
 
-def end_position(node: ast.stmt | ast.expr | ast.arg) -> tuple[int, int]:
+def end_position(node: ast.AST) -> tuple[int, int]:
     """Where a node ends, likewise."""
+    if isinstance(node, ast.comprehension):
+        node = node.ifs[-1] if node.ifs else node.iter
+    assert isinstance(node, PLACED), f"a {type(node).__name__} has no place of its own"
     return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 

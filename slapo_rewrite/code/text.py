@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from types import CodeType
 
+from slapo_rewrite.code.blocks import statements
+
 Position = tuple[int, int, int, int]
 
 
@@ -87,12 +89,4 @@ def within(outer: ast.AST, inner: ast.AST) -> bool:
 
 def returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
     """The `return` statements of a function, those of functions inside it left out."""
-    waiting: list[ast.AST] = list(function.body)
-    while waiting:
-        node = waiting.pop(0)
-        if isinstance(node, ast.Return):
-            yield node
-        elif not isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-        ):
-            waiting += list(ast.iter_child_nodes(node))
+    return (s for s in statements(function.body) if isinstance(s, ast.Return))

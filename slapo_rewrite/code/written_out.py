@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 
-from slapo_rewrite.code.arguments import all_arguments, argument_of, parameters
-from slapo_rewrite.code.dataflow import body_of, bound_in, names_in
+from slapo_rewrite.code.arguments import argument_of, parameters
+from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, parameters_in
 from slapo_rewrite.code.syntax import REPEATABLE
 from slapo_rewrite.code.text import within
 
@@ -58,13 +58,8 @@ def returned_by(
             return None
     if any(isinstance(n, _OWN_NAMES) or (isinstance(n, ast.Call) and n is not made) for n in nodes):
         return None
-    in_caller = {argument.arg for f in _functions(caller) for argument in all_arguments(f)}
-    if not {*bound_in(caller), *in_caller}.isdisjoint(names_in(made) - {*parameters(function)}):
+    in_caller = {*bound_in(caller), *parameters_in(caller)}
+    if not in_caller.isdisjoint(names_in(made) - {*parameters(function)}):
         return None  # it would mean something else there
     written = with_arguments(made, function, call)
     return written if isinstance(written, ast.Call) else None
-
-
-def _functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    return [n for n in ast.walk(node) if isinstance(n, kinds)]

@@ -15,6 +15,7 @@ from slapo_rewrite.emit.draft import Draft, Trial
 from slapo_rewrite.emit.idle_methods import check_run
 from slapo_rewrite.emit.registrations import imported_beside
 from slapo_rewrite.emit.sibling_files import SiblingFiles
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.rehearsal import (
     MOST_ELEMENTS,
@@ -127,10 +128,8 @@ class Construction:
 
     def _idle(self, uncalled: Collection[str]) -> Iterator[str]:
         """Warns of what does nothing, as nobody calls the modules that it is asked of."""
-        found: dict[Directive, list[str]] = {}
-        for path, cause in self._wrapped().items():
-            if path in uncalled:
-                found.setdefault(cause, []).append(path)
+        wrapped = self._wrapped().items()
+        found = grouped((cause, path) for path, cause in wrapped if path in uncalled)
         for cause, paths in found.items():
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             words = f"`{cause.text}` does nothing for `{paths[0]}`{others}: training calls modules "

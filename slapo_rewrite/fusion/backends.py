@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
@@ -32,14 +32,6 @@ class Choice:
     why: str = ""  # what it was chosen for, in words; empty where it was asked for
 
 
-class Backends(Protocol):
-    """Chooses for each place."""
-
-    def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """What carries out a rule's function, by the dotted name of its kernel, at a match."""
-        ...
-
-
 @dataclass(frozen=True)
 class Always:
     """One for every place."""
@@ -47,7 +39,7 @@ class Always:
     backend: str = TRITON
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """That one."""
+        """What carries out a rule's function, by the dotted name of its kernel: that one."""
         return Choice(self.backend)
 
 
@@ -239,6 +231,9 @@ class Plugged:
                     hint="on small inputs in float32, on a CPU; what it should compute says "
                     f"`{reference.__module__}.{name}`",
                 )
+
+
+Backends = Always | Measured | Plugged
 
 
 def plugged(name: str) -> Plugged | None:

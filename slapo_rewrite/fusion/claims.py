@@ -3,36 +3,109 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+import builtins
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.state import ModuleRequests
-from slapo_rewrite.code.facts import dotted
+from slapo_rewrite.code.arguments import Signature
+from slapo_rewrite.code.dataflow import body_of
+from slapo_rewrite.code.edit import substituted
+from slapo_rewrite.code.evaluate import Constant
+from slapo_rewrite.code.facts import Resolver, dotted, live_names
+from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.syntax import position
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.tree import Node
+from slapo_rewrite.patterns.pattern import located, names_around
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Value
 
+# Gives the text for a dotted name, `torch.nn.functional.gelu`.
+Speller = Callable[[str], str]
 
-class Expression(Protocol):
-    """What can be written with operands: a template, or a call."""
 
-    @property
-    def name(self) -> str:
-        """Of the function that it is of."""
-        ...
+@dataclass(frozen=True)
+class Template:
+    """An expression with parameters."""
+
+    name: str  # of the function that it was read from
+    parameters: tuple[str, ...]  # in order
+    file: SourceFile  # of that function
+    node: ast.expr  # the expression
+    resolve: Resolver  # what the other names in it mean
 
     def reads(self) -> list[str]:
-        """The parameters in the order in which they are read."""
-        ...
+        """The parameters in the order in which the expression reads them."""
+        found = [n for n in ast.walk(self.node) if isinstance(n, ast.Name)]
+        found = [n for n in found if n.id in self.parameters]
+        return [n.id for n in sorted(found, key=position)]
 
-    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
-        """The text."""
-        ...
+    def names(self) -> list[str]:
+        """The dotted names of what it uses from elsewhere."""
+        return [dotted for _, dotted in self._outside()]
+
+    def written(self, operands: Mapping[str, str], spell: Speller) -> str:
+        """The expression's text."""
+        texts = {node: spell(dotted) for node, dotted in self._outside()}
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Name) and node.id in self.parameters:
+                texts[node] = operands[node.id]
+        return substituted(self.file, self.node, texts)
+
+    def _outside(self) -> Iterator[tuple[ast.expr, str]]:
+        """Names and attributes of names that mean something of another module."""
+        waiting: list[ast.AST] = [self.node]
+        while waiting:
+            node = waiting.pop(0)
+            dotted = self._dotted(node) if isinstance(node, (ast.Attribute, ast.Name)) else None
+            if dotted is not None:
+                assert isinstance(node, ast.expr)
+                yield node, dotted
+            else:
+                waiting += ast.iter_child_nodes(node)
+
+    def _dotted(self, node: ast.expr) -> str | None:
+        tail: list[str] = []
+        while isinstance(node, ast.Attribute):
+            tail.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id in self.parameters:
+            return None
+        meaning = self.resolve(node.id)
+        if meaning is None or isinstance(meaning, Constant):
+            if hasattr(builtins, node.id) and not tail:
+                return None
+            raise errors.BadPattern(
+                f"`{node.id}` in a replacement is no function or module that can be imported",
+                at=self.file.at(node),
+            )
+        if tail and meaning == node.id and hasattr(builtins, node.id):
+            return None
+        return ".".join([meaning, *reversed(tail)])
+
+
+def template_of(function: Callable[..., object]) -> Template:
+    """Reads a replacement that is a function of one `return`."""
+    unwrapped = inspect.unwrap(function)
+    file, node, name = located(unwrapped)
+    match body_of(node):
+        case [ast.Return(value=ast.expr() as value)]:
+            pass
+        case _:
+            raise errors.BadPattern(
+                "a replacement is one `return` of an expression", at=file.at(node)
+            )
+    takes = Signature.of(node)
+    if takes.rest or takes.options:
+        raise errors.BadPattern("a replacement names each of its parameters", at=file.at(node))
+    resolve = live_names(names_around(unwrapped))
+    return Template(name, tuple(takes.names), file, value, resolve)
 
 
 @dataclass(frozen=True)
@@ -62,7 +135,7 @@ class Calling:
         """The parameters in the order in which they are read."""
         return [*self.parameters, *self.keywords]
 
-    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
+    def written(self, operands: Mapping[str, str], spell: Speller) -> str:
         """The call's text."""
         given = [operands[name] for name in self.parameters]
         given += [f"{name}={operands[name]}" for name in self.keywords]
@@ -88,9 +161,13 @@ class Renamed:
         """Nothing: the arguments stay as they are."""
         return []
 
-    def written(self, operands: Mapping[str, str], spell: Callable[[str], str]) -> str:
+    def written(self, operands: Mapping[str, str], spell: Speller) -> str:
         """The call's text."""
         return spell(self.origin) + self.arguments
+
+
+# What can be written with operands.
+Expression = Template | Calling | Renamed
 
 
 class MultiSiteRewrite(Protocol):
@@ -106,9 +183,7 @@ class MultiSiteRewrite(Protocol):
         """The outputs that are None in training then, by name or number."""
         ...
 
-    def edits(
-        self, text: str, what: str, spell: Callable[[str], str]
-    ) -> dict[ast.stmt, ReplaceStatement]:
+    def edits(self, text: str, what: str, spell: Speller) -> dict[ast.stmt, ReplaceStatement]:
         """What changes, by statement."""
         ...
 

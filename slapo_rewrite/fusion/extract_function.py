@@ -11,6 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.build import parenthesised, reindented
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.layout import formatted
+from slapo_rewrite.code.runs import comment_after, comments_before
 from slapo_rewrite.code.syntax import position
 from slapo_rewrite.patterns.replacement import gives, is_nested
 from slapo_rewrite.patterns.search import Match
@@ -150,21 +151,9 @@ class _Moving:
 
     def _lines(self, statement: ast.stmt) -> list[str]:
         """A statement with its comments, as it stands in the new function."""
-        text = self._text(statement, statement)
-        start, end = self.file.span(statement)
-        rest = self.file.text[end:].partition("\n")[0].strip()
-        above: list[str] = []
-        line = statement.lineno - 1
-        while self.file.line(line).lstrip().startswith("#"):
-            above.insert(0, self.file.line(line).strip())
-            line -= 1
-        first, *others = text.splitlines()
-        column = start - self.file.text.rfind("\n", 0, start) - 1
-        others = [o[min(column, len(o) - len(o.lstrip())) :] for o in others]
-        lines = [first, *others]
-        if rest.startswith("#"):
-            lines[-1] += f"  {rest}"
-        return [*above, *lines]
+        text = reindented(self._text(statement, statement), statement.col_offset, 0)
+        text += comment_after(self.file, statement)
+        return [*comments_before(self.file, statement), *text.splitlines()]
 
     def _text(self, node: ast.AST, statement: ast.stmt) -> str:
         """A node's text with the operands' names in the places of the operands."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from slapo_rewrite import errors
 from slapo_rewrite.examples import BY_KERNEL
 from slapo_rewrite.fusion.backends import Always, Backends, Choice
-from slapo_rewrite.fusion.claims import Calling, Claim, Renamed, Skipped
+from slapo_rewrite.fusion.claims import Calling, Claim, Renamed, Skipped, Template, template_of
 from slapo_rewrite.fusion.kernel_forms import in_torch
 from slapo_rewrite.fusion.known_branches import NOTHING, ConcreteArgs, find
 from slapo_rewrite.fusion.rule import Alternative, Rule, RuleMatch
-from slapo_rewrite.fusion.template import Template, template_of
 from slapo_rewrite.model.node_facts import NodeFacts
 from slapo_rewrite.model.pattern_classes import as_module, facts_of_pattern
 from slapo_rewrite.model.sources import Sources

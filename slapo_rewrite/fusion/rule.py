@@ -12,7 +12,7 @@ from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.facts import dotted
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.examples import Conditions, Example, Numerics, Refusal
-from slapo_rewrite.fusion.claims import Calling, MultiSiteRewrite, Renamed
+from slapo_rewrite.fusion.claims import Calling, MultiSiteRewrite, Renamed, template_of
 from slapo_rewrite.model.layers import MULTIPLIED, qualified
 from slapo_rewrite.model.node_facts import method_of
 from slapo_rewrite.model.sources import Sources
@@ -277,8 +277,6 @@ class Rule:
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
         """What it takes of `runtime/kernels`, `gated.swiglu` say."""
-        from slapo_rewrite.fusion.template import template_of
-
         written = [a.replacement for a in (*self.alternatives, *self.calls) if a.replacement]
         names = [name for function in written for name in template_of(function).names()]
         names += [name for function in self.functions if (name := dotted(function)) is not None]

@@ -24,7 +24,7 @@ from slapo_rewrite.changes.parallel_layers import place_layer, place_replacement
 from slapo_rewrite.changes.parameters import place_biases, place_shard
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.pretrained import keep_all_treatments
-from slapo_rewrite.changes.reduced_gradients import place_gradients
+from slapo_rewrite.changes.reduced_gradients import ReducedGradients
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
@@ -41,7 +41,7 @@ from slapo_rewrite.lowering.tied_parameters import annotate_ties, follow_ties
 from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.representatives import Representatives
-from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.sharding.types import (
@@ -185,9 +185,9 @@ class _Lowering:
             for change, cause in state.asks(Requested):
                 change.place(to, node, cause)
         owners = self._owners(asked)
-        holders = _holders(self.tree, owners)
+        holders = asked.holders(self.tree)
         place_sizes(to, owners, holders)
-        place_gradients(to, owners, holders)
+        ReducedGradients(to).place(owners, holders)
         place_losses(to, followed.losses.values())
         for statistic in followed.statistics:
             place_statistic(to, statistic)
@@ -412,17 +412,6 @@ def _check_called(path: str, state: ModuleRequests) -> None:
             cause=state.inlined.cause,
             hint="schedule what it holds, or the module that calls it",
         )
-
-
-def _holders(tree: Tree, owners: Mapping[str, list[Directive]]) -> dict[str, Node]:
-    """For every module below sharded parameters or with some: the nearest that has them."""
-    found: dict[str, Node] = {}
-    for path, node in tree.nodes.items():
-        if path in owners:
-            found[path] = node
-        elif node.parent is not None and node.parent.path in found:
-            found[path] = found[node.parent.path]
-    return found
 
 
 def _without_frames(error: CannotFollow) -> CannotFollow:

@@ -224,34 +224,32 @@ def _attention(
     is_gpu: bool = True,
 ) -> Tensor:
     """One operator, where there is one for what it is given."""
-    result: Tensor
     needs_gradient = attn_mask is not None and attn_mask.requires_grad
     is_even = query.shape[-1] == value.shape[-1]  # as flash attention takes them
     # A CPU's kernel has none of these.
     if not is_gpu and (dropout_p or needs_gradient or not is_even):
-        result = functional.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return result
+    results: tuple[Tensor, ...]
     if not is_gpu:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 1)
-        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-        return result
-    if attn_mask is None and is_even:
-        result = torch.ops.aten._scaled_dot_product_flash_attention(
+        )
+    elif attn_mask is None and is_even:
+        results = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return result
-    if enable_gqa:  # flash attention alone reads a key for several queries, and takes no mask
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    result = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
-    return result
+        )
+    else:
+        if enable_gqa:  # flash attention alone reads a key for several queries, and takes no mask
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+        results = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )
+    return results[0]
 
 
 ON_GPU: dict[Any, Callable[..., Any]] = {

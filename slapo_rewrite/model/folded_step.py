@@ -41,12 +41,20 @@ class StepFails(DoesNotRun):
     """The step itself fails: it may need the layers that were left out, by their number say."""
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """What a step is counted of."""
+
+    sequence: int | None  # how many tokens a row has; None for what the schedule's `inputs` give
+    dtype: torch.dtype  # of parameters and activations
+    is_gpu: bool  # whether it is to be counted as on a GPU
+
+
 class FoldedStep:
     """A step of a model, to be counted in one way or several.
 
-    The model is in the dtype afterwards. Without `sequence` rows are as long as the schedule's
-    `inputs` make them. `kernels` are the modules whose kernels are taken to run, as on a GPU;
-    without them it is counted as on a CPU.
+    The model is in the dtype afterwards. `kernels` are the modules whose kernels are taken to run,
+    as on a GPU.
 
     Raises:
         DoesNotRun: There are no inputs for it, or the rows are too long.
@@ -57,26 +65,25 @@ class FoldedStep:
         schedule: Any,
         model: nn.Module,
         layers: Mapping[str, Sequence[nn.Module]],
-        sequence: int | None,
-        dtype: torch.dtype,
-        kernels: Iterable[ModuleType] | None,
+        shape: StepShape,
+        kernels: Iterable[ModuleType],
     ) -> None:
         self.schedule, self.layers, self.kernels = schedule, layers, kernels
-        check_positions(model, sequence)
+        self.is_gpu = shape.is_gpu
+        check_positions(model, shape.sequence)
         try:
-            self.given = sized_inputs(schedule, model, ROWS, sequence)
-            self.model = model.to(dtype).train()
+            self.given = sized_inputs(schedule, model, ROWS, shape.sequence)
+            self.model = model.to(shape.dtype).train()
         except Exception as error:  # the schedule's own code
             raise DoesNotRun(first_line(error)) from error
-        self.inputs = in_dtype(self.given, dtype)
+        self.inputs = in_dtype(self.given, shape.dtype)
 
     def count(self) -> Profile:
         """Counts it; `StepFails` where it does not run."""
-        is_gpu = self.kernels is not None
         loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
-            with launching_nothing(self.kernels or ()) if is_gpu else nullcontext():
-                return counted_step(self.model, self.inputs, loss, self.layers, is_gpu=is_gpu)
+            with launching_nothing(self.kernels) if self.is_gpu else nullcontext():
+                return counted_step(self.model, self.inputs, loss, self.layers, is_gpu=self.is_gpu)
         except Exception as error:  # the model's own code
             raise StepFails(first_line(error)) from error
 

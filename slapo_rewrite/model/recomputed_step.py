@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +23,7 @@ from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
 from slapo_rewrite.model.calls import calls_watched, forwards_instead
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails, StepShape
 from slapo_rewrite.model.layer_kinds import Fold, all_left, folds_of, kinds_of, left_alone, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile
@@ -54,17 +53,13 @@ def counted_ways(
     schedule: Any,
     tree: Tree,
     chosen: Collection[str],
-    sequence: int | None,
-    dtype: torch.dtype,
+    shape: StepShape,
     seconds: Callable[[Part], float],
-    *,
-    kernels: Iterable[ModuleType] = (),
-    is_gpu: bool = True,
+    kernels: Iterable[ModuleType],
 ) -> CountedWays:
     """Counts a step, with the chosen layers recomputed in every way that may pay.
 
-    `chosen` are paths of elements of lists, `kernels` modules beside those of the tool. Without
-    `sequence` rows are as long as the schedule's `inputs` make them.
+    `chosen` are paths of elements of lists, `kernels` modules beside those of the tool.
     """
     folds = folds_of(
         lists_of(tree),
@@ -73,8 +68,9 @@ def counted_ways(
             for kind, child in zip(kinds_of(node), node.children.values(), strict=True)
         ],
     )
+    own_kernels = (m for n, m in sys.modules.items() if n.startswith(KERNELS))
     counted = functools.partial(
-        _counted_ways, schedule, tree, chosen, sequence, dtype, seconds, kernels, is_gpu
+        _counted_ways, schedule, tree, chosen, shape, seconds, [*own_kernels, *kernels]
     )
     try:
         return counted(folds)
@@ -86,11 +82,9 @@ def _counted_ways(
     schedule: Any,
     tree: Tree,
     chosen: Collection[str],
-    sequence: int | None,
-    dtype: torch.dtype,
+    shape: StepShape,
     seconds: Callable[[Part], float],
     kernels: Iterable[ModuleType],
-    is_gpu: bool,
     folds: Mapping[str, Fold],
 ) -> CountedWays:
     with without_dynamo():
@@ -101,9 +95,7 @@ def _counted_ways(
             for number, layer in zip(fold.left, layers[path], strict=True)
             if f"{path}.{number}" in chosen
         }
-        own_kernels = (m for n, m in sys.modules.items() if n.startswith(KERNELS))
-        taken = [*own_kernels, *kernels] if is_gpu else None
-        step = FoldedStep(schedule, model, layers, sequence, dtype, taken)
+        step = FoldedStep(schedule, model, layers, shape, kernels)
         count = functools.partial(_count, step, list(own))
         with _called_once(own):
             found: dict[Recomputed, Profile] = {NOTHING: count(NOTHING)}

@@ -90,7 +90,7 @@ _FOLDED: dict[str, Callable[..., float]] = {
 _HOLDERS = {"choice", "merge", "loop", "tuple", "item", "member", "element"}
 _SHAPES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad"}
 # The bases of what shares memory with nothing.
-_FREE: frozenset[object] = frozenset([("free",)])
+FREE: frozenset[object] = frozenset([("free",)])
 
 
 @dataclass(frozen=True)
@@ -413,24 +413,22 @@ class Flow:
         return value
 
     def _loop(self, statement: ast.For | ast.AsyncFor | ast.While) -> None:
-        element = None
         if not isinstance(statement, ast.While):
             over = self.expr(statement.iter)
             self.read(over, statement.iter, "looped over")
-            element = over
         carried = [name for name in _stored(statement) if name in self.scope]
         heads = {n: self._lazy("loop", [("before", self.scope[n])], statement, n) for n in carried}
         before = self.scope
         self.scope = {**before, **heads}
         self.exits.append([])
         with self.region(statement, "body"):
-            if element is not None and not isinstance(statement, ast.While):
-                turn = self.make("element", [("input", element)], statement.target)
-                self._bind(statement.target, turn, statement)
             if isinstance(statement, ast.While):
                 if self.through is None:
                     self.graph.names[statement] = dict(self.scope)
                 self.read(self.expr(statement.test), statement.test, "tested")
+            else:
+                turn = self.make("element", [("input", over)], statement.target)
+                self._bind(statement.target, turn, statement)
             fell = self._block(statement.body)
         ends = [*self.exits.pop(), *([self.scope] if fell else [])]
         for name, head in heads.items():
@@ -647,10 +645,9 @@ class Flow:
         callee = self._callee(node.func)
         given = [("*" if isinstance(a, ast.Starred) else "", self.expr(a)) for a in node.args]
         given += [(k.arg or "**", self.expr(k.value)) for k in node.keywords]
-        if callee.function == "builtins.getattr" and len(given) == 2:
-            found = self._attribute_of(given[0][1], given[1][1].literal, node)
-            if found is not None:
-                return found
+        match callee.function, [value for _, value in given]:
+            case "builtins.getattr", [Value("self" | "attribute") as of, Value(literal=str(name))]:
+                return self.load_attribute(joined(of, name), node)
         return self.called(callee, given, node)
 
     def _callee(self, func: ast.expr) -> Callee:
@@ -688,11 +685,6 @@ class Flow:
             case Function(name=name, options=options):
                 return Callee(function=name, options=options)
         return None
-
-    def _attribute_of(self, value: Value, name: object, node: ast.AST) -> Value | None:
-        if value.operation not in ("self", "attribute") or not isinstance(name, str):
-            return None
-        return self.load_attribute(joined(value, name), node)
 
     def load_attribute(self, path: str, node: ast.AST) -> Value:
         """What an attribute of the module holds."""
@@ -1186,40 +1178,18 @@ class Flow:
         self, operation: str, arguments: Iterable[tuple[str, Value]], node: ast.AST, **more: Any
     ) -> Value:
         """A value that is computed here and now."""
-        given = tuple(arguments)
-        value = Value(
-            operation,
-            given,
-            self.file,
-            node,
-            self.next(),
-            regions=self.regions,
-            statement=self.statement,
-            inside=self.through.site if self.through else None,
-            **more,
-        )
+        value = self._value(operation, tuple(arguments), node, **more)
         if not value.bases:
             value.bases = self._bases(value)
         if not value.lazy:
-            for _, argument in given:
+            for _, argument in value.arguments:
                 self.use(argument, Use(node, value, "", value.order))
         self.graph.values.append(value)
         return value
 
     def leaf(self, operation: str, literal: object, node: ast.AST, **more: Any) -> Value:
         """A value that is there already: a constant, a parameter, an attribute, a name."""
-        value = Value(
-            operation,
-            (),
-            self.file,
-            node,
-            self.next(),
-            literal,
-            self.regions,
-            self.statement,
-            inside=self.through.site if self.through else None,
-            **more,
-        )
+        value = self._value(operation, (), node, literal=literal, **more)
         if operation == "parameter":
             value.bases = frozenset([(operation, literal)])
         elif operation == "attribute":  # and what holds it
@@ -1227,6 +1197,13 @@ class Flow:
             paths = (".".join(names[:n]) for n in range(1, len(names) + 1))
             value.bases = frozenset((operation, path) for path in paths)
         return value
+
+    def _value(
+        self, operation: str, arguments: tuple[tuple[str, Value], ...], node: ast.AST, **more: Any
+    ) -> Value:
+        inside = self.through.site if self.through else None
+        here = {"regions": self.regions, "statement": self.statement, "inside": inside, **more}
+        return Value(operation, arguments, self.file, node, self.next(), **here)
 
     def constant(self, literal: object, node: ast.AST) -> Value:
         """A constant."""
@@ -1270,7 +1247,7 @@ class Flow:
         if name == "training" and value.operation == "parameter":
             return self.leaf("training", None, node, number=True)
         if name == "shape":
-            return self.make("shape", [("input", value)], node, number=True, bases=_FREE)
+            return self.make("shape", [("input", value)], node, number=True, bases=FREE)
         return self.make("member", [("input", value)], node, literal=name, number=name in _SHAPES)
 
 

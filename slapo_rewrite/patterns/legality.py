@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from slapo_rewrite.patterns.code_sinking import way_hint
+from slapo_rewrite.patterns.graph_of_function import FREE
 from slapo_rewrite.patterns.matching import Bindings, Mismatch, Note
 from slapo_rewrite.patterns.pattern import Pattern
 from slapo_rewrite.patterns.replacement import Place, Standing
@@ -267,7 +268,7 @@ class Judge(Standing):
         computed = value.operation == "property"
         for other in self.graph.values:
             between = value.order < other.order <= self.end and other not in self.moved
-            touched = computed or bool(other.bases & value.bases - _FREE)
+            touched = computed or bool(other.bases & value.bases - FREE)
             if between and touched and not other.pure:
                 yield other.site.node
         for bound in self.graph.bound if computed else ():
@@ -332,10 +333,6 @@ class Judge(Standing):
             if isinstance(node, ast.Name) and then.get(node.id) is not now.get(node.id):
                 return node.id, node
         return None
-
-
-# What shapes and numbers, which share memory with nothing, are said to share it with.
-_FREE: frozenset[object] = frozenset([("free",)])
 
 
 def _is_readable(value: Value) -> bool:

@@ -17,7 +17,7 @@ from slapo_rewrite.code.arguments import all_arguments
 from slapo_rewrite.code.facts import Facts, NoFacts, live_names
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.patterns.canonical_ops import SYNONYMS, operations
-from slapo_rewrite.patterns.graph_of_function import graph_of
+from slapo_rewrite.patterns.graph_of_function import RULES, graph_of
 from slapo_rewrite.patterns.value_graph import Graph, Value, described, walk
 
 _REFUSED = {
@@ -287,13 +287,11 @@ def named_operations(pattern: types.FunctionType) -> frozenset[str]:
             # A function does not call itself: `def silu(x): return F.silu(x)`.
             if isinstance(value, types.FunctionType) and value is not function:
                 ours = value.__module__ == pattern.__module__
-                pending += [value] if ours or value.__module__.startswith(_RULES) else []
+                pending += [value] if ours or value.__module__.startswith(RULES) else []
             elif not (hasattr(builtins, name) or ("math" in code.co_names and hasattr(math, name))):
                 found.add(SYNONYMS.get(name, name))
     return frozenset(found & certain)
 
 
-# Where rules are.
-_RULES = "slapo_rewrite.rules."
 # What is worked out where the operands are constants.
 _FOLDED = {"add", "sub", "mul", "div", "pow", "neg"}

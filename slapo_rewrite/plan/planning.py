@@ -18,8 +18,9 @@ from slapo_rewrite.emit.one_rank import forked
 from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.garbage import collector_paused
 from slapo_rewrite.groups import grouped
+from slapo_rewrite.model.folded_step import StepShape
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way, ways
-from slapo_rewrite.plan.rewritten_step import Found, StepShape, counted_rewrite
+from slapo_rewrite.plan.rewritten_step import Found, counted_rewrite
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.choices import declared
 from slapo_rewrite.schedule.load import ScheduleFile

@@ -15,14 +15,13 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.utils.checkpoint import checkpoint
 
 from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import try_out
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model.emitted import Emitted
-from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails
+from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails, StepShape
 from slapo_rewrite.model.layer_kinds import shortened
 from slapo_rewrite.model.meta_device import pretend_world, without_dynamo
 from slapo_rewrite.model.short_build import Shortening, filled, full_names
@@ -34,15 +33,6 @@ from slapo_rewrite.project import Project
 
 # By how many ranks share a layer, what was counted without recomputation and with it; or why not.
 Found = dict[int, "tuple[Counted, Counted] | str"]
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What a step is counted of."""
-
-    sequence: int | None  # how many tokens a row has; None for what the schedule's `inputs` give
-    dtype: torch.dtype  # of parameters and activations
-    is_gpu: bool  # whether it is to be counted as on a GPU
 
 
 def counted_rewrite(
@@ -117,8 +107,7 @@ class Countable:
             filled(model, folds)
             cut_sizes = _cut_sizes(Tree(model)) if ranks == 1 else []
             layers = shortened(model, folds)
-            kernels = self.helpers if shape.is_gpu else None
-            step = FoldedStep(self.schedule, model, layers, shape.sequence, shape.dtype, kernels)
+            step = FoldedStep(self.schedule, model, layers, shape, self.helpers)
             profiles = []
             for way in ways:
                 with way():

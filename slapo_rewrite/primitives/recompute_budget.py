@@ -208,12 +208,11 @@ def counted(
     """Counts a step in every way."""
     import torch
 
-    from slapo_rewrite.model import recomputed_step
+    from slapo_rewrite.model import folded_step, recomputed_step
 
     dtype = getattr(torch, PRECISIONS[step.precision])
-    return recomputed_step.counted_ways(
-        schedule, tree, chosen, step.sequence, dtype, step.seconds, kernels=kernels
-    )
+    shape = folded_step.StepShape(step.sequence, dtype, is_gpu=True)
+    return recomputed_step.counted_ways(schedule, tree, chosen, shape, step.seconds, kernels)
 
 
 def search_of(ways: CountedWays, chosen: Collection[str], step: Step) -> RecomputeSearch:

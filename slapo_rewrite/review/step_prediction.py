@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from slapo_rewrite.errors import first_line
+from slapo_rewrite.model.folded_step import StepShape
 from slapo_rewrite.model.short_build import Shortening
 from slapo_rewrite.model.sized_inputs import positions_of, rows_of, sized_inputs
 from slapo_rewrite.plan.candidates import Predicted, Predictor, Way
-from slapo_rewrite.plan.rewritten_step import Countable, StepShape
+from slapo_rewrite.plan.rewritten_step import Countable
 from slapo_rewrite.review.built_models import Models
 from slapo_rewrite.simulate.hardware import hardware
 from slapo_rewrite.simulate.pipeline import Stage, Step, live_micro_batches, simulate

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_rewrite.code.arguments import arguments_by
-from slapo_rewrite.sharding.operation_places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.operation_places import calling_frame, expression_at, place_of
 from slapo_rewrite.sharding.types import Place
 
 
@@ -34,7 +34,7 @@ def spelled_call(
         return None
     frame = calling_frame()
     place = place_of(frame) if frame is not None else None
-    name = _named(text_at(place, editable)) if place is not None else None
+    name = _named(expression_at(place, editable)) if place is not None else None
     return (layer, place, name) if place is not None and name is not None else None
 
 
@@ -43,12 +43,8 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-def _named(text: str) -> str | None:
+def _named(call: ast.expr | None) -> str | None:
     """How a call names the layer whose weight it is given second."""
-    try:
-        call = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        return None
     if not isinstance(call, ast.Call):
         return None
     weight = arguments_by(call, "input", "weight").get("weight")

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.calls import around_layer, forward_as_call
 from slapo_rewrite.model.layers import Layer, Unit, layer_below, replicated
 from slapo_rewrite.model.results import tensors
@@ -73,8 +74,7 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
         _know_parameters(run)
         for path, name in sorted(run.wanted.once):
             _install_once(run, run.tree.nodes[path], name, undo)
-        holders = _holders(run)
-        for path, holder in holders.items():
+        for path, holder in run.request.holders(run.tree, run.request.attributes).items():
             _mark_sizes(run, run.tree.nodes[path], holder, undo)
         _watch_functions(run, undo)
         crossed = [_live_at(run.tree.nodes[path]) for path in run.request.borders]
@@ -130,11 +130,10 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
 
 def _places(run: Run) -> dict[int, list[tuple[dict[str, nn.Module | None], str]]]:
     """Where each module is held, by its identity: the modules of what holds it, and the name."""
-    found: dict[int, list[tuple[dict[str, nn.Module | None], str]]] = {}
-    for modules in {id(n.live): n.live._modules for n in run.tree.nodes.values()}.values():
-        for name, module in modules.items():
-            found.setdefault(id(module), []).append((modules, name))
-    return found
+    each = {id(node.live): node.live._modules for node in run.tree.nodes.values()}.values()
+    return grouped(
+        (id(held), (modules, name)) for modules in each for name, held in modules.items()
+    )
 
 
 def _install_layer(
@@ -355,25 +354,6 @@ def _know_parameters(run: Run) -> None:
         read = nn.Parameter(parameter.detach(), parameter.requires_grad)
         run.flow.set(read, State(grad_reduced=path))
         run.read_as[id(parameter)] = read
-
-
-def _holders(run: Run) -> dict[str, Node]:
-    """For every module below sharded parameters or with some: the nearest that has them.
-
-    A module that is asked for its share of an attribute alone stands for itself.
-    """
-    own: set[str] = set()
-    for path in (*run.request.layers, *run.request.parameters):
-        own.update(owner.path for owner in run.request.owners(run.tree.nodes[path]))
-    found: dict[str, Node] = {}
-    for path, node in run.tree.nodes.items():
-        if path in own:
-            found[path] = node
-        elif node.parent is not None and node.parent.path in found:
-            found[path] = found[node.parent.path]
-        elif path in run.request.attributes:
-            found[path] = node
-    return found
 
 
 def _mark_sizes(run: Run, node: Node, holder: Node, undo: list[Callable[[], None]]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from slapo_rewrite.code.text import positions
 from slapo_rewrite.sharding.types import Place
 
 _PACKAGE = os.path.dirname(__file__)
@@ -49,10 +50,9 @@ def place_of(frame: types.FrameType) -> Place | None:
 
 def place_at(code: types.CodeType, instruction: int) -> Place | None:
     """The place of an instruction."""
-    line, end_line, column, end_column = list(code.co_positions())[instruction // 2]
-    if line is None or end_line is None or column is None or end_column is None:
-        return None
-    return Place(code.co_filename, line, end_line, column, end_column)
+    line, column, end_line, end_column = positions(code)[instruction // 2]
+    known = line and end_column
+    return Place(code.co_filename, line, end_line, column, end_column) if known else None
 
 
 def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
@@ -68,6 +68,14 @@ def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
         found[-1] = found[-1][: place.end_column]
         found[0] = found[0][place.column :]
     return b"".join(found).decode(errors="ignore")
+
+
+def expression_at(place: Place, editable: Callable[[str], str | None]) -> ast.expr | None:
+    """The expression that stands at a place; None where it is none."""
+    try:
+        return ast.parse(text_at(place, editable).strip(), mode="eval").body
+    except SyntaxError:
+        return None
 
 
 def function_at(

@@ -299,9 +299,9 @@ class Run:
                     )
                     given.add((place, paths[module]))
 
-    def method_owner(self, frame: types.FrameType) -> str | None:
+    def method_owner(self, frame: types.FrameType | None) -> str | None:
         """The path of the module whose method a frame is in."""
-        module = first_argument(frame)
+        module = first_argument(frame) if frame is not None else None
         if not isinstance(module, nn.Module):
             return None
         return next((path for path, node in self.tree.nodes.items() if node.live is module), None)

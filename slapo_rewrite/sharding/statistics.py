@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.sharding.operation_places import calling_frame, place_of
+from slapo_rewrite.sharding.operation_places import calling_frame
 from slapo_rewrite.sharding.placements import SHARD, PlacementError, State
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.tracked_sizes import Shape
@@ -40,12 +40,8 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
         return None
     if run.split_axes(tensor) != [axis % tensor.dim()]:
         return None
-    frame = calling_frame()
-    place = place_of(frame) if frame else None
-    if frame is None or place is None or not run.editable(frame.f_code.co_filename):
-        return None
-    owner = run.method_owner(frame)
-    if owner is None:
+    place, owner = run.editable_place(), run.method_owner(calling_frame())
+    if place is None or owner is None:
         return None
     size = whole[0][axis]
     for shard in run.request.parameters.get(owner, ()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.sharding.operation_places import calling_frame, place_of, text_at
+from slapo_rewrite.sharding.operation_places import calling_frame, expression_at
 from slapo_rewrite.sharding.placements import REPLICATE, State
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import TiedHead
@@ -42,17 +42,13 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
     layer = next((m for m in layers if _is_table(table, m.weight, name not in _PRODUCTS)), None)
     if layer is None or run.flow.of(x).kind != REPLICATE:
         return None
-    frame = calling_frame()
-    place = place_of(frame) if frame else None
-    if frame is None or place is None or not run.editable(frame.f_code.co_filename):
+    place, owner = run.editable_place(), run.method_owner(calling_frame())
+    written = expression_at(place, run.editable) if place is not None else None
+    if place is None or owner is None or head_of(written) is None:
         return None
-    owner, path = run.method_owner(frame), str(layer._followed_path)
-    try:
-        written = head_of(ast.parse(text_at(place, run.editable).strip(), mode="eval").body)
-    except SyntaxError:
-        return None
-    if owner is None or written is None or run.request.borders.get(owner):
-        return None  # or it is stated there what is done
+    if run.request.borders.get(owner):
+        return None  # it is stated there what is done
+    path = str(layer._followed_path)
     run.flow.cover(x, path)
     run.followed.tied_heads.add(TiedHead(place, owner, path))
     shape = run.next_entry(func).outputs[0]
@@ -77,7 +73,7 @@ def _is_table(tensor: Any, weight: torch.Tensor, as_it_is: bool) -> bool:
     return tensor._base is weight and same
 
 
-def head_of(product: ast.AST) -> ast.expr | None:
+def head_of(product: ast.AST | None) -> ast.expr | None:
     """The embedding by whose table a product is written, if it is written so that that shows."""
     match product:
         case ast.BinOp(op=ast.MatMult(), left=x, right=table):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.calls import around_layer, calls_watched
 from slapo_rewrite.model.layers import base_of, layer_below
 from slapo_rewrite.model.meta_device import KnownResults, answer_to, unwatched, with_values
@@ -115,9 +116,8 @@ class Trace(TorchFunctionMode):
             if base_of(node.cls) is not None and (watched is None or path in watched)
         }
         self._layers = list(modules)
-        self._linear: dict[int, list[nn.Module]] = {}  # by the identities of their weights
-        for layer in filter(is_linear, self._layers):
-            self._linear.setdefault(id(layer._parameters.get("weight")), []).append(layer)
+        linear = filter(is_linear, self._layers)
+        self._linear = grouped((id(layer._parameters.get("weight")), layer) for layer in linear)
         self._entries: list[Entry] = []
         self._spans: list[Span] = []  # in the order in which they were entered
         self._open: list[Span] = []  # those that are not left

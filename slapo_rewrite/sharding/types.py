@@ -7,12 +7,12 @@ stands against it. Nothing here runs anything.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slapo_rewrite.model.layers import Layer, Unit, base_of
-from slapo_rewrite.model.tree import Node
+from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding.tracked_sizes import Attribute
 
 # A layer by the class of the module that makes it, and by its path from there.
@@ -121,6 +121,23 @@ class ShardingRequest:
         """The modules that have what is split at a node: that around it, and itself if no layer."""
         is_layer = node.path in self.layers or base_of(node.cls) is not None
         return [each for each in (node.owner, None if is_layer else node) if each is not None]
+
+    def holders(self, tree: Tree, alone: Collection[str] = ()) -> dict[str, Node]:
+        """For every module below sharded parameters or with some: the nearest that has them.
+
+        Those `alone` stand for themselves where there is none.
+        """
+        split = (tree.nodes[path] for path in (*self.layers, *self.parameters))
+        own = {owner.path for node in split for owner in self.owners(node)}
+        found: dict[str, Node] = {}
+        for path, node in tree.nodes.items():
+            if path in own:
+                found[path] = node
+            elif node.parent is not None and node.parent.path in found:
+                found[path] = found[node.parent.path]
+            elif path in alone:
+                found[path] = node
+        return found
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.operation_places import (
     calling_frame,
+    expression_at,
     function_at,
     place_of,
-    text_at,
 )
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.tracked_sizes import Attribute, Shape
@@ -181,8 +181,8 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
     place = place_of(frame) if frame is not None else None
     if frame is None or place is None or node.owner is None:
         return None
-    text, around = text_at(place, run.editable), partial(function_at, frame, run.editable)
-    expr = _size_at(text, count, axis, inner, around)
+    call, around = expression_at(place, run.editable), partial(function_at, frame, run.editable)
+    expr = _size_at(call, count, axis, inner, around)
     if isinstance(expr, ast.Name) and (function := around()) is not None:
         expr = _always(expr.id, function) or expr
     code = frame.f_code
@@ -202,17 +202,13 @@ def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | N
 
 
 def _size_at(
-    text: str,
+    call: ast.expr | None,
     count: int,
     axis: int,
     inner: int,
     function: Callable[[], ast.FunctionDef | None],
 ) -> ast.expr | None:
-    """The size of an axis in the text of a call, in a function, that regroups axes."""
-    try:
-        call = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        return None
+    """The size of an axis in a call, in a function, that regroups axes."""
     if not isinstance(call, ast.Call):
         return None
     given: list[ast.expr] = list(call.args)

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import attrgetter
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -65,7 +65,7 @@ class Trial:
             except Exception:
                 if self.kept or not hasattr(schedule, "verify_model"):
                     raise
-                outputs = self._run(schedule, _small, module, full)
+                outputs = self._run(schedule, small_model.build_small, module)
         except Exception as error:
             raise errors.CannotCut(
                 f"no small model to cut can be run: {error}",
@@ -108,11 +108,9 @@ class Trial:
         """The arguments of a step, anew each time: a `forward` may write into them."""
         return copy.deepcopy(self._inputs)
 
-    @contextlib.contextmanager
-    def seeded(self) -> Iterator[None]:
+    def seeded(self) -> contextlib.AbstractContextManager[None]:
         """Random numbers that are the same every time."""
-        with small_model.drawing(1):
-            yield
+        return small_model.drawing(1)
 
     def depth(self, listed: str, number: int) -> int:
         """Where the small model is cut, after so many layers of the full one's list."""
@@ -606,10 +604,6 @@ def all_ran(text: str, name: str, reached: Set[int]) -> bool:
         if reads and not lines & reached:
             return False
     return True
-
-
-def _small(schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
-    return small_model.build_small(schedule, module)
 
 
 def apart(inputs: dict[str, Any]) -> dict[str, Any]:

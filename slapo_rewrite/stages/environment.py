@@ -123,11 +123,7 @@ class Environment:
 
     def _of_class(self, node: ast.Attribute) -> str | None:
         """The text that an attribute of a module's class is, which no module has of its own."""
-        if not (steps := self.chain(node)):
-            return None
-        try:
-            owner = self.object_at(steps[:-1])
-        except AttributeError:
+        if not (steps := self.chain(node)) or (owner := self.found_at(steps[:-1])) is None:
             return None
         value = None if steps[-1] in vars(owner) else getattr(type(owner), steps[-1], None)
         return value if isinstance(value, str) else None
@@ -142,10 +138,7 @@ class Environment:
             several = self.values.get(owner.id) if isinstance(owner, ast.Name) else None
             parts = several.values if isinstance(several, KnownObject) else {}
             return steps_of(parts.get(str(key.value), UNKNOWN))
-        try:
-            module = self.object_at(listed)
-        except AttributeError:
-            return None
+        module = self.found_at(listed)
         names: dict[Any, str] = dict(enumerate(rounds_of(module)))
         if isinstance(module, nn.ModuleDict):
             names = {name: name for name in module}
@@ -159,6 +152,13 @@ class Environment:
                 raise AttributeError(step)  # whatever it does is done when the model runs
             found = getattr(found, step)
         return found
+
+    def found_at(self, steps: list[str] | None) -> Any:
+        """The same; None if that is nothing, or nobody knows what leads there."""
+        try:
+            return None if steps is None else self.object_at(steps)
+        except AttributeError:
+            return None
 
     def global_at(self, node: ast.expr) -> Any:
         """What a name of the file, or an attribute of one, stands for; None where it is local."""
@@ -264,7 +264,7 @@ class Environment:
             case ast.Call(
                 func=ast.Name(id="getattr"), args=[of, ast.Constant(value=str(name)), default]
             ) if self.global_at(node.func) is getattr and (steps := self.chain(of)) is not None:
-                if self._has(steps, name):
+                if hasattr(self.found_at(steps), name):
                     return self._attribute(ast.Attribute(of, name, ast.Load()), read)
                 if isinstance(found := self.value(default, read), Constant):
                     read[self.path_of([*steps, name])] = found.value
@@ -292,21 +292,10 @@ class Environment:
         if isinstance(node.func, ast.Name):
             called = self.values.get(node.func.id)
             return Unknown(isinstance(called, Unknown) and called.is_module)
-        steps = self.chain(node.func)
-        if steps:
-            try:
-                return Unknown(is_module(self.object_at(steps)))
-            except AttributeError:
-                pass
+        if steps := self.chain(node.func):
+            return Unknown(is_module(self.found_at(steps)))
         is_got = isinstance(node.func, ast.Call) and self.module_got(node.func) is not None
         return Unknown(is_got)
-
-    def _has(self, steps: list[str], name: str) -> bool:
-        """Whether what attributes of the module lead to has one more."""
-        try:
-            return hasattr(self.object_at(steps), name)
-        except AttributeError:
-            return False
 
     def _gives_tensor(self, function: ast.expr, read: dict[str, Any]) -> bool:
         """Whether a call of a function gives one tensor, whatever it is given."""

@@ -33,6 +33,7 @@ from slapo_rewrite.code.evaluate import (
 )
 from slapo_rewrite.code.liveness import breaks, live_after, local_names
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.runs import comment_after, comments_before
 from slapo_rewrite.code.text import accessor, listed
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment, is_module, steps_of
@@ -59,9 +60,6 @@ from slapo_rewrite.stages.step_loss import FUNCTION, StepLoss, is_picked_later, 
 from slapo_rewrite.stages.written_text import (
     alone,
     closed,
-    comment_after,
-    comment_beside,
-    comments_above,
     dedented,
     enclosed,
     respelled,
@@ -212,7 +210,7 @@ class Flattening:
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> Result | None:
         """Writes statements; gives what they return, where they do."""
         for statement in body:
-            self.comments += comments_above(scope.file, statement)
+            self.comments += comments_before(scope.file, statement)
             result = self.statement(statement, scope)
             if result is not None:
                 return result
@@ -531,14 +529,9 @@ class Flattening:
                     target = target.elts[-1]
         if isinstance(listed, ast.Subscript):
             listed = listed.value
-        steps = scope.names.chain(listed)
-        if isinstance(target, ast.Name) and steps:
-            try:
-                found = scope.names.object_at(steps)
-            except AttributeError:
-                return
-            if is_module(found) and len(found):
-                yield target.id, list(found)
+        found = scope.names.found_at(scope.names.chain(listed) or None)
+        if isinstance(target, ast.Name) and is_module(found) and len(found):
+            yield target.id, list(found)
 
     def compound(
         self,
@@ -717,7 +710,7 @@ class Flattening:
         """Adds a statement, with the comments that stand above and beside it."""
         above, self.comments = self.comments, []
         if not isinstance(node, _COMPOUND) and not isinstance(node, ast.If):
-            text += comment_beside(scope.file, node)
+            text += comment_after(scope.file, node)
         self.out.append(Line("\n".join([*above, text]), scope.file.at(node)))
 
     # Calls --------------------------------------------------------------------------------------
@@ -822,12 +815,7 @@ class Flattening:
         if isinstance(node.func, ast.Name) and node.func.id in scope.elements:
             return scope.elements[node.func.id]
         steps = scope.names.chain(node.func)
-        if steps is not None:
-            try:
-                return scope.names.object_at(steps)
-            except AttributeError:
-                return None
-        return scope.names.global_at(node.func)
+        return scope.names.global_at(node.func) if steps is None else scope.names.found_at(steps)
 
     def callee(self, node: ast.Call, scope: Scope) -> tuple[Method, str] | None:
         """What is called and is to be written out, and how the result spells its module."""
@@ -836,11 +824,7 @@ class Flattening:
         steps = scope.names.chain(node.func)
         if not steps:
             return None
-        path = scope.names.path_of(steps)
-        try:
-            found = scope.names.object_at(steps)
-        except AttributeError:
-            return None
+        path, found = scope.names.path_of(steps), scope.names.found_at(steps)
         if path in self.inside:
             if self.depth:
                 raise self.refused(

@@ -38,7 +38,7 @@ class Rounds:
 
     def _bound(self, target: ast.expr, given: Given) -> Iterator[tuple[ast.expr, Given]]:
         if isinstance(target, ast.Tuple) and isinstance(given, Unknown):
-            names = rounds_of(self._object([*given.steps] or None))
+            names = rounds_of(self.names.found_at([*given.steps] or None))
             given = tuple(self._layer([*given.steps], name) for name in names)
         if isinstance(target, ast.Tuple) and isinstance(given, tuple):
             for inner, each in zip(target.elts, given, strict=False):
@@ -62,7 +62,7 @@ class Rounds:
         if (chosen := self._chosen(listed)) is not None:
             return len(chosen)
         steps = self.names.chain(listed)
-        names = rounds_of(self._object(steps))
+        names = rounds_of(self.names.found_at(steps))
         if names and steps is not None:
             self.relied_on[self.names.path_of(steps)] = Count(len(names))
         return len(names) or None
@@ -84,7 +84,7 @@ class Rounds:
         if isinstance(listed, ast.Subscript) and (chosen := self._chosen(listed)) is not None:
             return self._element(listed.value, chosen[number])
         steps = self.names.chain(listed)
-        if names := rounds_of(self._object(steps)):
+        if names := rounds_of(self.names.found_at(steps)):
             return self._layer(steps or [], names[number])
         return Item(listed, number)
 
@@ -135,9 +135,3 @@ class Rounds:
         found = self.names.value(node, self.relied_on)
         is_number = isinstance(found, Constant) and type(found.value) is int
         return found.value if is_number else None  # type: ignore[union-attr]
-
-    def _object(self, steps: list[str] | None) -> Any:
-        try:
-            return None if steps is None else self.names.object_at(steps)
-        except AttributeError:
-            return None

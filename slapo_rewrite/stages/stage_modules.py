@@ -12,6 +12,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.text import accessor, joined_path
 from slapo_rewrite.errors import Span
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.runtime.stages import own_tensors
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.stage_layout import Stages
@@ -205,9 +206,8 @@ class Tie:
 
 def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
     """The parameters that more than one stage holds, for each group of stages."""
-    spelled: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        spelled.setdefault(id(parameter), []).append(name)
+    named = model.named_parameters(remove_duplicate=False)
+    spelled = grouped((id(parameter), name) for name, parameter in named)
     where: dict[int, dict[int, str]] = {}
     for number, stage in enumerate(held):
         for part in stage:
@@ -216,10 +216,7 @@ def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
                 own = [n for n in names if f"{n}.".startswith(f"{part.path}.")]
                 if own:
                     where.setdefault(id(tensor), {}).setdefault(number, own[0])
-    groups: dict[tuple[int, ...], list[dict[int, str]]] = {}
-    for by_stage in where.values():
-        if len(by_stage) > 1:
-            groups.setdefault(tuple(by_stage), []).append(by_stage)
+    groups = grouped((tuple(each), each) for each in where.values() if len(each) > 1)
     return [
         Tie(
             next(iter(group[0].values())).rpartition(".")[0].rpartition(".")[2] or "shared",
@@ -265,7 +262,6 @@ def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
 
 def shared_names(model: Any) -> list[tuple[str, ...]]:
     """The names of parameters that have several, numbers written as `*`."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(re.sub(r"\d+", "*", name))
+    named = model.named_parameters(remove_duplicate=False)
+    names = grouped((id(parameter), re.sub(r"\d+", "*", name)) for name, parameter in named)
     return sorted({tuple(sorted(set(group))) for group in names.values() if len(group) > 1})

@@ -80,30 +80,6 @@ def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
     return "\n".join([first, *lines])
 
 
-def comments_above(file: SourceFile, node: ast.stmt) -> list[str]:
-    """The comments on the lines before a statement."""
-    found: list[str] = []
-    number = node.lineno - 1
-    while (line := file.line(number).strip()).startswith("#"):
-        found.insert(0, line)
-        number -= 1
-    return found
-
-
-def comment_beside(file: SourceFile, node: ast.stmt) -> str:
-    """The comment behind a statement."""
-    _, end = file.span(node)
-    rest = file.text[end:].partition("\n")[0].strip()
-    return f"  {rest}" if rest.startswith("#") else ""
-
-
-def comment_after(file: SourceFile, node: ast.AST) -> str:
-    """The comment behind an argument that is the last on its line."""
-    _, end = file.span(node)
-    rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
-    return f"  {rest}" if rest.startswith("#") else ""
-
-
 def rewritten(text: str, edits: Mapping[Any, str]) -> str:
     """A text in which nodes of its tree read otherwise."""
     lines = text.encode().splitlines(keepends=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -15,14 +14,6 @@ from slapo_rewrite.tune.predicted_first import PredictedFirst
 NAMES = ("model", "slapo", "random", "exhaustive")
 
 
-class Strategy(Protocol):
-    """Says what to try next."""
-
-    def next(self, trials: Sequence[Trial]) -> int | None:
-        """The number of the point to try after these trials; None once there is nothing to gain."""
-        ...
-
-
 class InOrder:
     """Tries points in an order that does not depend on what comes of them."""
 
@@ -30,17 +21,17 @@ class InOrder:
         self._order = order
 
     def next(self, trials: Sequence[Trial]) -> int | None:
-        """The first that has not been tried."""
+        """The number of the first that has not been tried; None once there is nothing to gain."""
         tried = {trial.number for trial in trials}
         return next((number for number in self._order if number not in tried), None)
 
 
-def exhaustive(space: KnobSpace, seed: int) -> Strategy:
+def exhaustive(space: KnobSpace, seed: int) -> InOrder:
     """All points, in their order."""
     return InOrder(range(len(space)))
 
 
-def shuffled(space: KnobSpace, seed: int) -> Strategy:
+def shuffled(space: KnobSpace, seed: int) -> InOrder:
     """All points, shuffled."""
     return InOrder(np.random.default_rng(seed).permutation(len(space)).tolist())
 
@@ -88,6 +79,10 @@ class LargestBatch:
                 return None
             before = best or before
         return None
+
+
+# What says what to try next.
+Strategy = InOrder | LargestBatch | PredictedFirst
 
 
 def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None) -> Strategy:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_rewrite.groups import grouped
+
 from .figures import tensors_in
 
 DROPOUTS = (
@@ -156,9 +158,8 @@ def dropouts(
 
 def tie_groups(model: nn.Module) -> list[list[str]]:
     """Names of the same parameter, for every parameter that has several."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
+    named = model.named_parameters(remove_duplicate=False)
+    groups = grouped((id(parameter), name) for name, parameter in named)
     return [names for names in groups.values() if len(names) > 1]
 
 

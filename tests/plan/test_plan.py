@@ -13,8 +13,9 @@ import torch
 from benchmark.plan_memory import ALONE, SPLIT, ZERO, Case, measured, predicted
 from slapo_rewrite import errors
 from slapo_rewrite.cli import main
+from slapo_rewrite.model.folded_step import StepShape
 from slapo_rewrite.plan import planning
-from slapo_rewrite.plan.rewritten_step import StepShape, counted_rewrite
+from slapo_rewrite.plan.rewritten_step import counted_rewrite
 from slapo_rewrite.project import Project
 from slapo_rewrite.simulate.hardware import Link, hardware, known_gpus, own_hardware
 from slapo_rewrite.simulate.pipeline import Stage, live_micro_batches, pipelined_seconds, simulate

@@ -1,7 +1,7 @@
 """`checkpoint(budget=...)`: what it chooses, and that a real step takes what it says."""
 
 import contextlib
-import functools
+import dataclasses
 import gc
 import itertools
 import json
@@ -98,13 +98,13 @@ BUDGET = '    s["blocks.*"].checkpoint(budget="{}", precision="fp32")\n'
 @pytest.fixture
 def as_on_a_cpu(monkeypatch):
     """Steps are counted in the operators of this machine, once for all budgets of a test."""
-    count = functools.partial(recomputed_step.counted_ways, is_gpu=False)
-    known = {}
+    count, known = recomputed_step.counted_ways, {}
 
-    def counted(schedule, tree, chosen, *step, **more):
+    def counted(schedule, tree, chosen, shape, *more):
         layers = frozenset(chosen)
         if layers not in known:
-            known[layers] = count(schedule, tree, chosen, *step, **more)
+            shape = dataclasses.replace(shape, is_gpu=False)
+            known[layers] = count(schedule, tree, chosen, shape, *more)
         return known[layers]
 
     monkeypatch.setattr(recomputed_step, "counted_ways", counted)
