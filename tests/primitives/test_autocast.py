@@ -79,6 +79,9 @@ TABLE = [
         "return F.softmax(dim=-1, input=self.a(x))",
         "return F.softmax(dim=-1, input=self.a(x).float())",
     ),
+    # Told a dtype, it begins with that cast itself.
+    ("return self.a(x).softmax(-1, dtype=torch.float32)", ""),
+    ("return F.log_softmax(self.a(x), -1, 3, torch.float32)", ""),
     ("return self.a(x).mean(-1)", "return self.a(x).float().mean(-1)"),
     ("return self.a(x) ** 2", "return self.a(x).float() ** 2"),
     ("return F.gelu(self.a(x))", ""),
@@ -109,6 +112,7 @@ TABLE = [
     # What casts to the dtype of another value, or takes its least number, does so still.
     ("y = self.a(x)\nreturn x.to(y.dtype) + y", ""),
     ("y = self.a(x)\nkind = y.dtype\nreturn x.to(kind) + y", ""),
+    ("y = self.a(x)\none, other = x.dtype, y.dtype\nreturn x.to(other) + y.to(one)", ""),
     ("y = self.a(x)\nif y.dtype != x.dtype:\n    y = y.to(x.dtype)\nreturn y", ""),
     ("y = self.a(x)\nreturn y.masked_fill(x > 0, torch.finfo(y.dtype).min).tanh()", ""),
 ]
@@ -202,9 +206,10 @@ class Precise(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kind = precision_of(name_of(func))
         dtypes = {t.dtype for t in tensors((args, kwargs or {})) if t.is_floating_point()}
+        is_told = torch.float32 in (*args, *(kwargs or {}).values())
         if kind == PRODUCT:
             assert dtypes == {torch.bfloat16}, name_of(func)
-        elif kind == FLOAT32 and name_of(func) != "mean":
+        elif kind == FLOAT32 and name_of(func) != "mean" and not is_told:
             assert dtypes <= {torch.float32}, name_of(func)
         return func(*args, **(kwargs or {}))
 
@@ -225,6 +230,58 @@ def test_what_a_function_computes_is_cast_where_it_is_called(tmp_path):
         forward_of(output).splitlines()[-1]
         == "return attend(x.bfloat16(), y, v=(x + y).bfloat16())"
     )
+    check_numbers(tmp_path, output)
+
+
+FOLLOWING = """\
+def mapped(x, weight):
+    return F.linear(x.to(weight.dtype), weight).to(x.dtype)
+
+
+def weighted(q, k, v, mask):
+    weights = (q @ k.mT + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights @ v
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "becomes"),
+    [
+        ("mapped(self.a(x), self.b)", "mapped(self.a(x), self.b.bfloat16())"),
+        (
+            "weighted(x, x, self.a(x), x.new_zeros(4, 4))",
+            "weighted(x.bfloat16(), x.bfloat16(), self.a(x), x.new_zeros(4, 4))",
+        ),
+    ],
+)
+def test_what_follows_the_dtype_of_what_a_call_casts_is_not_cast_as_well(call, becomes, tmp_path):
+    """What is cast to the precision of another value has that of the cast one."""
+    text = source(f"return {call}", "self.b = nn.Parameter(torch.randn(8, 8))", FOLLOWING)
+    output = rewritten(tmp_path, text, ONE % "")
+    assert forward_of(output).splitlines()[-1] == f"return {becomes}"
+    check_numbers(tmp_path, output)
+
+
+MASKED = """\
+from transformers import BertConfig
+from transformers.masking_utils import create_causal_mask
+
+CONFIG = BertConfig()
+CONFIG._attn_implementation = "eager"
+
+
+"""
+
+
+def test_a_mask_of_transformers_is_made_in_the_precision_of_what_it_is_for(tmp_path):
+    forward = (
+        "y = self.a(x)\nmask = create_causal_mask(CONFIG, y, None, None)[:, 0]\n"
+        "return (y @ y.mT + mask).softmax(-1, dtype=torch.float32)"
+    )
+    output = rewritten(tmp_path, source(forward, before=MASKED), ONE % "")
+    assert "BFloat16Linear(8, 8)" in changed_lines(output)
     check_numbers(tmp_path, output)
 
 
