@@ -285,6 +285,45 @@ def test_a_mask_of_transformers_is_made_in_the_precision_of_what_it_is_for(tmp_p
     check_numbers(tmp_path, output)
 
 
+CACHED = """\
+class Part(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x, mask, cache):
+        y = self.a(x)
+        if cache is not None:
+            y = cache[self.number] = torch.cat([cache.get(self.number, x[:, :0]), y], 1)
+        return x + F.scaled_dot_product_attention(x, x, y, mask)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part(i) for i in range(3)])
+
+    def forward(self, x, use_cache=False):
+        cache = {} if use_cache else None
+        mask = torch.ones(4, 4, dtype=torch.bool, device=x.device)
+        for part in self.parts:
+            x = part(x, mask, cache)
+        return x
+"""
+
+
+def test_what_a_cache_gives_back_is_cast(tmp_path):
+    """Each layer fills its own part of the cache, by its number."""
+    output = rewritten(tmp_path, HEAD + CACHED, ONE % "")
+    assert "x.bfloat16(), x.bfloat16(), y.bfloat16(), mask" in " ".join(
+        changed_lines(output).replace("+", "").split()
+    )
+    model = imported(written(tmp_path, output)).Model()
+    x = torch.randn(2, 4, 8)
+    assert torch.equal(model(x, use_cache=True), model(x))
+
+
 def test_a_mask_may_be_of_booleans_and_none(tmp_path):
     forward = (
         "y = self.a(x)\nmask = x @ x.mT * 0.5 + x.new_zeros(4, 4)\nreturn attend(y, y, y, mask)"
@@ -532,21 +571,20 @@ SPLIT_PAIR = """\
 SPLIT_PARTS = SPLIT_PAIR.replace('s["', 's["parts.*.')
 NOTED = """\
 class Part(nn.Module):
-    def __init__(self, number):
+    def __init__(self):
         super().__init__()
-        self.number = number
         self.a = nn.Linear(8, 16)
         self.b = nn.Linear(16, 8)
 
     def forward(self, x, seen):
-        seen[self.number] = x
+        seen[self] = x
         return x + self.b(self.a(x).relu())
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleList([Part(i) for i in range(3)])
+        self.parts = nn.ModuleList([Part() for _ in range(3)])
 
     def forward(self, x):
         seen = {}
@@ -559,7 +597,7 @@ class Model(nn.Module):
 
 
 def test_split_layers_of_which_none_stands_for_others_compute_alike(tmp_path):
-    """Such as fill a cache by their numbers."""
+    """Such as are looked up themselves."""
     output = rewritten(tmp_path, HEAD + NOTED, ONE % "" + SPLIT_PARTS)
     lines = changed_lines(output)
     assert "BFloat16ColumnParallelLinear(8, 16)" in lines and "HalfPart" not in lines
