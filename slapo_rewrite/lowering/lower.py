@@ -301,7 +301,9 @@ class _Lowering:
         # What failed: from one start all ways of repairing it go alike for a while.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []
         starts = list(self.inference.starts(self.states, self._asked().layers))
-        for states, at_values in itertools.product(starts, (False, True)):
+        at_borders, at_values, by_gathers = range(3)
+        first = itertools.product(starts, (at_borders, at_values))
+        for states, way in (*first, *((states, by_gathers) for states in starts)):
             repaired: dict[str, ModuleRequests] | None = states
             failed: CannotFollow | None = None
             before: CannotFollow | None = None
@@ -315,8 +317,8 @@ class _Lowering:
                     except CannotFollow as error:
                         failed = _without_frames(error)
                         tried.append((repaired, failed))
-                known = (at_statement(self.files, m) for m in failed.at_values if at_values)
-                missing = next(filter(None, known), None)
+                known = (at_statement(self.files, m) for m in failed.at_values if way == at_values)
+                missing = failed.to_gather if way == by_gathers else next(filter(None, known), None)
                 repaired = self.inference.mended(self.states, asked.layers, failed, missing)
                 before = failed if repaired is not None else before
             assert failed is not None
