@@ -318,7 +318,10 @@ class _Lowering:
                         failed = _without_frames(error)
                         tried.append((repaired, failed))
                 known = (at_statement(self.files, m) for m in failed.at_values if way == at_values)
-                missing = failed.to_gather if way == by_gathers else next(filter(None, known), None)
+                missing = next(filter(None, known), None)
+                if way == by_gathers:
+                    gather = self.inference.gather_instead(asked.layers, failed)
+                    missing = failed.to_gather or gather
                 repaired = self.inference.mended(self.states, asked.layers, failed, missing)
                 before = failed if repaired is not None else before
             assert failed is not None
@@ -335,6 +338,9 @@ class _Lowering:
         causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         hint = error.hint
+        if gather := self.inference.gather_instead(self._asked().layers, error):
+            line = f'.sync("fwd_post", "all_gather", axis={gather.axis})'
+            hint = f"gather what it is made of: {line} on `{gather.path}`"
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
             hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
         # What is refused may only follow from what made a gather necessary.

@@ -380,3 +380,34 @@ def test_what_no_gather_mends_is_refused_where_it_began(tmp_path):
     )
     text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
     assert "`mul` joins a part of shape" in text and 's["block.mlp.gate"].shard(' in text
+
+
+UNIT = """\
+import torch
+from torch import nn
+
+
+def unit(x):
+    return x / x.pow(2).sum(-1, keepdim=True).pow(0.5)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x):
+        return unit(self.head(x))
+"""
+
+
+def test_a_layer_is_gathered_where_a_function_sums_its_parts(tmp_path):
+    """No collective fits in there, and none that adds up fits the layer."""
+    lines = SPLIT_BLOCKS.replace("blocks.*.a", "head")
+    text = refused(tmp_path, UNIT, lines, "SR104")
+    advised = '.sync("fwd_post", "all_gather", axis=-1)'
+    assert f"{advised} on `head`" in text and "all_reduce" not in text
+    stated = f'{lines}    layers{advised}\n    layers.sync("bwd_post", "all_reduce")\n'
+    inferred = texts(rewritten(tmp_path, UNIT, lines + INFER))
+    assert inferred == texts(rewritten(tmp_path, UNIT, stated))
+    assert "self.head = ColumnParallelLinear(8, 12, gather_output=True)" in inferred["model"]
