@@ -153,7 +153,8 @@ class PrecisionRun(TorchFunctionMode):
         in_half = any(t.dtype in HALVES for t in given)
         asked = call is not None and self.wanted.is_half(call.owner)
         if any(map(is_float, made)) and (in_half or asked):
-            where = f' or a module around it: keep=["{with_wildcards(call.owner)}"]' if call else ""
+            path = with_wildcards(call.owner) if call is not None else ""
+            where = f' or a module around it: keep=["{path}"]' if path else ""
             raise CannotCast(
                 f"it is not known in which precision `{name}` is to be computed",
                 call.place if call else None,

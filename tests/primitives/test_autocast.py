@@ -530,6 +530,26 @@ def test_what_is_not_known_to_be_right_is_refused(tmp_path, forward, words):
     assert words in text and re.search(r"source_0\.py:\d+:\d+", text)
 
 
+CTC = """\
+def aligned(x):
+    steps = x.log_softmax(-1, torch.float32).transpose(0, 1)
+    return F.ctc_loss(steps, torch.ones(2, 2).long(), torch.tensor([4, 4]), torch.tensor([2, 2]))
+
+
+"""
+
+
+def test_a_loss_of_alignments_is_in_float32(tmp_path):
+    output = rewritten(tmp_path, source("return aligned(self.a(x))", before=CTC), ONE % "")
+    assert "BFloat16Linear(8, 8)" in changed_lines(output) and "aligned(" not in forward_of(output)
+    check_numbers(tmp_path, output)
+
+
+def test_the_model_itself_is_no_module_to_be_kept(tmp_path):
+    text = refused(tmp_path, source("return torch.pdist(self.a(x)[0])"), ONE % "", "SR305")
+    assert "keep it in float32" in text and 'keep=[""]' not in text
+
+
 def test_the_advice_of_a_refusal_works(tmp_path):
     made = "self.c = nn.GRU(8, 8)"
     text = refused(tmp_path, source("return self.c(self.a(x))[0]", made), ONE % "", "SR305")
