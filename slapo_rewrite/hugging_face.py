@@ -15,8 +15,9 @@ CACHE_CLASSES = "transformers.cache_utils"
 # Functions of a module that read nothing of what it holds, but what it is wrapped in.
 ASKS_WHAT_WRAPS = ("is_fsdp_managed_module",)
 
-# Files of transformers that keep values in the precision in which they are given.
-KEEPS_PRECISION = ("transformers/cache_utils.py",)
+# Files of transformers that keep values in the precision in which they are given, or make masks in
+# it, of whose dtype they read the least number alone.
+KEEPS_PRECISION = ("transformers/cache_utils.py", "transformers/masking_utils.py")
 
 # The argument that has a model keep what it computed of tokens for those that follow.
 KEEPS_TOKENS = "use_cache"

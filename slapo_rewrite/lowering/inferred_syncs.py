@@ -95,6 +95,18 @@ class Inference:
         is_sum = remedy is not None and remedy.mode == "bwd_post"
         return self._around(states, within) if is_sum and within else None
 
+    def gather_instead(
+        self, layers: Mapping[str, Layer], error: CannotFollow
+    ) -> MissingCollective | None:
+        """The gather of a layer's parts, where a sum over them is missing, made of them later."""
+        remedy = error.remedy
+        if remedy is None or remedy.path not in layers or remedy.mode == "bwd_post":
+            return None
+        split = split_of(self.tree.nodes[remedy.path].live, layers[remedy.path])
+        if remedy.operation != "all_reduce" or split.output != "partition":
+            return None
+        return MissingCollective.whole_of(remedy.path, split.axes[0])
+
     def _moved_out(
         self, states: States, layers: Mapping[str, Layer], error: NeverRuns
     ) -> States | None:

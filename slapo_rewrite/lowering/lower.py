@@ -301,7 +301,9 @@ class _Lowering:
         # What failed: from one start all ways of repairing it go alike for a while.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []
         starts = list(self.inference.starts(self.states, self._asked().layers))
-        for states, at_values in itertools.product(starts, (False, True)):
+        at_borders, at_values, by_gathers = range(3)
+        first = itertools.product(starts, (at_borders, at_values))
+        for states, way in (*first, *((states, by_gathers) for states in starts)):
             repaired: dict[str, ModuleRequests] | None = states
             failed: CannotFollow | None = None
             before: CannotFollow | None = None
@@ -315,8 +317,11 @@ class _Lowering:
                     except CannotFollow as error:
                         failed = _without_frames(error)
                         tried.append((repaired, failed))
-                known = (at_statement(self.files, m) for m in failed.at_values if at_values)
+                known = (at_statement(self.files, m) for m in failed.at_values if way == at_values)
                 missing = next(filter(None, known), None)
+                if way == by_gathers:
+                    gather = self.inference.gather_instead(asked.layers, failed)
+                    missing = failed.to_gather or gather
                 repaired = self.inference.mended(self.states, asked.layers, failed, missing)
                 before = failed if repaired is not None else before
             assert failed is not None
@@ -333,6 +338,9 @@ class _Lowering:
         causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         hint = error.hint
+        if gather := self.inference.gather_instead(self._asked().layers, error):
+            line = f'.sync("fwd_post", "all_gather", axis={gather.axis})'
+            hint = f"gather what it is made of: {line} on `{gather.path}`"
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
             hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
         # What is refused may only follow from what made a gather necessary.

@@ -39,6 +39,11 @@ def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> Iterat
 
 def kinds_of(node: Node) -> list[Any]:
     """Of each element: what it is, and its plain attributes but for those that are its number."""
+    return kinds_and_numbers(node)[0]
+
+
+def kinds_and_numbers(node: Node) -> tuple[list[Any], set[tuple[str, str]]]:
+    """`kinds_of`, and which attributes are an element's number: by path from it and by name."""
     children = list(node.children.values())
     found = [_plain_attributes(child) for child in children]
     # Most attributes are the same in all, and tell no two apart: modules are compared at once.
@@ -49,11 +54,12 @@ def kinds_of(node: Node) -> list[Any]:
         if (own := each.get(below, {})) != (first := found[0].get(below, {}))
         for name, _ in own.items() ^ first.items()
     }
-    apart -= {key for key in apart if _is_number(*key, found)}
+    numbers = {key for key in apart if _is_number(*key, found)}
+    apart -= numbers
     return [
         (child.kind, frozenset((b, n, each[b][n]) for b, n in apart if b in each and n in each[b]))
         for child, each in zip(children, found, strict=True)
-    ]
+    ], numbers
 
 
 def _plain_attributes(element: Node) -> dict[str, dict[str, Any]]:

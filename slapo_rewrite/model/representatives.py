@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_rewrite.model.calls import forwards_instead
-from slapo_rewrite.model.layer_kinds import LEFT, kinds_of, left_alone
+from slapo_rewrite.model.layer_kinds import LEFT, kinds_and_numbers, left_alone
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.meta_device import unwatched
 from slapo_rewrite.model.results import tensors
@@ -53,6 +53,8 @@ class Representatives:
         self._kept: dict[str, Node] = {}
         self._elements: dict[str, dict[str, Node]] = {}
         self._runs: dict[str, list[Node]] = {}
+        # What is an element's number, in it and below: the modules and the attributes.
+        self._numbers: dict[str, list[tuple[nn.Module, str]]] = {}
         self._keep(tree.root)
 
     def _keep(self, node: Node) -> None:
@@ -60,7 +62,8 @@ class Representatives:
         children = node.children
         if isinstance(node.live, nn.ModuleList):
             groups: dict[Any, list[Node]] = {}
-            for child, kind in zip(children.values(), kinds_of(node), strict=True):
+            kinds, numbers = kinds_and_numbers(node)
+            for child, kind in zip(children.values(), kinds, strict=True):
                 below = tuple(sorted(self._asked.get(child.path, ())))
                 is_shared = bool(self._shared) and any(
                     id(inner.live) in self._shared for inner in child.walk()
@@ -72,6 +75,12 @@ class Representatives:
             self._elements[node.path] = children
             for group in groups.values():
                 self.siblings[group[0].path] = tuple(c.name for c in group)
+                self._numbers[group[0].path] = [
+                    (inner.live, name)
+                    for inner in group[0].walk()
+                    for below, name in numbers
+                    if inner.path[len(group[0].path) :] == below and name in vars(inner.live)
+                ]
         for child in children.values():
             self._keep(child)
 
@@ -99,16 +108,42 @@ class Representatives:
         given what the others are not.
         """
         lists = [(self._kept[path].live, [n.live for n in run]) for path, run in self._runs.items()]
-        nodes = (node for run in self._runs.values() for node in run)
-        places = Counter(n.live for n in nodes if n.children and base_of(n.cls) is None)
+        places: dict[nn.Module, Places] = {}
+        for run in self._runs.values():
+            first = {node.path: number for number, node in reversed([*enumerate(run)])}
+            for number, node in enumerate(run):
+                if node.children and base_of(node.cls) is None:
+                    own = places.setdefault(node.live, Places([], self._numbers[node.path]))
+                    own.further.append(number - first[node.path])
         with left_alone(lists), repeated(self.tree.root.live, places):
             yield
 
 
+@dataclass(frozen=True)
+class Places:
+    """The places of a layer that stands for others of a list."""
+
+    further: list[int]  # how many places each lies behind the layer's own
+    # What is its number, in it and below: the modules and the attributes.
+    numbers: Sequence[tuple[nn.Module, str]] = ()
+
+    @contextlib.contextmanager
+    def numbered(self, place: int) -> Iterator[None]:
+        """The layer has the number of one of these places, so that it finds its part of a cache."""
+        own = [(module, name, getattr(module, name)) for module, name in self.numbers]
+        for module, name, number in own:
+            setattr(module, name, number + self.further[place])
+        try:
+            yield
+        finally:
+            for module, name, number in own:
+                setattr(module, name, number)
+
+
 @contextlib.contextmanager
-def repeated(model: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[None]:
+def repeated(model: nn.Module, places: Mapping[nn.Module, Places]) -> Iterator[None]:
     """Has layers stand for others, for as long as it lasts."""
-    calls = [(layer, _Calls(layer, times)) for layer, times in places.items()]
+    calls = [(layer, _Calls(layer, own)) for layer, own in places.items()]
 
     def begin(model: nn.Module, args: Any) -> None:
         for _, called in calls:
@@ -129,13 +164,13 @@ class _Calls:
     It stands in so many of them.
     """
 
-    def __init__(self, layer: nn.Module, times: int) -> None:
-        self.forward, self.times = layer.forward, times
+    def __init__(self, layer: nn.Module, places: Places) -> None:
+        self.forward, self.places = layer.forward, places
         self.begin()
 
     def begin(self) -> None:
         """A round begins."""
-        self.left = self.times
+        self.left = len(self.places.further)
         self.shapes: dict[Hashable, list[Hashable]] = {}
         self.given: dict[Hashable, Any] = {}
         self.last: tuple[Sequence[Any], Any] | None = None
@@ -154,7 +189,8 @@ class _Calls:
         known = self.shapes.setdefault(way, [])
         if len(known) < LEFT or shapes not in known:
             known.append(shapes)
-            self.given[way] = self.forward(*args, **kwargs)
+            with self.places.numbered(-1 - self.left):
+                self.given[way] = self.forward(*args, **kwargs)
         else:
             self.last = everything, self.given[way]
         return self.given[way]

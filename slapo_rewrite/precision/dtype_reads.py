@@ -51,7 +51,7 @@ def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
         case ast.keyword(arg="dtype"):
             call = above[parent]
             return isinstance(call, ast.Call) and _makes_tensor(call.func)
-        case ast.Assign(targets=[ast.Name(id=name)]):
+        case ast.Assign() | ast.Tuple() if name := _name_given(node, above):
             function = _function_of(parent, above)
             return function is not None and all(
                 _is_cast(read, above)
@@ -62,6 +62,18 @@ def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
         case ast.Compare():
             return _chooses_a_cast(parent, above)
     return False
+
+
+def _name_given(value: ast.expr, above: dict[ast.AST, ast.AST]) -> str:
+    """The variable that a value is assigned to, `b` of the second in `a, b = 1, 2`; else ""."""
+    match above[value], above[above[value]]:
+        case ast.Assign(targets=[ast.Name(id=name)]), _:
+            return name
+        case ast.Tuple(elts=values), ast.Assign(targets=[ast.Tuple(elts=targets)]):
+            match targets[values.index(value) : values.index(value) + 1]:
+                case [ast.Name(id=name)] if len(targets) == len(values):
+                    return name
+    return ""
 
 
 def _makes_tensor(function: ast.expr) -> bool:

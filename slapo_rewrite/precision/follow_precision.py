@@ -68,11 +68,13 @@ def follow_precision(
             # A cast at the call of a function reaches what is inside of it in the next run.
             known = -1
             while known < len(found.given):
-                known = len(found.given)
+                known, mode = len(found.given), PrecisionRun(stack, wanted, found)
                 try:
-                    _run(model, options, PrecisionRun(stack, wanted, found))
+                    _run(model, options, mode)
                 except CannotRun as error:
                     raise _failed(error, stack) from error
+            if mode.out_of_reach is not None:
+                raise mode.out_of_reach
     finally:
         model.train(was_training)
     found.check()

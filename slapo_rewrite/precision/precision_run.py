@@ -53,8 +53,12 @@ class PrecisionRun(TorchFunctionMode):
         self.stack, self.wanted, self.found = stack, wanted, found
         self.given = dict(found.given)
         self.entered: dict[FrameType, _Entered] = {}
+        # Functions of which it was found in this run what their calls cast.
+        self.renewed: set[FrameType] = set()
         self.makers: dict[int, list[torch.Tensor]] = {}
         self.alive: list[torch.Tensor] = []
+        # What no call could cast, in this run.
+        self.out_of_reach: CannotCast | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
@@ -97,7 +101,9 @@ class PrecisionRun(TorchFunctionMode):
     ) -> tuple[Any, Any]:
         """The operands in the precision in which the operation is to be computed."""
         kind = precision_of(name)
-        if kind not in (PRODUCT, FLOAT32) or call is None:
+        # An operation that is told a dtype begins with a cast to it.
+        is_told = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        if kind not in (PRODUCT, FLOAT32) or call is None or (kind == FLOAT32 and is_told):
             return args, kwargs
         to = FLOAT32
         if kind == PRODUCT and self._is_half(call, name):
@@ -113,9 +119,7 @@ class PrecisionRun(TorchFunctionMode):
                     "leave its rule out, or have the modules before it alone compute in half "
                     "precision: s[...].autocast()",
                 )
-        return self._mapped(
-            lambda tensor, at: self._recorded(call, func, name, at, tensor, to), args, kwargs
-        )
+        return self._all_recorded(call, func, name, args, kwargs, to)
 
     def _in_one(
         self, call: Call | None, func: Any, name: str, args: Any, kwargs: Any
@@ -129,9 +133,7 @@ class PrecisionRun(TorchFunctionMode):
             raise
         in_place = name.endswith("_") or name == "__setitem__"
         to = HALF if in_place and args[0].dtype in HALVES else FLOAT32
-        return self._mapped(
-            lambda tensor, at: self._recorded(call, func, name, at, tensor, to), args, kwargs
-        )
+        return self._all_recorded(call, func, name, args, kwargs, to)
 
     def _is_half(self, call: Call, name: str) -> bool:
         """Whether a product is computed in half precision; not where the source says so itself."""
@@ -151,7 +153,8 @@ class PrecisionRun(TorchFunctionMode):
         in_half = any(t.dtype in HALVES for t in given)
         asked = call is not None and self.wanted.is_half(call.owner)
         if any(map(is_float, made)) and (in_half or asked):
-            where = f' or a module around it: keep=["{with_wildcards(call.owner)}"]' if call else ""
+            path = with_wildcards(call.owner) if call is not None else ""
+            where = f' or a module around it: keep=["{path}"]' if path else ""
             raise CannotCast(
                 f"it is not known in which precision `{name}` is to be computed",
                 call.place if call else None,
@@ -189,10 +192,28 @@ class PrecisionRun(TorchFunctionMode):
         self.alive.append(new)
         return new
 
+    def _all_recorded(
+        self, call: Call, func: Any, name: str, args: Any, kwargs: Any, to: str
+    ) -> tuple[Any, Any]:
+        """Operands in a precision, with the casts noted that the source has to have for that.
+
+        What follows in a function whose call casts what it did not is seen in the next run: it may
+        be in another precision then.
+        """
+        if call.callee in self.renewed:
+            return self._mapped(lambda tensor, _: self._cast(tensor, to), args, kwargs)
+        known = len(self.found.given)
+        fitted = self._mapped(
+            lambda tensor, at: self._recorded(call, func, name, at, tensor, to), args, kwargs
+        )
+        if call.callee is not None and len(self.found.given) > known:
+            self.renewed.add(call.callee)
+        return fitted
+
     def _recorded(
         self, call: Call, func: Any, name: str, at: tuple[Any, ...], tensor: torch.Tensor, to: str
     ) -> torch.Tensor:
-        """A value in a precision, with the cast noted that the source has to have for that."""
+        """One of them."""
         new = self._cast(tensor, to)
         is_mask = name == ATTENTION and at in MASK
         if call.callee is None:
@@ -204,7 +225,13 @@ class PrecisionRun(TorchFunctionMode):
             if to == FLOAT32 and _is_norm_inside(call, call.callee):
                 self.found.layers.add(call.owner)
                 return new
-            for position, parameter in self._sources(call, call.callee, name, tensor, to):
+            try:
+                sources = self._sources(call, call.callee, name, tensor, to)
+            except CannotCast as error:
+                # It may follow another operand, which the call casts in the next run.
+                self.out_of_reach = self.out_of_reach or error
+                return new
+            for position, parameter in sources:
                 key = (call.path, call.place, parameter)
                 if self.found.given.setdefault(key, to) != to or key in self.given:
                     raise self._out_of_reach(call, call.callee, name, to)
@@ -220,8 +247,8 @@ class PrecisionRun(TorchFunctionMode):
         waiting, seen = [tensor], {id(tensor)}
         found = []
         for each in waiting:
-            if (own := entered.parameters.get(id(each))) is not None:
-                found.append((names.index(own), own))
+            if own := entered.parameters.get(id(each)):
+                found += [(names.index(name), name) for name in own]
             elif id(each) not in entered.before:
                 makers = [m for m in self.makers.get(id(each), ()) if id(m) not in seen]
                 makers = [m for m in makers if m.dtype == tensor.dtype]
@@ -262,7 +289,7 @@ class PrecisionRun(TorchFunctionMode):
                     self.given[call.path, call.place, name] = FLOAT32
                     self.found.casts.add(Cast(call.path, call.place, operand, FLOAT32))
                 self.alive.append(value)
-                entered.parameters.setdefault(id(value), name)
+                entered.parameters.setdefault(id(value), []).append(name)
                 to = self.given.get((call.path, call.place, name))
                 if to is not None:
                     entered.casts[id(value)] = self._cast(value, to)
@@ -301,8 +328,8 @@ class _Entered:
     """A function that a method calls, as it was entered."""
 
     before: set[int]  # the values that there were, by their identity
-    # Those among them that it is given, and as what.
-    parameters: dict[int, str] = field(default_factory=dict)
+    # Those among them that it is given, and as what: one value may be several parameters.
+    parameters: dict[int, list[str]] = field(default_factory=dict)
     # What is there instead, where the call casts them.
     casts: dict[int, torch.Tensor] = field(default_factory=dict)
 

@@ -183,6 +183,7 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
         message, run.source_of((args, kwargs)), hint, attributes=run.attributes_of((args, kwargs))
     )
     unfit.to_scatter = whole_operands.to_scatter(run, given)
+    unfit.to_gather = whole_operands.to_gather(run, given)
     return unfit
 
 

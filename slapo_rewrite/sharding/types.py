@@ -354,6 +354,8 @@ class CannotFollow(Exception):
         within: The module in whose method the operation stands, or what leads to it.
         at_values: The collectives that would mend it at values inside modules, the nearest first.
         to_scatter: A whole value that would fit by a rank's slice of it, and the slice's axis.
+        to_gather: What would mend it if nothing else does: the gather of a part, as a layer that is
+            not split has it.
     """
 
     def __init__(
@@ -378,6 +380,7 @@ class CannotFollow(Exception):
         self.within: str | None = None
         self.at_values: list[MissingCollective] = []
         self.to_scatter: tuple[Any, int] | None = None
+        self.to_gather: MissingCollective | None = None
 
 
 class Diverged(CannotFollow):

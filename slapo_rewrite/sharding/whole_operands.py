@@ -12,6 +12,7 @@ from torch import nn
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.sharding.placements import REPLICATE, SHARD
 from slapo_rewrite.sharding.rank_state import Run
+from slapo_rewrite.sharding.types import MissingCollective
 
 _GENERAL = "split what the whole value is made from as well"
 # What is made from more parameters, or in more steps, is an activation of layers to be split.
@@ -70,6 +71,16 @@ def to_scatter(run: Run, operands: Iterable[torch.Tensor]) -> tuple[torch.Tensor
         if fits and run.flow.of(whole).kind == REPLICATE and not whole.requires_grad:
             return whole, axis if axis == -1 else axis + whole.dim()
     return None
+
+
+def to_gather(run: Run, operands: Iterable[torch.Tensor]) -> MissingCollective | None:
+    """The gather of a part that meets a whole value of its full shape, a residual say."""
+    operands = list(operands)
+    part = next((t for t in operands if run.flow.of(t).kind == SHARD), None)
+    wholes = {tuple(t.shape) for t in operands if run.flow.of(t).kind == REPLICATE}
+    if part is None or tuple(run.full_shape(part)) not in wholes:
+        return None
+    return MissingCollective.whole_of(run.flow.of(part).border, run.flow.of(part).axis)
 
 
 def _made_from(run: Run, whole: torch.Tensor, held: dict[int, _Held]) -> Iterator[_Held]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from slapo_rewrite.model.construction_calls import recorded
-from slapo_rewrite.model.representatives import Representatives, repeated
+from slapo_rewrite.model.representatives import Places, Representatives, repeated
 from slapo_rewrite.model.tree import Tree
 
 
@@ -103,6 +103,6 @@ class Growing(nn.Module):
 def test_a_layer_runs_again_where_what_it_is_given_has_changed():
     for grows, runs in ((False, 2), (True, 4)):
         model = Growing(grows)
-        with repeated(model, {model.layer: 6}):
+        with repeated(model, {model.layer: Places([*range(6)])}):
             assert model(torch.zeros(1)) == grows
         assert model.layer.runs == runs

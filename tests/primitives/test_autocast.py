@@ -79,6 +79,9 @@ TABLE = [
         "return F.softmax(dim=-1, input=self.a(x))",
         "return F.softmax(dim=-1, input=self.a(x).float())",
     ),
+    # Told a dtype, it begins with that cast itself.
+    ("return self.a(x).softmax(-1, dtype=torch.float32)", ""),
+    ("return F.log_softmax(self.a(x), -1, 3, torch.float32)", ""),
     ("return self.a(x).mean(-1)", "return self.a(x).float().mean(-1)"),
     ("return self.a(x) ** 2", "return self.a(x).float() ** 2"),
     ("return F.gelu(self.a(x))", ""),
@@ -109,6 +112,7 @@ TABLE = [
     # What casts to the dtype of another value, or takes its least number, does so still.
     ("y = self.a(x)\nreturn x.to(y.dtype) + y", ""),
     ("y = self.a(x)\nkind = y.dtype\nreturn x.to(kind) + y", ""),
+    ("y = self.a(x)\none, other = x.dtype, y.dtype\nreturn x.to(other) + y.to(one)", ""),
     ("y = self.a(x)\nif y.dtype != x.dtype:\n    y = y.to(x.dtype)\nreturn y", ""),
     ("y = self.a(x)\nreturn y.masked_fill(x > 0, torch.finfo(y.dtype).min).tanh()", ""),
 ]
@@ -202,9 +206,10 @@ class Precise(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kind = precision_of(name_of(func))
         dtypes = {t.dtype for t in tensors((args, kwargs or {})) if t.is_floating_point()}
+        is_told = torch.float32 in (*args, *(kwargs or {}).values())
         if kind == PRODUCT:
             assert dtypes == {torch.bfloat16}, name_of(func)
-        elif kind == FLOAT32 and name_of(func) != "mean":
+        elif kind == FLOAT32 and name_of(func) != "mean" and not is_told:
             assert dtypes <= {torch.float32}, name_of(func)
         return func(*args, **(kwargs or {}))
 
@@ -226,6 +231,97 @@ def test_what_a_function_computes_is_cast_where_it_is_called(tmp_path):
         == "return attend(x.bfloat16(), y, v=(x + y).bfloat16())"
     )
     check_numbers(tmp_path, output)
+
+
+FOLLOWING = """\
+def mapped(x, weight):
+    return F.linear(x.to(weight.dtype), weight).to(x.dtype)
+
+
+def weighted(q, k, v, mask):
+    weights = (q @ k.mT + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights @ v
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "becomes"),
+    [
+        ("mapped(self.a(x), self.b)", "mapped(self.a(x), self.b.bfloat16())"),
+        (
+            "weighted(x, x, self.a(x), x.new_zeros(4, 4))",
+            "weighted(x.bfloat16(), x.bfloat16(), self.a(x), x.new_zeros(4, 4))",
+        ),
+    ],
+)
+def test_what_follows_the_dtype_of_what_a_call_casts_is_not_cast_as_well(call, becomes, tmp_path):
+    """What is cast to the precision of another value has that of the cast one."""
+    text = source(f"return {call}", "self.b = nn.Parameter(torch.randn(8, 8))", FOLLOWING)
+    output = rewritten(tmp_path, text, ONE % "")
+    assert forward_of(output).splitlines()[-1] == f"return {becomes}"
+    check_numbers(tmp_path, output)
+
+
+MASKED = """\
+from transformers import BertConfig
+from transformers.masking_utils import create_causal_mask
+
+CONFIG = BertConfig()
+CONFIG._attn_implementation = "eager"
+
+
+"""
+
+
+def test_a_mask_of_transformers_is_made_in_the_precision_of_what_it_is_for(tmp_path):
+    forward = (
+        "y = self.a(x)\nmask = create_causal_mask(CONFIG, y, None, None)[:, 0]\n"
+        "return (y @ y.mT + mask).softmax(-1, dtype=torch.float32)"
+    )
+    output = rewritten(tmp_path, source(forward, before=MASKED), ONE % "")
+    assert "BFloat16Linear(8, 8)" in changed_lines(output)
+    check_numbers(tmp_path, output)
+
+
+CACHED = """\
+class Part(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x, mask, cache):
+        y = self.a(x)
+        if cache is not None:
+            y = cache[self.number] = torch.cat([cache.get(self.number, x[:, :0]), y], 1)
+        return x + F.scaled_dot_product_attention(x, x, y, mask)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part(i) for i in range(3)])
+
+    def forward(self, x, use_cache=False):
+        cache = {} if use_cache else None
+        mask = torch.ones(4, 4, dtype=torch.bool, device=x.device)
+        for part in self.parts:
+            x = part(x, mask, cache)
+        return x
+"""
+
+
+def test_what_a_cache_gives_back_is_cast(tmp_path):
+    """Each layer fills its own part of the cache, by its number."""
+    output = rewritten(tmp_path, HEAD + CACHED, ONE % "")
+    assert "x.bfloat16(), x.bfloat16(), y.bfloat16(), mask" in " ".join(
+        changed_lines(output).replace("+", "").split()
+    )
+    model = imported(written(tmp_path, output)).Model()
+    x = torch.randn(2, 4, 8)
+    assert torch.equal(model(x, use_cache=True), model(x))
 
 
 def test_a_mask_may_be_of_booleans_and_none(tmp_path):
@@ -434,6 +530,26 @@ def test_what_is_not_known_to_be_right_is_refused(tmp_path, forward, words):
     assert words in text and re.search(r"source_0\.py:\d+:\d+", text)
 
 
+CTC = """\
+def aligned(x):
+    steps = x.log_softmax(-1, torch.float32).transpose(0, 1)
+    return F.ctc_loss(steps, torch.ones(2, 2).long(), torch.tensor([4, 4]), torch.tensor([2, 2]))
+
+
+"""
+
+
+def test_a_loss_of_alignments_is_in_float32(tmp_path):
+    output = rewritten(tmp_path, source("return aligned(self.a(x))", before=CTC), ONE % "")
+    assert "BFloat16Linear(8, 8)" in changed_lines(output) and "aligned(" not in forward_of(output)
+    check_numbers(tmp_path, output)
+
+
+def test_the_model_itself_is_no_module_to_be_kept(tmp_path):
+    text = refused(tmp_path, source("return torch.pdist(self.a(x)[0])"), ONE % "", "SR305")
+    assert "keep it in float32" in text and 'keep=[""]' not in text
+
+
 def test_the_advice_of_a_refusal_works(tmp_path):
     made = "self.c = nn.GRU(8, 8)"
     text = refused(tmp_path, source("return self.c(self.a(x))[0]", made), ONE % "", "SR305")
@@ -475,21 +591,20 @@ SPLIT_PAIR = """\
 SPLIT_PARTS = SPLIT_PAIR.replace('s["', 's["parts.*.')
 NOTED = """\
 class Part(nn.Module):
-    def __init__(self, number):
+    def __init__(self):
         super().__init__()
-        self.number = number
         self.a = nn.Linear(8, 16)
         self.b = nn.Linear(16, 8)
 
     def forward(self, x, seen):
-        seen[self.number] = x
+        seen[self] = x
         return x + self.b(self.a(x).relu())
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleList([Part(i) for i in range(3)])
+        self.parts = nn.ModuleList([Part() for _ in range(3)])
 
     def forward(self, x):
         seen = {}
@@ -502,7 +617,7 @@ class Model(nn.Module):
 
 
 def test_split_layers_of_which_none_stands_for_others_compute_alike(tmp_path):
-    """Such as fill a cache by their numbers."""
+    """Such as are looked up themselves."""
     output = rewritten(tmp_path, HEAD + NOTED, ONE % "" + SPLIT_PARTS)
     lines = changed_lines(output)
     assert "BFloat16ColumnParallelLinear(8, 16)" in lines and "HalfPart" not in lines

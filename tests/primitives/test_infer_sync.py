@@ -313,3 +313,102 @@ def test_a_refusal_behind_a_gather_says_what_made_it_necessary(tmp_path):
     text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
     assert "`block.mlp.down` is split over its inputs, but its input is whole" in text
     assert "what `block.mlp.up` gives was gathered, since `Act` works on a part" in text
+
+
+RESIDUAL = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.a(self.norm(x)).relu()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+SPLIT_BLOCKS = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 4, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    layers = s["blocks.*.a"]
+    layers.shard(["weight", "bias"], axis=0)
+"""
+
+
+@pytest.mark.processes
+def test_a_part_that_meets_a_whole_residual_is_gathered(tmp_path):
+    model = texts(rewritten(tmp_path, RESIDUAL, SPLIT_BLOCKS + INFER))["model"]
+    assert "self.a = ColumnParallelLinear(8, 8, gather_output=True)" in model
+    assert "self.stem = nn.Linear(8, 8)" in model
+    cases = {"residual": Case(RESIDUAL, SPLIT_BLOCKS + INFER)}
+    prepare(tmp_path, cases)
+    run(compare, 2, tmp_path, cases)
+
+
+def test_what_no_gather_mends_is_refused_where_it_began(tmp_path):
+    """Behind a gather the layer that is split over its inputs would be refused instead."""
+    source = SOURCE.replace("torch.relu(self.up(x))", "self.up(x) * self.gate(x)").replace(
+        "        self.up =", "        self.gate = nn.Linear(8, 32)\n        self.up =", 1
+    )
+    text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
+    assert "`mul` joins a part of shape" in text and 's["block.mlp.gate"].shard(' in text
+
+
+UNIT = """\
+import torch
+from torch import nn
+
+
+def unit(x):
+    return x / x.pow(2).sum(-1, keepdim=True).pow(0.5)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x):
+        return unit(self.head(x))
+"""
+
+
+def test_a_layer_is_gathered_where_a_function_sums_its_parts(tmp_path):
+    """No collective fits in there, and none that adds up fits the layer."""
+    lines = SPLIT_BLOCKS.replace("blocks.*.a", "head")
+    text = refused(tmp_path, UNIT, lines, "SR104")
+    advised = '.sync("fwd_post", "all_gather", axis=-1)'
+    assert f"{advised} on `head`" in text and "all_reduce" not in text
+    stated = f'{lines}    layers{advised}\n    layers.sync("bwd_post", "all_reduce")\n'
+    inferred = texts(rewritten(tmp_path, UNIT, lines + INFER))
+    assert inferred == texts(rewritten(tmp_path, UNIT, stated))
+    assert "self.head = ColumnParallelLinear(8, 12, gather_output=True)" in inferred["model"]
