@@ -83,6 +83,7 @@ class SubclassChoice:
                 return edits
         if cls.__name__ not in self.file.classes:
             raise self._unnamed(definition.nodes[0], every)
+        put = functools.partial(self._class_after, cls.__name__)
         if beyond:
             variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
             name = self.known.get(variant, "")
@@ -94,10 +95,7 @@ class SubclassChoice:
                 doc = f"{with_article(cls.__name__)} {doc}."
                 new = Subclass(cls.__name__, name, doc, *self._relatives(definition))
                 text = self.writer.subclass(new, definition, beyond, self.changes.indices)
-                edits += self._class_after(
-                    cls.__name__, text, causes, f"`{name}`, for some instances"
-                )
-        put = functools.partial(self._class_after, cls.__name__)
+                edits += put(text, causes, f"`{name}`, for some instances")
         name = self._wrapped(cls, cls.__name__, name, wrappers, put, edits)
         self._rename(definition.nodes, name, cls.__name__, every)
         return edits

@@ -57,9 +57,8 @@ class Sources:
     def defines(self, file: SourceFile, cls: type) -> bool:
         """Whether a file defines a class; one that lies elsewhere is not read to tell."""
         name = cls.__module__
-        if name not in self._files and not self._lies_at(name, file.path):
-            return False
-        return self.file_of(cls) is file
+        is_near = name in self._files or self._lies_at(name, file.path)
+        return is_near and self.file_of(cls) is file
 
     def _lies_at(self, name: str, path: Path) -> bool:
         if name not in self._paths:
@@ -86,9 +85,8 @@ class Sources:
 
     def classes(self, cls: type) -> list[tuple[SourceFile, str]]:
         """The classes along the MRO that have a source, most derived first, without torch's own."""
-        own = [c for c in cls.__mro__ if not c.__module__.startswith("torch.nn.")]
-        found = [(self.file_of(c), c.__name__) for c in own]
-        return [(f, name) for f, name in found if f is not None and name in f.classes]
+        own = (c for c in cls.__mro__ if not c.__module__.startswith("torch.nn."))
+        return [(file, c.__name__) for c in own if (file := self.file_of(c)) is not None]
 
     def check_originals(self, root: Node) -> None:
         """Refuses a model that is split already, or that does not call its objects `self`."""
@@ -207,7 +205,7 @@ def _is_in(file: SourceFile, cls: type) -> bool:
     lines = [(m.name, first_line(m)) for m in file.methods(name)]
     last = dict(lines)
     if name not in file.several and len(last) == len(lines):
-        return name in file.classes
+        return name == cls.__name__ and name in file.classes
     codes = (f.__code__ for f in vars(cls).values() if isinstance(f, types.FunctionType))
     own = {(c.co_name, c.co_firstlineno) for c in codes if c.co_qualname == f"{name}.{c.co_name}"}
     return own <= last.items()
