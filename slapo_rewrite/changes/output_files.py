@@ -56,7 +56,7 @@ class OutputFiles:
         self._classes = list({node.cls: None for node in tree.nodes.values()})
         self._files: dict[str, OutputFile] = {}
         self._by_path: dict[str, OutputFile] = {}
-        self._by_module: dict[str, OutputFile | None] = {}
+        self._by_class: dict[type, OutputFile | None] = {}
         self._siblings: dict[str, tuple[str, ...]] = {}
         self._same: dict[int, dict[int, Directive]] = {}
         self._stems: dict[str, str] = {}
@@ -114,7 +114,7 @@ class OutputFiles:
                 is_layer = base_of(base) is not None
                 makes |= code is not None and (is_layer or not held.isdisjoint(code.co_names))
             file = self.sources.file_of(base) if makes else None
-            if file is not None and base.__qualname__ in file.classes:
+            if file is not None:
                 yield file
 
     def _open(self, file: SourceFile) -> OutputFile:
@@ -122,7 +122,7 @@ class OutputFiles:
         if file.name not in self._files:
             output = self._files[file.name] = self._new(file, self._classes)
             output.changes.siblings, output.changes.same = self._siblings, self._same
-            self._by_module.clear()
+            self._by_class.clear()
             path = file.path
             for name in (str(path), os.path.realpath(path), os.path.abspath(path)):
                 self._by_path[name] = output
@@ -130,11 +130,7 @@ class OutputFiles:
 
     def _new(self, file: SourceFile, classes: list[type]) -> OutputFile:
         names = {
-            cls.__name__: tuple(
-                c.__name__
-                for c in cls.__mro__
-                if c.__name__ in file.classes and self.sources.defines(file, c)
-            )
+            cls.__name__: tuple(c.__name__ for c in cls.__mro__ if self.sources.defines(file, c))
             for cls in classes
             # Classes of two files may have one name.
             if cls.__name__ not in file.classes or self.sources.defines(file, cls)
@@ -151,11 +147,10 @@ class OutputFiles:
 
     def of(self, cls: type) -> OutputFile | None:
         """The file that defines a class; None where that is not rewritten."""
-        known, module = self._by_module, cls.__module__
-        if module not in known:
+        if cls not in self._by_class:
             defining = (o for o in self._files.values() if self.sources.defines(o.file, cls))
-            known[module] = next(defining, None)
-        return known[module]
+            self._by_class[cls] = next(defining, None)
+        return self._by_class[cls]
 
     def computing(self, cls: type) -> OutputFile | None:
         """The file in which a class has its `forward`, if it may be rewritten."""

@@ -10,6 +10,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
+def first_line(statement: ast.stmt) -> int:
+    """The line that a statement begins with, that of its first decorator if it has any."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(d.lineno for d in decorators)])
+
+
 def blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
     """The blocks of a compound statement."""
     for name in ("body", "handlers", "cases", "orelse", "finalbody"):

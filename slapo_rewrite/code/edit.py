@@ -19,6 +19,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.build import bare, code, conditional, fitting, parsed
 from slapo_rewrite.code.file import SourceFile
 
@@ -141,15 +142,14 @@ class _Part:
     def __init__(self, file: SourceFile, statement: ast.stmt) -> None:
         self.file, self.statement = file, statement
         self.start, self.end = file.span(statement)
-        decorators = _decorators(statement)
+        decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
         if decorators:
             self.start = file.text.rindex("@", 0, file.span(decorators[0])[0])
         body: list[ast.stmt] = getattr(statement, "body", [])
         self.header = bool(body) and body[0].lineno > statement.lineno
         self.text = file.text[self.start : self.end]
         if self.header:
-            first = min([body[0].lineno, *(d.lineno for d in _decorators(body[0]))])
-            self.text = file.text[self.start : file.offset(first, 0)]
+            self.text = file.text[self.start : file.offset(first_line(body[0]), 0)]
             self.end = self.start + len(self.text.rstrip())
             self.text += " " * (statement.col_offset + 4) + "pass"
         if isinstance(statement, ast.If) and self.text.startswith("elif"):
@@ -244,10 +244,6 @@ def _spans(module: cst.Module, text: str) -> Iterator[tuple[cst.CSTNode, Span]]:
     for node, place in wrapper.resolve(PositionProvider).items():
         start, end = place.start, place.end
         yield node, (starts[start.line - 1] + start.column, starts[end.line - 1] + end.column)
-
-
-def _decorators(statement: ast.stmt) -> list[ast.expr]:
-    return getattr(statement, "decorator_list", [])
 
 
 _LAYOUT = (

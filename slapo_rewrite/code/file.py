@@ -34,6 +34,7 @@ class SourceFile:
         line_end: What stands for each `\n` of the text in the file.
         tree: The syntax tree of `text`.
         classes: Classes of the module level, those under `if` and `try` among them.
+        several: The names of those that it defines more than once.
         functions: Functions of the module level, likewise.
         imports: Local alias -> absolute dotted name.
         names: Every name that the module level binds.
@@ -58,6 +59,7 @@ class SourceFile:
         self.text = text
         self.tree = tree
         self.classes: dict[str, ast.ClassDef] = {}
+        self.several: set[str] = set()
         self.functions: dict[str, ast.FunctionDef] = {}
         self.imports: dict[str, str] = {}
         self.names: set[str] = set()
@@ -230,6 +232,8 @@ class SourceFile:
         for statement in statements(self.tree.body):
             match statement:
                 case ast.ClassDef():
+                    if statement.name in self.classes:
+                        self.several.add(statement.name)
                     self.classes[statement.name] = statement
                     self.names.add(statement.name)
                 case ast.FunctionDef():

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.build import reindented
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
@@ -136,8 +137,7 @@ def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Edit]:
 
 def above(file: SourceFile, definition: ast.stmt, text: str) -> Edit:
     """A definition at module level above another, its decorators and its comments."""
-    decorators: list[ast.expr] = getattr(definition, "decorator_list", [])
-    line = min([definition.lineno, *(d.lineno for d in decorators)])
+    line = first_line(definition)
     while line > 1 and file.line(line - 1).startswith("#"):
         line -= 1
     start = file.offset(line, 0)

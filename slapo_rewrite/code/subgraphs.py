@@ -98,8 +98,11 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SEEDED = ("seed", "default_rng")
 OF_TORCH = ("torch", "F", "nn")
+# Changes of a module's mode; a second computation ends before it would come to changing it back.
+_SWITCHING = ("eval", "train")
 # Changes of a value in place, beside methods whose names end with an underscore.
 MUTATING = {
+    *_SWITCHING,
     *("append", "appendleft", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove"),
     *("reverse", "setdefault", "update"),
 }
@@ -245,17 +248,15 @@ def _is_scripted(file: SourceFile, name: str) -> bool:
 
 
 def _counts(statement: ast.stmt, buffers: Collection[str]) -> bool:
-    """Whether a statement adds to an attribute, or to a list in one, that is no tensor."""
+    """Whether a statement adds to an attribute that is no tensor, or a list, or switches a mode."""
     if isinstance(statement, ast.AugAssign):
         name = getattr(statement.target, "attr", None)
         return isinstance(statement.value, ast.Constant) and name not in buffers
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):
         read = {getattr(n, "attr", None) for n in ast.walk(statement.value)}
         return bool({getattr(t, "attr", "") for t in statement.targets} & read - {*buffers})
-    return any(
-        isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "append"
-        for n in own_nodes(statement)
-    )
+    called = (n.func for n in own_nodes(statement) if isinstance(n, ast.Call))
+    return any(isinstance(f, ast.Attribute) and f.attr in ("append", *_SWITCHING) for f in called)
 
 
 def is_size(value: ast.expr) -> bool:

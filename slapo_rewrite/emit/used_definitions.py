@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.names import is_name
@@ -184,8 +185,7 @@ def _names_in(statement: ast.stmt) -> set[str]:
 
 def _first_line(lines: list[str], statement: ast.stmt) -> int:
     """Where a definition begins, its decorators and the comment above it included."""
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    line = min([statement.lineno, *(d.lineno for d in decorators)])
+    line = first_line(statement)
     while line > 1 and lines[line - 2].startswith("#"):
         line -= 1
     return line

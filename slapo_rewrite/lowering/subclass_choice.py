@@ -67,6 +67,7 @@ class SubclassChoice:
         """Gives the instances that want more than the class does a subclass of their own."""
         if not extra:
             return []
+        every = merged_causes(*(definition.causes[k] for k in extra))
         self._check_own(cls, definition, extra)
         edits: list[Edit] = []
         name = cls.__name__
@@ -80,6 +81,9 @@ class SubclassChoice:
             ]
             if not definition.nodes:
                 return edits
+        if cls.__name__ not in self.file.classes:
+            raise self._unnamed(definition.nodes[0], every)
+        put = functools.partial(self._class_after, cls.__name__)
         if beyond:
             variant = (cls, frozenset((k, definition.changes[k]) for k in beyond))
             name = self.known.get(variant, "")
@@ -91,17 +95,9 @@ class SubclassChoice:
                 doc = f"{with_article(cls.__name__)} {doc}."
                 new = Subclass(cls.__name__, name, doc, *self._relatives(definition))
                 text = self.writer.subclass(new, definition, beyond, self.changes.indices)
-                edits += self._class_after(
-                    cls.__name__, text, causes, f"`{name}`, for some instances"
-                )
-        put = functools.partial(self._class_after, cls.__name__)
+                edits += put(text, causes, f"`{name}`, for some instances")
         name = self._wrapped(cls, cls.__name__, name, wrappers, put, edits)
-        self._rename(
-            definition.nodes,
-            name,
-            cls.__name__,
-            merged_causes(*(definition.causes[k] for k in extra)),
-        )
+        self._rename(definition.nodes, name, cls.__name__, every)
         return edits
 
     def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
@@ -126,23 +122,17 @@ class SubclassChoice:
             site = self.changes.sites[at.start]
             called = self.changes.class_called(site, node)
             known: object = cls
+            here = self.changes.sources.file_named(cls.__module__) is self.file
             if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
                 known = name = made.reference(self.imports, every)
-            elif called is not None and self.file.qualified(called):
+            elif called is not None and self.file.qualified(called) and not here:
                 name = ast.unparse(called)
             elif lookup_of(site, node):
                 name = self.imports.function(Function(cls.__name__, cls.__module__), every)
-            elif site.callee is None:
+            elif site.callee is None and not here:
                 name = cls.__name__
             else:
-                raise errors.UnfollowableConstruction(
-                    f"{node.shown} needs a subclass of `{cls.__name__}`, which this file does not "
-                    "name",
-                    at=self.file.at(site.value),
-                    cause=every,
-                    hint=f"import `{cls.__name__}` and write the construction out: "
-                    f"{cls.__name__}(...)",
-                )
+                raise self._unnamed(node, every)
             mixed = ""
             if known is cls and is_pretrained(cls) and is_of_library(cls):
                 mixed = f"{self.imports.helper('pretrained', LIBRARY, every)}, "
@@ -150,6 +140,17 @@ class SubclassChoice:
             name = self._wrapped(known, cls.__name__, name, wrappers, put, edits, mixed)
             self._rename([node], name, cls.__name__, every)
         return edits
+
+    def _unnamed(self, node: Node, causes: Causes) -> errors.UnfollowableConstruction:
+        """Says that there is no name by which a subclass could be derived."""
+        name = node.cls.__name__
+        return errors.UnfollowableConstruction(
+            f"{node.shown} needs a subclass of `{name}`, which this file does not name at its "
+            "level, or not once",
+            at=self.file.at(self.changes.sites[self.changes.site(node, causes)[0].start].value),
+            cause=causes,
+            hint=f"define or import `{name}` there and write the construction out: {name}(...)",
+        )
 
     def _wrapped(
         self,

@@ -15,6 +15,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import first_parameter
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.evaluate import is_plain
 from slapo_rewrite.code.facts import Submodule, dotted
 from slapo_rewrite.code.file import SourceFile
@@ -49,15 +50,15 @@ class Sources:
         self.filled: dict[tuple[int, Stack], Any] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
-        """The file that defines a class; None where it has none that can be read."""
-        return self.file_named(cls.__module__)
+        """The file that defines a class at its level; None where none that can be read does."""
+        file = self.file_named(cls.__module__)
+        return file if file is not None and _is_in(file, cls) else None
 
     def defines(self, file: SourceFile, cls: type) -> bool:
         """Whether a file defines a class; one that lies elsewhere is not read to tell."""
         name = cls.__module__
-        if name not in self._files and not self._lies_at(name, file.path):
-            return False
-        return self.file_named(name) is file
+        is_near = name in self._files or self._lies_at(name, file.path)
+        return is_near and self.file_of(cls) is file
 
     def _lies_at(self, name: str, path: Path) -> bool:
         if name not in self._paths:
@@ -84,9 +85,8 @@ class Sources:
 
     def classes(self, cls: type) -> list[tuple[SourceFile, str]]:
         """The classes along the MRO that have a source, most derived first, without torch's own."""
-        own = [c for c in cls.__mro__ if not c.__module__.startswith("torch.nn.")]
-        found = [(self.file_of(c), c.__name__) for c in own]
-        return [(f, name) for f, name in found if f is not None and name in f.classes]
+        own = (c for c in cls.__mro__ if not c.__module__.startswith("torch.nn."))
+        return [(file, c.__name__) for c in own if (file := self.file_of(c)) is not None]
 
     def check_originals(self, root: Node) -> None:
         """Refuses a model that is split already, or that does not call its objects `self`."""
@@ -193,6 +193,22 @@ def _is_index(node: Node, name: str, value: int) -> bool:
                 return True
         steps.append(above.name)
     return False
+
+
+def _is_in(file: SourceFile, cls: type) -> bool:
+    """Whether a class is what a file's level has under its name, and not another of that name.
+
+    Where the text defines one, or a method of it, in several ways, Python may have taken another
+    way than the last.
+    """
+    name = cls.__qualname__
+    lines = [(m.name, first_line(m)) for m in file.methods(name)]
+    last = dict(lines)
+    if name not in file.several and len(last) == len(lines):
+        return name == cls.__name__ and name in file.classes
+    codes = (f.__code__ for f in vars(cls).values() if isinstance(f, types.FunctionType))
+    own = {(c.co_name, c.co_firstlineno) for c in codes if c.co_qualname == f"{name}.{c.co_name}"}
+    return own <= last.items()
 
 
 def _seen(value: object) -> Hashable:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.dead_values import Death, dropping
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.tree import Tree
@@ -125,8 +126,8 @@ def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> Functi
     value = getattr(value, "__func__", value)
     if not isinstance(value, FunctionType) or not depth:
         return None
-    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
-    if value.__code__.co_name == function.name and value.__code__.co_firstlineno == first:
+    code = value.__code__
+    if code.co_name == function.name and code.co_firstlineno == first_line(function):
         return value
     inner = [getattr(value, "__wrapped__", None)]
     for cell in value.__closure__ or ():

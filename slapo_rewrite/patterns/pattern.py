@@ -14,6 +14,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import all_arguments
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.facts import Facts, NoFacts, live_names
 from slapo_rewrite.code.file import SourceFile, read_once
 from slapo_rewrite.patterns.canonical_ops import SYNONYMS, operations
@@ -129,8 +130,7 @@ def _functions(file: SourceFile) -> dict[tuple[str, int], list[ast.FunctionDef]]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
             if isinstance(node, ast.FunctionDef):
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                found.setdefault((node.name, first), []).append(node)
+                found.setdefault((node.name, first_line(node)), []).append(node)
             if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):
                 pending.append(node)
     return found

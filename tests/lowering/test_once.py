@@ -189,6 +189,8 @@ def test_hooks_inside_run_twice(tmp_path, statement):
         ("x[:, 0] = 0", "`x[:, 0]`"),
         ("kept = args[0]; kept.update(h)", "`kept`"),
         ("self.calls += 1", "`self.calls`"),
+        ("self.train(not self.training)", "`self`"),
+        ("self.down.eval()", "`self.down`"),
         ("kept = x[:1]; kept.zero_()", "`kept`"),
         ("size = x.shape[0]; size += 1", None),
         ("x = x * 1; x += 1", None),

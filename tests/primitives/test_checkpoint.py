@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.schedule.load import ScheduleFile
 from tests.processes import run
-from tests.rewriting import changed_lines, imported, refused, rewritten, written
+from tests.rewriting import SPLITTING, changed_lines, imported, refused, rewritten, written
 
 SOURCE = """\
 import torch
@@ -527,3 +528,54 @@ def test_what_is_kept_and_changed_in_place_is_told(tmp_path):
     apart = IN_PLACE.replace(", inplace=True", "")
     assert not rewritten(tmp_path, apart, SCHEDULE + line).warnings
     assert not rewritten(tmp_path, IN_PLACE, SCHEDULE + line.replace("mm", "bmm")).warnings
+
+
+NAMED = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x)
+"""
+_BLOCK = NAMED[NAMED.index("class Block") : NAMED.index("class Model")]
+_OTHER = _BLOCK.replace("tanh", "relu")
+
+
+@pytest.mark.parametrize(
+    ("block", "made"),
+    [
+        pytest.param(
+            _OTHER + "class Of:\n" + indent(_BLOCK, "    "), "Of.Block()", id="in a class"
+        ),
+        pytest.param(
+            f"def make():\n{indent(_BLOCK, '    ')}    return Block()\n\n\n", "make()", id="local"
+        ),
+        pytest.param(
+            f"if torch:\n{indent(_BLOCK, '    ')}\nelse:\n{indent(_OTHER, '    ')}",
+            "Block()",
+            id="one of two",
+        ),
+        pytest.param(_BLOCK, 'type("Other", (Block,), {})()', id="made by `type`"),
+    ],
+)
+def test_a_class_that_its_name_does_not_give_gets_no_subclass(tmp_path, block, made):
+    source = NAMED.replace(_BLOCK, block).replace("= Block()", f"= {made}")
+    schedule = SPLITTING + '    split(s["block"])\n    s["block"].checkpoint()\n'
+    words = refused(tmp_path, source, schedule, "SR103")
+    assert "needs a subclass" in words
+    assert "self.block = " in words or "return Block()" in words

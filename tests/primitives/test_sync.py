@@ -13,7 +13,7 @@ import pytest
 
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
-from tests.rewriting import changed_lines, refused, rewritten
+from tests.rewriting import SPLITTING, changed_lines, refused, rewritten
 
 SOURCE = """\
 from dataclasses import dataclass
@@ -586,3 +586,45 @@ def schedule(s):
     s["layers.*.down"].sync("fwd_post", "all_reduce")
 """
     assert "nothing adds it up" in refused(tmp_path, STACKED, schedule, "SR104")
+
+
+def test_one_of_two_forwards_gets_its_collective_where_it_is_called(tmp_path):
+    """The text of the class would be changed at the last, and Python took the first."""
+    source = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    if torch:
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x)))
+
+    else:
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x)
+"""
+    head, _, _ = SPLITTING.partition("def split")
+    schedule = f"""{head}def schedule(s):
+    s["block.up"].shard(["weight", "bias"], axis=0)
+    s["block.down"].shard("weight", axis=1)
+    s["block.down"].sync("fwd_post", "all_reduce")
+    s["block"].sync("bwd_post", "all_reduce")
+"""
+    lines = changed_lines(rewritten(tmp_path, source, schedule))
+    assert "+        return self.block(all_reduce_gradient(x))" in lines
