@@ -81,14 +81,16 @@ def schedule(s):
 """
 
 
-def output(folder: Path, monkeypatch: pytest.MonkeyPatch, given_back: str) -> Output:
+def output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given_back: str, schedule: str = SCHEDULE
+) -> Output:
     """The output for a model of a package that imports it, as one of a library does."""
     package = folder / f"registered_{folder.name}"
     package.mkdir()
     (package / "__init__.py").write_text("from .net import Net\n")
     (package / "registry.py").write_text(REGISTRY.format(given_back=given_back))
     (package / "net.py").write_text(NET)
-    (folder / "s.py").write_text(SCHEDULE)
+    (folder / "s.py").write_text(schedule)
     monkeypatch.syspath_prepend(str(folder))
     return rewrite(f"{package.name}.net", str(folder / "s.py"))
 
@@ -100,6 +102,19 @@ def test_what_the_registry_has_is_not_registered_again(tmp_path, monkeypatch):
     assert "-@register()\n" in changed and '-@register(\n-    name="small",\n-)\n' in changed
     assert "@cached" not in changed and "registry import cached\n" in found.files["net.py"]
     assert "`register` refuses what it has of the original" in found.warnings[0]
+    assert "does not register `Net` and `small_net`" in found.warnings[0]
+
+
+def test_a_source_that_a_schedule_changes_is_not_registered_again(tmp_path, monkeypatch):
+    """What fuses runs the changed source, in which the model is built then."""
+    head, _, _ = SCHEDULE.partition("def schedule")
+    fused = (
+        "def rectified(x, weight, bias):\n"
+        "    return torch.nn.functional.linear(x, weight, bias).relu()\n\n\n"
+        "def schedule(s):\n    s.fuse(rectified, name='rectified')\n"
+    )
+    found = output(tmp_path, monkeypatch, "return defined", head + fused)
+    assert "return self.down(self.rectified(" in changed_lines(found)
     assert "does not register `Net` and `small_net`" in found.warnings[0]
 
 
