@@ -592,3 +592,9 @@ def test_a_value_of_which_not_all_may_be_read_is_itself():
 
     config = Config()
     assert is_same({"config": config}, {"config": config})
+
+
+def test_a_forward_that_is_one_expression(tmp_path):
+    source = written().replace("self.last(x), y", "self.last(self.first(x)), y")
+    said = refused(tmp_path, source, SCHEDULE.format(cut='s["first"]'), "SR310")
+    assert "what `first` gives goes right into `self.last(...)`" in said
