@@ -48,7 +48,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
 
     def forward(self, x):
-        return self.down(self.up(x).relu())
+        x = self.up(x)
+        return self.down(x.relu())
 
 
 @register(
@@ -114,8 +115,16 @@ def test_a_source_that_a_schedule_changes_is_not_registered_again(tmp_path, monk
         "def schedule(s):\n    s.fuse(rectified, name='rectified')\n"
     )
     found = output(tmp_path, monkeypatch, "return defined", head + fused)
-    assert "return self.down(self.rectified(" in changed_lines(found)
+    assert "self.rectified(" in changed_lines(found)
     assert "does not register `Net` and `small_net`" in found.warnings[0]
+
+
+def test_stages_of_what_is_not_registered_again(tmp_path, monkeypatch):
+    head, _, _ = SCHEDULE.partition("def schedule")
+    cut = "def schedule(s):\n    s['up'].cut_pipeline_stage(target='torch')\n"
+    found = output(tmp_path, monkeypatch, "return defined", head + cut)
+    assert "pipeline.py" in found.files
+    assert sum("does not register `Net`" in warning for warning in found.warnings) == 1
 
 
 @pytest.mark.parametrize(
