@@ -273,6 +273,7 @@ def test_a_forward_that_writes_into_what_it_is_given(tmp_path):
         ("log.warning('%s rows', x.shape[0])", None),
         ("log.warning_once('once')", None),
         ("warnings.warn('not for long', stacklevel=2)", None),
+        ("torch._assert(x.shape[1] == 8, 'of torchvision')", None),
         ("log.setLevel(10)", "log"),
         ("notes.warning('kept')", "notes"),
         ("warnings.simplefilter('ignore')", "warnings"),
