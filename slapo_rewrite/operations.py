@@ -61,7 +61,7 @@ moveaxis unsqueeze squeeze transpose_ unsqueeze_ squeeze_ t_ swapaxes_ .T .mT .H
 split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes tensor_split hsplit vsplit dsplit
 unbind select narrow repeat tile broadcast_to as_strided __getitem__ cat concat concatenate stack
 atleast_1d atleast_2d atleast_3d one_hot view_as_real zeros_like ones_like empty_like full_like
-new_zeros new_ones new_empty new_full new_tensor __reversed__
+new_zeros new_ones new_empty new_full new_tensor __reversed__ view_as reshape_as
 """
 _LOSSES = """
 cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
@@ -139,7 +139,6 @@ def rows() -> dict[str, Row]:
         ("batch_norm", of.batch_norm),
         ("group_norm instance_norm local_response_norm", of.all_but_first),
         # By indices.
-        ("view_as reshape_as", lambda call: Treatment(paired=2)),
         ("embedding bucketize", of.embedding),
         ("gather", of.picks(1)),
         ("take_along_dim", of.picks(2)),

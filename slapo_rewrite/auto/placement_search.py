@@ -645,7 +645,11 @@ class Search:
             if not self._pays(pattern):
                 continue
             group = Group(self._shards(pattern, is_column), parameters=self._size([pattern]))
-            if group.shards and self._legal(group):
+            # What takes a part apart asks for its `parts`, and is right on what was gathered.
+            ways = [group, replace(group, gathered=True)]
+            if isinstance(self.modules[pattern][0], nn.Linear) and group.shards:
+                found += next(([way] for way in ways if self._legal(way)), [])
+            elif group.shards and self._legal(group):
                 found.append(group)
         return found
 

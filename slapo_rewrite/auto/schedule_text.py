@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from slapo_rewrite import __version__
-from slapo_rewrite.auto.shard_groups import Found, Group
+from slapo_rewrite.auto.shard_groups import GATHER, Found, Group
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.groups import grouped
 
@@ -184,7 +184,7 @@ def _together(groups: Iterable[Group]) -> Iterator[Group]:
     for group in groups:
         shards = tuple((with_wildcards(s.pattern), s.arguments()) for s in group.shards)
         syncs = (tuple(map(with_wildcards, paths)) for paths in (group.results, group.summed))
-        said = (group.rows, group.is_experts, group.pays, group.head)
+        said = (group.rows, group.is_experts, group.pays, group.head, group.gathered)
         alike.setdefault((shards, *syncs, said), []).append(group)
     for same in alike.values():
         by_place = zip(*(group.shards for group in same), strict=True)
@@ -204,10 +204,12 @@ def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
     alike = grouped((shard.arguments(), shard.pattern) for shard in group.shards)
     for arguments, patterns in alike.items():
         lines += [f"{_selected(path, main)}.shard({arguments})" for path in _joined(patterns)]
-    for mode, paths in (("fwd_post", group.results), ("bwd_post", group.summed)):
-        lines += [
-            f'{_selected(path, main)}.sync("{mode}", "all_reduce")' for path in _joined(paths)
-        ]
+    for sync, paths in (
+        ('"fwd_post", "all_reduce"', group.results),
+        ('"bwd_post", "all_reduce"', group.summed),
+        (GATHER, group.patterns if group.gathered else ()),
+    ):
+        lines += [f"{_selected(path, main)}.sync({sync})" for path in _joined(paths)]
     if group.head is not None:
         at = _selected(group.head, main)
         lines += ["if parallel_loss:", f'    {at}.sync("bwd_post", "all_reduce")']

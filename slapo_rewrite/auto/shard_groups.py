@@ -13,6 +13,9 @@ from torch import nn
 from slapo_rewrite.code.text import joined_path, with_wildcards
 from slapo_rewrite.model.layers import inner_of
 
+# How results are gathered whose gradients are whole on every rank.
+GATHER = '"fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False'
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -46,6 +49,7 @@ class Group:
     # What the rows of their weights are where each rank has as many of them: words, say.
     rows: str = ""
     is_experts: bool = False  # whether they are the experts of mixtures
+    gathered: bool = False  # whether a line says that their results are gathered
     pays: bool = True  # whether the split saves more than its collectives take
 
     @property
@@ -58,6 +62,7 @@ class Group:
         found = [f's["{shard.pattern}"].shard({shard.arguments()})' for shard in self.shards]
         found += [f's["{path}"].sync("fwd_post", "all_reduce")' for path in self.results]
         found += [f's["{path}"].sync("bwd_post", "all_reduce")' for path in self.summed]
+        found += [f's["{path}"].sync({GATHER})' for path in self.patterns if self.gathered]
         if self.head is not None:
             found.append(f's["{self.head}"].sync("bwd_post", "all_reduce")')
         return found

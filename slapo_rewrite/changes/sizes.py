@@ -15,14 +15,14 @@ from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.changes.reads import in_forward, readings
 from slapo_rewrite.changes.state import ShardedAttribute
-from slapo_rewrite.code.build import bare, call, parsed
+from slapo_rewrite.code.build import bare, call, code, paren, parsed
 from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.tracked_sizes import Attribute
-from slapo_rewrite.sharding.types import CALL, ArgumentChange, ShardingResult, Statistic
+from slapo_rewrite.sharding.types import CALL, SIZES, ArgumentChange, ShardingResult, Statistic
 
 # What `split`, `expand`, `view` and `reshape` call the sizes that they are given.
 _SIZES = ("split_size", "split_size_or_sections", "size", "shape")
@@ -107,6 +107,9 @@ class ChangeArgument(Change):
                 return
             if isinstance(node, ast.BinOp):
                 continue
+            if self.index[0] == SIZES and isinstance(node, ast.Call):
+                text.replace(node, self._with_sizes, why)
+                return
             argument, is_list = self._argument(node, text)
             if argument is None:
                 continue
@@ -121,6 +124,16 @@ class ChangeArgument(Change):
             **text.where(place),
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
+
+    def _with_sizes(self, made: cst.Call) -> cst.Call:
+        """`y.view_as(x)`, of which one size is not that of `x`: `y.view(*x.shape[:-1], -1)`."""
+        method = cst.ensure_type(made.func, cst.Attribute)
+        axis, other = int(self.index[1]), code(paren(made.args[0].value))
+        sizes = [f"*{other}.shape[:{axis}]", self.template]
+        sizes += [f"*{other}.shape[{axis + 1}:]"] if axis < -1 else []
+        template = cst.ensure_type(parsed(f"view({', '.join(sizes)})"), cst.Call)
+        name = cst.Name(method.attr.value.removesuffix("_as"))
+        return made.with_changes(func=method.with_changes(attr=name), args=template.args)
 
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText

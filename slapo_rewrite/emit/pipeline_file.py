@@ -11,7 +11,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model.emitted import imported
+from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.small_model import one_thread
 from slapo_rewrite.project import Project
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def pipeline_text(
     project: Project,
     cuts: Sequence[Cut],
+    emitted: Emitted,
     files: Mapping[str, str],
     model_file: str,
     single_file: bool,
@@ -30,7 +31,8 @@ def pipeline_text(
 ) -> PipelineText:
     """What `pipeline.py` holds, and the helpers that it needs.
 
-    `sliced` is what lets ranks hold slices of the values between layers.
+    `emitted` is the output imported, and `sliced` is what lets ranks hold slices of the values
+    between layers.
     """
     from slapo_rewrite.stages.cut import pipeline
 
@@ -50,7 +52,7 @@ def pipeline_text(
         )
     file, schedule = project.file.edited(files[model_file]), project.schedule.module
     file.path = project.file.path.with_name(model_file)
-    with imported(files, model_file) as emitted, one_thread():
+    with one_thread():
         with project.timed("tree"):
             tree = emitted.tree(schedule.model)
         try:

@@ -7,13 +7,13 @@ it gives back is what it was given.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slapo_rewrite.code.decorators import callee, decorated_alike
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.runs import without_decorator
 from slapo_rewrite.code.text import listed
@@ -21,8 +21,6 @@ from slapo_rewrite.emit.draft import Draft
 from slapo_rewrite.emit.rewritten_text import rewritten
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @contextlib.contextmanager
@@ -62,11 +60,8 @@ def _left_out(
     if source is None:
         return []
     file = source.edited(draft.texts[name])
-    known = [*_decorators(file)]
-    called = {_called(d) for _, d in known if d.lineno <= line <= (d.end_lineno or d.lineno)}
-    found = [(each, d) for each, d in known if _called(d) in called]
-    if found:
-        why = f"`{called.pop()}` refuses what it has of the original"
+    if found := decorated_alike(file.tree, line):
+        why = f"`{callee(found[0][1])}` refuses what it has of the original"
         edits = [without_decorator(file, d).caused_by((), why) for _, d in found]
         changed = rewritten(file, edits, edits, draft.changes[name])
         draft.texts[name], draft.changes[name] = changed
@@ -75,24 +70,13 @@ def _left_out(
     return [(source, each.name) for each, _ in found]
 
 
-def _decorators(file: SourceFile) -> Iterator[tuple[Definition, ast.expr]]:
-    """The decorators of a file's definitions, each on lines of its own."""
-    for statement in file.tree.body:
-        if isinstance(statement, Definition):
-            yield from ((statement, decorator) for decorator in statement.decorator_list)
-
-
-def _called(decorator: ast.expr) -> str:
-    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-
-
 def _are_alike(before: Any, after: Any) -> bool:
-    """Whether a definition is what it was but for the module that it is in."""
+    """Whether a definition is what it was, but for its module and a schedule's new methods."""
     if type(before) is not type(after):
         return False
     if isinstance(before, type):
         kinds = ([c.__qualname__ for c in cls.__mro__] for cls in (before, after))
-        return len({*map(tuple, kinds)}) == 1 and vars(before).keys() == vars(after).keys()
+        return len({*map(tuple, kinds)}) == 1 and vars(before).keys() <= vars(after).keys()
     same = _spelled(before) == _spelled(after) and vars(before).keys() == vars(after).keys()
     inner = [vars(each).get("__wrapped__") for each in (before, after)]
     return same and (inner == [None, None] or _are_alike(*inner))

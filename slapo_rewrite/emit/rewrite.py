@@ -30,6 +30,7 @@ from slapo_rewrite.emit.inputs import own_modules
 from slapo_rewrite.emit.kernels import by_backend
 from slapo_rewrite.emit.new_record import record_text
 from slapo_rewrite.emit.one_rank import OneRank
+from slapo_rewrite.emit.registrations import imported_beside
 from slapo_rewrite.emit.rewritten_text import carried, check_text, idle_names, rewritten, used_in
 from slapo_rewrite.emit.sibling_files import SiblingFiles
 from slapo_rewrite.emit.source_diff import Original, whole_diff
@@ -266,14 +267,15 @@ class _Emission:
         project, draft, states = self.project, self.draft, self.plan.states
         cuts = {path: state.cut for path, state in states.items() if state.cut}
         told = Causes(draft.texts, draft.changes, {}).told()
-        with project.timed("stages"), told:
+        with project.timed("stages"), told, imported_beside(draft, self.copies, ()) as emitted:
             sliced = slicing(states.values(), self.lowered.inferred)
             ends = [
                 Cut(path, cut.cause, cut.target, cut.may_move, cut.instead)
                 for path, cut in cuts.items()
             ]
             single = self.options.single_file
-            stages = pipeline_text(project, ends, draft.files, draft.model_file, single, sliced)
+            files, name = draft.files, draft.model_file
+            stages = pipeline_text(project, ends, emitted, files, name, single, sliced)
             pipeline = stages.written(self._header)
             draft.use({**stages.helpers(), FEATURES: named_features([pipeline])})
             staged = {"pipeline.py": pipeline, **self._helper_files()}

@@ -91,8 +91,8 @@ _SHAPE_ONLY = {
     "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 }  # fmt: skip
 
-# Operations whose second operand says a type alone.
-_TYPED = {"to", "type_as"}
+# Operations whose second operand says a type or sizes alone.
+_TYPED = {"to", "type_as", "view_as", "reshape_as"}
 
 # Operations that only rearrange, cast or add up what they are given, and so keep a partial sum a
 # partial sum.

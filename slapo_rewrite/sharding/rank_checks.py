@@ -36,6 +36,8 @@ REPEATING = {"expand", "repeat", "tile", "repeat_interleave"}
 RULES: dict[str, Callable[..., Any]] = {
     "view": reshapes.view,
     "reshape": reshapes.view,
+    "view_as": reshapes.view_as,
+    "reshape_as": reshapes.view_as,
     "flatten": reshapes.flatten,
     "unflatten": reshapes.unflatten,
     "split": split_ops.split,

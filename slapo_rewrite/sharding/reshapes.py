@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slapo_rewrite.model.meta_device import unwatched
 from slapo_rewrite.sharding.packed_parts import Blocks, described
 from slapo_rewrite.sharding.rank_arguments import INFERRED, OWN, SHARE, change
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Entry
 from slapo_rewrite.sharding.tracked_sizes import Attribute, Shape, groups, numbers, product
-from slapo_rewrite.sharding.types import CannotFollow, Indivisible
+from slapo_rewrite.sharding.types import SIZES, CannotFollow, Indivisible
 from slapo_rewrite.sharding.units import note_even, note_unit, single_head
 
 
@@ -32,6 +33,25 @@ def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], sizes)
     fitted = _fitted(run, tensor, sizes, shape, argument=0 if nested else None)
     return (tensor, tuple(fitted)), {}, blocks
+
+
+def view_as(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
+    """`view_as` and `reshape_as`: a `view` that takes its sizes of another tensor.
+
+    Where a rank has that one whole, the call works one of its sizes out.
+    """
+    given: list[torch.Tensor] = [*args, *kwargs.values()]
+    (tensor, other), whole = given, entry.outputs[0]
+    if entry.inputs[0] == tuple(tensor.shape):
+        return args, kwargs, None
+    shape, blocks = _regrouped(run, tensor, entry.inputs[0], whole, list(whole))
+    axes = [a for a, have in enumerate(other.shape) if have != shape[a]]
+    if len(axes) == 1:
+        size, want = other.shape[axes[0]], shape[axes[0]]
+        change(run, tensor, size, want, (SIZES, axes[0] - len(shape)), INFERRED, "this reshapes to")
+        with unwatched():
+            other = tensor.new_empty(shape)
+    return (tensor, other), {}, blocks
 
 
 def _integer(size: Any) -> Any:

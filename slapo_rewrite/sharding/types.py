@@ -26,6 +26,8 @@ def layer_key(node: Node) -> LayerKey:
 
 # What stands in the place of an argument's number where a whole call changes.
 CALL = "call"
+# And where it takes its sizes of another tensor, before the number of the one that is not of it.
+SIZES = "sizes"
 
 # The collectives in words.
 SPOKEN = {

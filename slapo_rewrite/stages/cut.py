@@ -115,7 +115,7 @@ def _tried(
     defining = DefiningFiles(file, module, own)
     flat = Flattening(model, defining, inside, trial.loss, cuts).flat(trial.inputs)
     trial.world = world = {**own, **defining.values}
-    flat = with_loss_apart(flat, lambda text: trains(model, text))
+    flat = with_loss_apart(flat, lambda text: trains(model, text), at)
     by_name = cuts[0].target == "torch"
     places = [c.cause.at for c in cuts]
     with_records = False

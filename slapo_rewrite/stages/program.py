@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from slapo_rewrite import errors
 from slapo_rewrite.code.liveness import breaks, local_names, parts_of
 from slapo_rewrite.code.names import self_path
@@ -312,7 +314,7 @@ def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_message(called: ast.Attribute, world: Mapping[str, Any]) -> bool:
-    """Whether a function does nothing but write a warning, or a line of a log.
+    """Whether a function does nothing but write a warning, or a line of a log, or raise.
 
     Of a logger that is a method of the standard library's or of transformers': `warning_once`.
     """
@@ -321,4 +323,4 @@ def is_message(called: ast.Attribute, world: Mapping[str, Any]) -> bool:
     if isinstance(owner, logging.Logger | logging.LoggerAdapter):
         own = getattr(function, "__module__", "") in ("logging", "transformers.utils.logging")
         return own and called.attr.removesuffix("_once") in MESSAGES
-    return function is warnings.warn
+    return function is warnings.warn or function is torch._assert

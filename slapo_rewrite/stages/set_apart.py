@@ -11,6 +11,7 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.inlining import CLOSED
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.subgraphs import root_of
+from slapo_rewrite.errors import Span
 from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over
 from slapo_rewrite.stages.written_text import rewritten
@@ -19,14 +20,15 @@ from slapo_rewrite.stages.written_text import rewritten
 WHOLE_LOGITS = "whole_logits"
 
 
-def with_loss_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
+def with_loss_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None = None) -> Flat:
     """The same with the last modules called before the loss, on lines of their own.
 
+    These are at the cut, `at`, in a `forward` that is a single expression.
     Logits that are put together in eval mode are so before the loss too, which takes either.
     """
     gathers = [line for line in flat.lines if _is_gather(line)]
     others = [line for line in flat.lines if not _is_gather(line)]
-    flat = with_calls_apart(replace(flat, lines=others), trains)
+    flat = with_calls_apart(replace(flat, lines=others), trains, at)
     lines = list(flat.lines)
     for gather in gathers:
         (made,) = (n for n in ast.walk(ast.parse(gather.text)) if isinstance(n, ast.Assign))
@@ -60,14 +62,14 @@ def list_of(statement: ast.stmt) -> str:
     return loop.lists[0] if loop is not None else ""
 
 
-def with_calls_apart(flat: Flat, trains: Callable[[str], bool]) -> Flat:
+def with_calls_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None) -> Flat:
     """The same with the last modules called on lines of their own, apart from the loss.
 
     `return mse_loss(self.last(x), y)`  ->  `last_output = self.last(x)`, and the loss of that.
     """
     lines, loss = list(flat.lines), flat.loss
     if trains(loss):
-        at = lines[-1].at if lines else None
+        at = lines[-1].at if lines else at
         assert at is not None
         more, loss = _apart(loss, trains)
         lines += [Line(text, at) for text in more]

@@ -84,10 +84,11 @@ def _used(stages: Stages, number: int, model: Any) -> list[Held]:
             if path:
                 spelled = accessor(path)
                 is_picked = spelled in picked
-                if spelled in slices:
-                    spelled = held_slice(slices[spelled])
-                is_picked |= spelled in found and found[spelled].picked
                 value = eval(spelled, {"self": model})
+                if spelled in slices and hasattr(value, "parameters"):  # a tensor is held whole
+                    spelled = held_slice(slices[spelled])
+                    value = eval(spelled, {"self": model})
+                is_picked |= spelled in found and found[spelled].picked
                 found[spelled] = Held(spelled, path, value, is_picked)
     order = {name: n for n, (name, _) in enumerate(model.named_modules())}
     kept = [h for h in found.values() if not any(h.text.startswith(f"{all_}[") for all_ in found)]

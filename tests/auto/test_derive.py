@@ -1313,3 +1313,43 @@ def test_what_does_not_go_together_is_what_asking_one_by_one_would_leave_out(see
     asked.clear()
     assert search._together(groups) == [group for group in groups if group in kept]
     assert apart or len(asked) == 1
+
+
+MODULATED = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+    def forward(self, x, c):
+        shift, scale, gate = self.modulation(c)[:, None].chunk(3, dim=-1)
+        return x + gate * self.down(self.up(self.norm(x) * (1 + scale) + shift).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, width=1024):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+
+    def forward(self, x, c):
+        for block in self.blocks:
+            x = block(x, c)
+        return x
+"""
+
+
+def test_what_is_taken_apart_whole_is_gathered(tmp_path):
+    """Shift, scale and gate of a block, as DiT has them: a third of its parameters."""
+    step = STEP_OF_TORCH.replace("m.Model(64, 4)", "m.Net()").replace(
+        "randint(64, (2, 5))", 'randn(2, 9, 1024), "c": torch.randn(2, 1024)'
+    )
+    found = derived(tmp_path, MODULATED, step.replace('"ids"', '"x"'))
+    assert found.share > 0.99
+    gathered = '"fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False'
+    assert f'["*.modulation.1"].sync(\n            {gathered}\n' in found.text

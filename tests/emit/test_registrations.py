@@ -48,7 +48,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
 
     def forward(self, x):
-        return self.down(self.up(x).relu())
+        x = self.up(x)
+        return self.down(x.relu())
 
 
 @register(
@@ -81,14 +82,16 @@ def schedule(s):
 """
 
 
-def output(folder: Path, monkeypatch: pytest.MonkeyPatch, given_back: str) -> Output:
+def output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given_back: str, schedule: str = SCHEDULE
+) -> Output:
     """The output for a model of a package that imports it, as one of a library does."""
     package = folder / f"registered_{folder.name}"
     package.mkdir()
     (package / "__init__.py").write_text("from .net import Net\n")
     (package / "registry.py").write_text(REGISTRY.format(given_back=given_back))
     (package / "net.py").write_text(NET)
-    (folder / "s.py").write_text(SCHEDULE)
+    (folder / "s.py").write_text(schedule)
     monkeypatch.syspath_prepend(str(folder))
     return rewrite(f"{package.name}.net", str(folder / "s.py"))
 
@@ -101,6 +104,27 @@ def test_what_the_registry_has_is_not_registered_again(tmp_path, monkeypatch):
     assert "@cached" not in changed and "registry import cached\n" in found.files["net.py"]
     assert "`register` refuses what it has of the original" in found.warnings[0]
     assert "does not register `Net` and `small_net`" in found.warnings[0]
+
+
+def test_a_source_that_a_schedule_changes_is_not_registered_again(tmp_path, monkeypatch):
+    """What fuses runs the changed source, in which the model is built then."""
+    head, _, _ = SCHEDULE.partition("def schedule")
+    fused = (
+        "def rectified(x, weight, bias):\n"
+        "    return torch.nn.functional.linear(x, weight, bias).relu()\n\n\n"
+        "def schedule(s):\n    s.fuse(rectified, name='rectified')\n"
+    )
+    found = output(tmp_path, monkeypatch, "return defined", head + fused)
+    assert "self.rectified(" in changed_lines(found)
+    assert "does not register `Net` and `small_net`" in found.warnings[0]
+
+
+def test_stages_of_what_is_not_registered_again(tmp_path, monkeypatch):
+    head, _, _ = SCHEDULE.partition("def schedule")
+    cut = "def schedule(s):\n    s['up'].cut_pipeline_stage(target='torch')\n"
+    found = output(tmp_path, monkeypatch, "return defined", head + cut)
+    assert "pipeline.py" in found.files
+    assert sum("does not register `Net`" in warning for warning in found.warnings) == 1
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,19 @@ class Model(nn.Module):
         return self.other(self.one(x))
 """
 )
+# Sizes that are taken of a tensor which every rank has whole.
+SIZED_AS = (
+    HEAD
+    + """\
+        self.fc_in, self.fc_out = nn.Linear(10, 40), nn.Linear(40, 10)
+
+    def forward(self, x):
+        like = x.unsqueeze(-2).expand(-1, -1, 4, -1)
+        heads = self.fc_in(x).view_as(like)
+        heads = heads.cumsum(-1).reshape_as(x.repeat(1, 1, 4))
+        return x + self.fc_out(heads)
+"""
+)
 PAIR = '    column(s["fc_in"])\n    row(s["fc_out"])\n'
 CHANNELS = """\
     channels = ["weight", "bias", "running_mean", "running_var"]
@@ -195,7 +208,17 @@ CASES = {
     ),
     "rms_norm": Case(RMS_NORM, FLOATS + PAIR + '    s["norm"].shard("weight", axis=0)\n'),
     "attribute": Case(CHECKED, FLOATS + BLOCK),
+    "sized_as": Case(SIZED_AS, FLOATS + PAIR),
 }
+
+
+def test_sizes_of_another_tensor_but_for_one(tmp_path):
+    text = changed_lines(rewritten(tmp_path, SIZED_AS, FLOATS + PAIR))
+    assert "self.fc_in(x).view(*like.shape[:-2], -1, *like.shape[-1:])\n" in text
+    assert "heads.cumsum(-1).reshape(*x.repeat(1, 1, 4).shape[:-1], -1)\n" in text
+    both = SIZED_AS.replace("_as(like)", "_as(self.fc_in(x).view(2, 3, -1, 10))")
+    text = changed_lines(rewritten(tmp_path, both, FLOATS + PAIR))
+    assert "view(*like" not in text and ".reshape(*x" in text
 
 
 def test_every_layer_gets_its_like(tmp_path):

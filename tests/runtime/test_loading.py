@@ -458,6 +458,16 @@ def test_a_checkpoint_of_a_model_without_its_prefix(tmp_path):
     assert missing == ["head.weight", "head.bias"]
 
 
+def test_buffers_may_be_sparse():
+    """As the heads are by which OpenAI's Whisper aligns words, which no state dict holds."""
+    buffers = {"heads": torch.eye(3).to_sparse()}
+    model = nn.Module()
+    model.register_buffer("heads", torch.zeros(3, 3).to_sparse(), persistent=False)
+    loading.take_buffers(model, buffers)
+    assert torch.equal(model.heads.to_dense(), torch.eye(3))
+    loading.take_buffers(model, buffers)
+
+
 def test_weights_are_not_made_on_the_meta_device():
     with torch.device("meta"), pytest.raises(ValueError, match="meta device: leave it"):
         loading.build(lambda: Model(whole=False))

@@ -273,6 +273,7 @@ def test_a_forward_that_writes_into_what_it_is_given(tmp_path):
         ("log.warning('%s rows', x.shape[0])", None),
         ("log.warning_once('once')", None),
         ("warnings.warn('not for long', stacklevel=2)", None),
+        ("torch._assert(x.shape[1] == 8, 'of torchvision')", None),
         ("log.setLevel(10)", "log"),
         ("notes.warning('kept')", "notes"),
         ("warnings.simplefilter('ignore')", "warnings"),
@@ -592,3 +593,9 @@ def test_a_value_of_which_not_all_may_be_read_is_itself():
 
     config = Config()
     assert is_same({"config": config}, {"config": config})
+
+
+def test_a_forward_that_is_one_expression(tmp_path):
+    source = written().replace("self.last(x), y", "self.last(self.first(x)), y")
+    said = refused(tmp_path, source, SCHEDULE.format(cut='s["first"]'), "SR310")
+    assert "what `first` gives goes right into `self.last(...)`" in said

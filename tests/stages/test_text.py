@@ -134,6 +134,15 @@ def held(self):
     )
 
 
+def test_a_table_of_which_a_part_is_read_is_held_whole(tmp_path):
+    """As layers of a list are not: Whisper reads its places from `0` on."""
+    source = written("x = self.first(x)", "x = self.inner(x + self.places[0 : 0 + len(x)])")
+    made = "        self.last = nn.Linear(width, 1)\n"
+    source = source.replace(made, f"        self.places = nn.Parameter(torch.ones(3, 8))\n{made}")
+    text = rewritten(tmp_path, source, SCHEDULE.format(cut='s["first"]')).files["pipeline.py"]
+    assert "return self.inner, self.last, self.places, " in method(text, 1, "held")
+
+
 @pytest.mark.parametrize(
     ("line", "method_body", "sizes"),
     [
