@@ -98,7 +98,9 @@ def take_buffers(model: nn.Module, full: Mapping[str, Tensor]) -> None:
     for name, buffer in model.named_buffers():
         if name in full:
             part = divided[name].cut(full[name]) if name in divided else full[name]
-            if part.shape == buffer.shape and not torch.equal(part, buffer):
+            if part.shape != buffer.shape:
+                continue
+            if not torch.equal(part.to_dense(), buffer.to_dense()):  # some are sparse
                 buffer.copy_(part)
 
 
