@@ -12,6 +12,7 @@ from textwrap import indent
 import pytest
 
 from tests.numbers import Case, compare, prepare
+from tests.primitives.test_checkpoint import NAMED
 from tests.processes import run
 from tests.rewriting import SPLITTING, changed_lines, refused, rewritten
 
@@ -590,35 +591,9 @@ def schedule(s):
 
 def test_one_of_two_forwards_gets_its_collective_where_it_is_called(tmp_path):
     """The text of the class would be changed at the last, and Python took the first."""
-    source = """\
-import torch
-from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    if torch:
-
-        def forward(self, x):
-            return self.down(torch.tanh(self.up(x)))
-
-    else:
-
-        def forward(self, x):
-            return self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x):
-        return self.block(x)
-"""
+    one = NAMED[NAMED.index("    def forward") : NAMED.index("class Model")].rstrip() + "\n"
+    ways = [indent(way, "    ") for way in (one, one.replace("tanh", "relu"))]
+    source = NAMED.replace(one, "    if torch:\n\n{}\n    else:\n\n{}".format(*ways))
     head, _, _ = SPLITTING.partition("def split")
     schedule = f"""{head}def schedule(s):
     s["block.up"].shard(["weight", "bias"], axis=0)
