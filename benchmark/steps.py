@@ -191,7 +191,7 @@ STEPS = (
             "max_position_embeddings": 8192,
             "tie_word_embeddings": True,
         },
-        batch=8,
+        batch=4,
         tokens=4096,
         causal=True,
         liger=True,

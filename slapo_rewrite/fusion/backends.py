@@ -15,7 +15,7 @@ from typing import Any
 
 from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
-from slapo_rewrite.changes.imports import EAGER, TRITON, WRITTEN
+from slapo_rewrite.changes.imports import EAGER, INDUCTOR, TRITON
 from slapo_rewrite.fusion.kernel_forms import in_torch, kernel_function
 from slapo_rewrite.fusion.last_axis import features_of
 from slapo_rewrite.fusion.rule import Rule, RuleMatch
@@ -46,6 +46,9 @@ class Always:
 MEASURED = "measured"
 # A measurement says something of sizes up to twice and down to half of its own.
 REACH = 2.0
+# Times this near are one: a backend measured twice differs by as much. The simplest is taken.
+ALIKE = 1.03
+SIMPLEST = (EAGER, TRITON, INDUCTOR)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -61,8 +64,9 @@ class Row:
 
     @property
     def fastest(self) -> str:
-        """The backend that takes least time; of two alike, the one that comes first."""
-        return min(WRITTEN, key=lambda backend: self.microseconds.get(backend, math.inf))
+        """The backend that takes least time; of those alike, the simplest."""
+        alike = ALIKE * min(self.microseconds.values())
+        return next(name for name in SIMPLEST if self.microseconds.get(name, math.inf) <= alike)
 
 
 @dataclass(frozen=True)

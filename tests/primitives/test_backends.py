@@ -20,6 +20,7 @@ from slapo_rewrite.emit.write import write
 from slapo_rewrite.fusion import backends
 from slapo_rewrite.fusion.backends import Row, Table
 from slapo_rewrite.fusion.registry import rules
+from slapo_rewrite.model.kernel_samples import sampled
 from tests.marks import release
 from tests.rewriting import changed_lines, refused, rewritten
 from tests.rules.test_rules import compare
@@ -401,6 +402,27 @@ def test_how_wide_a_match_is(name, tmp_path, table):
 def test_no_table_ships_that_was_not_measured():
     for name, table in backends.tables().items():
         assert table.device and table.measured and table.rows, name
+
+
+def test_what_ships_says_something_of_each_function_that_rules_call():
+    table = backends.tables()["h200"]
+    for kernel in sampled():
+        for dtype in ("bfloat16", "float32"):
+            assert any((r.kernel, r.dtype) == (kernel, dtype) for r in table.rows), kernel
+    assert {row.fastest for row in table.rows} == {"eager", "triton", "inductor"}
+
+
+@pytest.mark.parametrize(
+    ("times", "taken"),
+    [
+        ({"eager": 103, "triton": 102, "inductor": 100}, "eager"),
+        ({"eager": 104, "triton": 102, "inductor": 100}, "triton"),
+        ({"eager": 104, "triton": 104, "inductor": 100}, "inductor"),
+        ({"triton": 104}, "triton"),
+    ],
+)
+def test_of_times_alike_the_simplest_backend_is_taken(times, taken):
+    assert Row("rms_norm", 8, 1, "float32", times).fastest == taken
 
 
 @pytest.mark.parametrize(
