@@ -407,7 +407,7 @@ class LayerNormFunction(torch.autograd.Function):
         )
         return (
             *(
-                None if g is None else g.to(dtype)
+                g if g is None or g.dtype == dtype else g.to(dtype)
                 for g, dtype in zip(gradients, ctx.dtypes, strict=True)
             ),
             None,
