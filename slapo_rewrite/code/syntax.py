@@ -10,7 +10,7 @@ from collections.abc import Callable, Set
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
-from slapo_rewrite.code.text import bound_by
+from slapo_rewrite.code.text import Position, bound_by
 from slapo_rewrite.groups import grouped
 
 PLACED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
@@ -99,18 +99,28 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
 
 def position(node: ast.AST) -> tuple[int, int]:
     """Where a node begins, for comparing."""
-    if isinstance(node, ast.comprehension):
-        node = node.target
-    assert isinstance(node, PLACED), f"a {type(node).__name__} has no place of its own"
-    return node.lineno, node.col_offset
+    return extent(node)[:2]
 
 
 def end_position(node: ast.AST) -> tuple[int, int]:
     """Where a node ends, likewise."""
+    return extent(node)[2:]
+
+
+def extent(node: ast.AST) -> Position:
+    """Where a node begins and ends."""
+    first = last = node
     if isinstance(node, ast.comprehension):
-        node = node.ifs[-1] if node.ifs else node.iter
-    assert isinstance(node, PLACED), f"a {type(node).__name__} has no place of its own"
-    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        first, last = node.target, node.ifs[-1] if node.ifs else node.iter
+    assert isinstance(first, PLACED), f"a {type(node).__name__} has no place of its own"
+    assert isinstance(last, PLACED)
+    end, column = last.end_lineno or last.lineno, last.end_col_offset or last.col_offset
+    return first.lineno, first.col_offset, end, column
+
+
+def encloses(outer: Position, inner: Position) -> bool:
+    """Whether what stands at a place is part of what stands at another."""
+    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
 def names_read(source: str) -> set[str]:

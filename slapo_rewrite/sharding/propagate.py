@@ -488,7 +488,7 @@ def _likeliness(error: CannotFollow) -> tuple[bool, int]:
 def _check_told_apart(followed: ShardingResult) -> None:
     """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
     both = followed.sharded_calls & followed.replicated_calls
-    for change in sorted(followed.arguments, key=lambda c: c.place.start):
+    for change in sorted(followed.arguments, key=lambda c: c.place.at):
         if change.template == SHARE and any(place == change.place for place, _ in both):
             raise CannotFollow(
                 "this call is given a rank's part once and a whole value another time, and its "
