@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_rewrite.hugging_face import is_cache
+from slapo_rewrite.model.step_results import error
 
 from .one_check import Check
 
@@ -35,18 +36,8 @@ class StoppedError(Exception):
 
 
 def difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference, relative to the largest number in `want`; equal NaNs are equal."""
-    if got.shape != want.shape:
-        return math.inf
-    if want.numel() == 0:
-        return 0.0
-    got, want = (t.detach().to_dense().to(torch.float64) for t in (got, want))
-    same = (got == want) | (got.isnan() & want.isnan())
-    gap = (got - want).abs().masked_fill(same, 0.0)
-    if not gap.isfinite().all():
-        return math.inf
-    scale = want.abs().masked_fill(~want.isfinite(), 0.0).max().clamp_min(SMALLEST_SCALE)
-    return float(gap.max() / scale)
+    """The largest difference, relative to the largest number in `want`; infinite for another shape."""
+    return error(want, got, SMALLEST_SCALE) if got.shape == want.shape else math.inf
 
 
 def tensors_in(value: Any, name: str = "", depth: int = 8) -> Named:
