@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter, values_given
+from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, stays_as_it_is
 from slapo_rewrite.code.evaluate import (
     NONE,
@@ -34,7 +35,7 @@ from slapo_rewrite.code.evaluate import (
 from slapo_rewrite.code.liveness import breaks, live_after, local_names
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.runs import comment_after, comments_before
-from slapo_rewrite.code.text import accessor, listed
+from slapo_rewrite.code.text import accessor, listed, within
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
 from slapo_rewrite.stages.environment import Environment, steps_of
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
@@ -51,7 +52,6 @@ from slapo_rewrite.stages.function_syntax import (
     positional_name,
     reads_in,
     signature_of,
-    statement_of,
 )
 from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.program import Cut, altered_in
@@ -1007,7 +1007,7 @@ class Flattening:
 
     def needed_after(self, node: ast.AST, scope: Scope) -> set[str]:
         """The names of the result that the caller may read after a call."""
-        statement = statement_of(scope.function, node)
+        statement = [s for s in statements(scope.function.body) if within(s, node)][-1]
         inside = set(ast.walk(node))
         beside = {
             n.id
