@@ -54,11 +54,6 @@ def count_of(iterable: ast.expr) -> ast.expr | None:
     return count if repeatable else None
 
 
-def is_number(expr: ast.expr) -> bool:
-    """Whether an expression is a number written out."""
-    return isinstance(expr, ast.Constant) and isinstance(expr.value, int | float)
-
-
 def is_zero(expr: ast.expr) -> bool:
     """Whether an expression is a zero written out."""
     return isinstance(expr, ast.Constant) and expr.value == 0
