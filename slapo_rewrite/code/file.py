@@ -80,10 +80,9 @@ class SourceFile:
         text = _decode(data, path)
         bom = "\ufeff" if text.startswith("\ufeff") else ""
         text = text.removeprefix(bom)
-        ends = set(_LINE_END.findall(text))
-        line_end = ends.pop() if len(ends) == 1 else "\n"
-        text = text.replace(line_end, "\n")
-        return cls(path, name or module_name(path), text, _parse(text, path), bom, line_end)
+        end = line_end(text) or "\n"
+        text = text.replace(end, "\n")
+        return cls(path, name or module_name(path), text, _parse(text, path), bom, end)
 
     def edited(self, text: str) -> SourceFile:
         """The same file with another text."""
@@ -277,6 +276,12 @@ def line_length(text: str) -> int:
         (len(line) for line in lines_of(text) if "#" not in line and '"' not in line), default=0
     )
     return next((limit for limit in (88, 100, 119, 120) if longest <= limit), 120)
+
+
+def line_end(text: str) -> str | None:
+    """What ends each line of a text; None where they differ, or none ends."""
+    ends = {*_LINE_END.findall(text)}
+    return ends.pop() if len(ends) == 1 else None
 
 
 def lines_of(text: str) -> list[str]:
