@@ -158,10 +158,14 @@ class SourceFile:
         """Every statement of the file, each before those inside it."""
         return list(statements(self.tree.body, enter=True))
 
+    @functools.cached_property
+    def _extents(self) -> dict[ast.stmt, Position]:
+        return {statement: extent(statement) for statement in self.statements}
+
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node of the file."""
         at = extent(node)
-        return [s for s in self.statements if encloses(extent(s), at)][-1]
+        return [s for s, place in self._extents.items() if encloses(place, at)][-1]
 
     def holding(self, at: Position) -> list[ast.AST]:
         """The nodes of the file that hold what stands at a place, the outermost first."""
