@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.syntax import end_position, position
+from slapo_rewrite.code.text import Position
 from slapo_rewrite.model.construction_sites import Site
 
 # A call or subscript, with the method that it stands in.
@@ -65,22 +67,20 @@ class ClassHierarchy:
             self._calls[method] = [(c, p) for c in calls if (p := module_paths(c.func, method))]
         return [(call, paths) for call, paths in self._calls[method] if path in paths]
 
-    def nodes_at(
-        self, class_name: str, start: tuple[int, int], end: tuple[int, int]
-    ) -> Iterator[Found]:
+    def nodes_at(self, class_name: str, at: Position) -> Iterator[Found]:
         """The calls, subscripts and products of a class's methods at a place."""
         for method in self.methods(class_name):
             for node in ast.walk(method):
                 if not isinstance(node, (ast.Call, ast.Subscript, ast.BinOp)):
                     continue
-                starts = [(node.lineno, node.col_offset)]
+                starts = [position(node)]
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     # Of a method that stands on another line than what it is called on, Python
                     # tells the place from its name on.
                     ending = node.func.end_col_offset or 0
                     length = len(node.func.attr.encode())
                     starts.append((node.func.end_lineno or node.lineno, ending - length))
-                if (node.end_lineno, node.end_col_offset) == end and start in starts:
+                if at in [(*start, *end_position(node)) for start in starts]:
                     yield method, node
 
     def holds(self, class_name: str, line: int) -> bool:

@@ -115,13 +115,10 @@ class ClassText:
 
     def nodes_at(self, place: AtNode) -> Iterator[Found]:
         """The calls and subscripts at a place, with the method that they are in."""
-        start, end = (place.line, place.column), (place.end_line, place.end_column)
-        return self.classes.nodes_at(self.class_name, start, end)
+        return self.classes.nodes_at(self.class_name, place.at)
 
     def where(self, at: ast.AST | AtNode) -> dict[str, Any]:
         """The place of what a refusal is of, and who asks for it."""
         if isinstance(at, ast.AST):
             return {"at": self.file.at(at), "cause": self.causes}
-        span = (at.line, at.column, at.end_line, at.end_column)
-        shown = errors.Span.of_bytes(self.file.display, span, self.file.line(at.line))
-        return {"at": shown, "cause": self.causes}
+        return {"at": self.file.shown(at.at), "cause": self.causes}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import keyword
-import linecache
 import os
 import re
 import unicodedata
@@ -26,12 +25,11 @@ from slapo_rewrite.changes.places import EndOfConstructor
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import unique
-from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.code.text import Place, joined_path
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.layers import base_of
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding.types import Place
 
 # The names of helper modules, which lie in the output folder as well.
 _RESERVED = {p.stem for p in (Path(__file__).parents[1] / "runtime").glob("*")} - {EAGER}
@@ -223,11 +221,8 @@ class OutputFiles:
 
     def span(self, place: Place) -> errors.Span:
         """A place as it is shown to the user, be it in a file that is not rewritten."""
-        shown = self.at(place).file.display if self.holds(place.filename) else place.filename
-        text = linecache.getline(place.filename, place.line).rstrip("\n")
-        if self.holds(place.filename):
-            text = self.at(place).file.line(place.line)
-        return errors.Span.of_bytes(shown, (*place.start, *place.end), text)
+        output = self._by_path.get(place.filename)
+        return place.shown() if output is None else output.file.shown(place.at)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
         """Says for the first of several elements that are alike the names of all of them."""

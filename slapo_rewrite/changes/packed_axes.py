@@ -22,13 +22,13 @@ from slapo_rewrite.changes.late import Late, names_read
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.code.dataflow import uses_of
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import size_at
 from slapo_rewrite.model.layers import Written
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
 from slapo_rewrite.sharding.packed_parts import described, reduced
-from slapo_rewrite.sharding.types import Place
 
 # A sum of products of names: how often each is in it.
 _Sum = Counter[tuple[str, ...]]
@@ -181,7 +181,7 @@ class _BlockWriter:
         pieces: list[list[ast.expr]] = []
         ends: list[ast.expr] = []
         for place, number in places:
-            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, place.start, place.end))
+            nodes = list(self.classes.nodes_at(self.owner.cls.__name__, place.at))
             for method, node in nodes:
                 statement = self.site.file.statement_of(node)
                 local = Late(self.site.file, method, statement)

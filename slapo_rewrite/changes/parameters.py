@@ -16,6 +16,7 @@ from slapo_rewrite.changes.places import AtParameter, AtReads, AtSite
 from slapo_rewrite.changes.reads import values_read
 from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node
@@ -129,7 +130,7 @@ class ReduceParameterGradient(Change):
                 continue
             for node in values_read(method, self.name):
                 if place.end:
-                    is_meant = place.end == (node.end_lineno, node.end_col_offset)
+                    is_meant = place.end == end_position(node)
                 else:
                     is_meant = is_name(node.value, "self")
                 if is_meant:

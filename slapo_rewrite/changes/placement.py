@@ -15,10 +15,11 @@ from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
 from slapo_rewrite.changes.places import AtNode, AtParameter, BehindSite
 from slapo_rewrite.changes.state import ModuleRequests
 from slapo_rewrite.code.subgraphs import Calls, called_names, find_calls
+from slapo_rewrite.code.syntax import extent
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.join import find_parameter_site
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding.types import Place as FollowedPlace
 from slapo_rewrite.sharding.types import ShardingResult
 
 
@@ -108,7 +109,7 @@ class Placement:
                 hint=own_copy(node.cls.__name__, self.files.main.file),
             )
         calls = find_subgraph(home.classes, node.cls.__name__, part, cause)
-        place = AtNode(type(change).__name__, calls.run[0].lineno, what=part)
+        place = AtNode(type(change).__name__, extent(calls.run[0]), part)
         home.changes.add(node.path, place, change, (cause,))
 
     def add_behind_parameter(
@@ -148,9 +149,9 @@ class Requested(Change):
         raise NotImplementedError
 
 
-def at_node(kind: str, place: FollowedPlace, what: object = ()) -> AtNode:
+def at_node(kind: str, place: Place, what: object = ()) -> AtNode:
     """Where a run of the model came by, as a place in a class."""
-    return AtNode(kind, *place.start, *place.end, what=what)
+    return AtNode(kind, place.at, what)
 
 
 def find_subgraph(

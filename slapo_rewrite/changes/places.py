@@ -6,6 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.code.text import Position
 
 
 @dataclass(frozen=True)
@@ -155,13 +156,10 @@ class AtNode(Place):
     """A call, a subscript or a part of a method's text."""
 
     kind: str  # what is done there
-    line: int  # where it begins
-    column: int = 0  # likewise
-    end_line: int = 0  # where it ends
-    end_column: int = 0  # likewise
+    at: Position  # where it begins and ends
     what: object = ()  # what tells it from others there
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
         """The method around it."""
         found = classes.methods(class_name)
-        return [m for m in found if m.lineno <= self.line <= (m.end_lineno or self.line)]
+        return [m for m in found if m.lineno <= self.at[0] <= (m.end_lineno or self.at[0])]

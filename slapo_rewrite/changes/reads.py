@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
 from slapo_rewrite.code.names import module_paths
+from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import within
 
 # What is read of a parameter, and what is asked about it, without its numbers.
@@ -45,7 +46,7 @@ def _read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
 def is_question(method: ast.FunctionDef, end: tuple[int, int]) -> bool:
     """Whether what a method reads at a place, by its end, is asked about without its numbers."""
     found = (*_asked_about(method), *(n for n in ast.walk(method) if _is_call_of(n, {"hasattr"})))
-    return any((n.end_lineno, n.end_col_offset) == end for n in found if isinstance(n, ast.expr))
+    return any(end_position(n) == end for n in found if isinstance(n, ast.expr))
 
 
 def _asked_about(tree: ast.AST) -> Iterator[ast.expr]:

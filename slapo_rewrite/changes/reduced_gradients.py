@@ -17,6 +17,7 @@ from slapo_rewrite.changes.parameters import ReduceParameterGradient
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtBase, AtReads
 from slapo_rewrite.changes.reads import is_question, values_read
+from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.layers import SUMMING, summing_base
@@ -86,7 +87,7 @@ class ReducedGradients:
                 at=also[0] if also else None,
                 hint="call the module that it belongs to, or gather what it is used on",
             )
-        home, end = self.files.at(place), place.end
+        home, end = self.files.at(place), place.at[2:]
         at = self.files.span(place)
         reader = self.tree.nodes.get(reading.reader) if reading.reader is not None else None
         names = self.files.lineage(reader.cls, home) if reader else ()
@@ -94,7 +95,7 @@ class ReducedGradients:
         if any(is_question(method, end) for method in methods):
             return
         values = (node for m in methods for node in values_read(m, reading.name))
-        if reader is None or all((n.end_lineno, n.end_col_offset) != end for n in values):
+        if reader is None or all(end_position(n) != end for n in values):
             raise errors.Unsupported(
                 f"{what} is used on parts, so its gradients have to be added up where it is read, "
                 "and this is no statement of a module's method that could be changed",

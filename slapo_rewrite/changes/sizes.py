@@ -16,7 +16,7 @@ from slapo_rewrite.changes.places import AtNode, EndOfConstructor
 from slapo_rewrite.changes.reads import in_forward, readings
 from slapo_rewrite.changes.state import ShardedAttribute
 from slapo_rewrite.code.build import bare, call, code, paren, parsed
-from slapo_rewrite.code.syntax import end_position
+from slapo_rewrite.code.syntax import end_position, extent
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive, merged_causes
 from slapo_rewrite.model.layers import SHARES, Layer
@@ -75,13 +75,12 @@ class ReadFullSize(Change):
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
         """Reads that attribute."""
-        end = (place.end_line, place.end_column)
         for method in text.methods():
             for node in ast.walk(method):
                 if (
                     isinstance(node, ast.Attribute)
                     and isinstance(node.ctx, ast.Load)
-                    and (node.end_lineno, node.end_col_offset) == end
+                    and end_position(node) == place.at[2:]
                 ):
                     why = f"the size of the whole `{ast.unparse(node.value)}`"
                     text.replace(node, lambda n: n.with_changes(attr=cst.Name(self.attribute)), why)
@@ -368,6 +367,5 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
                     cause=causes,
                     hint="read the size from where the layer's constructor has it",
                 )
-            end = end_position(reading)
-            at = AtNode("read", end[0], 0, *end)
+            at = AtNode("read", extent(reading))
             home.changes.add(above.path, at, ReadFullSize(whole), causes)

@@ -9,16 +9,17 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.class_text import ClassText
 from slapo_rewrite.changes.collective import Collective
-from slapo_rewrite.changes.output_files import OutputFile, OutputFiles
+from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement, at_node
 from slapo_rewrite.changes.places import AtNode
 from slapo_rewrite.changes.state import Sync
 from slapo_rewrite.code.build import code
 from slapo_rewrite.code.dataflow import bound_in
 from slapo_rewrite.code.sinking import is_alone
-from slapo_rewrite.code.syntax import assignments, end_position, position
+from slapo_rewrite.code.syntax import assignments, encloses, extent, position
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.model.tree import Node
-from slapo_rewrite.sharding.types import LocalValue, MissingCollective, Place
+from slapo_rewrite.sharding.types import LocalValue, MissingCollective
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
@@ -35,7 +36,7 @@ class SyncValue(Change):
         name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
-        start = self.value.statement.start
+        start = self.value.statement.at[:2]
         statement = next(s for s in text.file.statements if position(s) == start)
         put(statement, line, f"{self.collective.function} of `{name}`")
 
@@ -75,7 +76,7 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
             also=[home.file.at(s) for s in bound[:2]],
             hint="name a value that a single assignment makes, on a line of its own",
         )
-    return LocalValue(sync.value, _place(home, bound[0]), is_bound=True)
+    return LocalValue(sync.value, Place(str(home.file.path), extent(bound[0])), is_bound=True)
 
 
 def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingCollective | None:
@@ -85,9 +86,8 @@ def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingColle
     statement cannot stand there, or where the value is another one in each turn.
     """
     assert missing.value is not None
-    home, at = files.at(missing.value.statement), missing.value.statement
-    statements = home.file.statements
-    around = [s for s in statements if position(s) <= at.start and at.end <= end_position(s)]
+    home, at = files.at(missing.value.statement), missing.value.statement.at
+    around = [s for s in home.file.statements if encloses(extent(s), at)]
     function = max(n for n, s in enumerate(around) if isinstance(s, ast.FunctionDef))
     inside = around[function + 1 :]
     loop = next((s for s in inside if isinstance(s, ast.For | ast.While)), None)
@@ -96,9 +96,5 @@ def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingColle
     before = loop if loop is not None else inside[-1]
     if not isinstance(before, (*_SIMPLE, ast.For, ast.While)) or not is_alone(home.file, before):
         return None
-    return replace(missing, value=replace(missing.value, statement=_place(home, before)))
-
-
-def _place(home: OutputFile, statement: ast.stmt) -> Place:
-    end_line, end = end_position(statement)
-    return Place(str(home.file.path), statement.lineno, end_line, statement.col_offset, end)
+    statement = Place(str(home.file.path), extent(before))
+    return replace(missing, value=replace(missing.value, statement=statement))

@@ -304,7 +304,7 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
                 if (other.head, other.owner, other.place.filename)
                 == (loss.head, loss.owner, loss.place.filename)
             ),
-            key=lambda other: other.place.start,
+            key=lambda other: other.place.at,
         )
         change = VocabParallelLoss(
             loss.function,

@@ -12,7 +12,7 @@ from pathlib import Path
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
 from slapo_rewrite.code.locate import module_name, near_files, package_for
-from slapo_rewrite.code.syntax import PLACED, end_position, position
+from slapo_rewrite.code.syntax import PLACED, encloses, extent
 from slapo_rewrite.code.text import Position, bound_by
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -80,10 +80,9 @@ class SourceFile:
         text = _decode(data, path)
         bom = "\ufeff" if text.startswith("\ufeff") else ""
         text = text.removeprefix(bom)
-        ends = set(_LINE_END.findall(text))
-        line_end = ends.pop() if len(ends) == 1 else "\n"
-        text = text.replace(line_end, "\n")
-        return cls(path, name or module_name(path), text, _parse(text, path), bom, line_end)
+        end = line_end(text) or "\n"
+        text = text.replace(end, "\n")
+        return cls(path, name or module_name(path), text, _parse(text, path), bom, end)
 
     def edited(self, text: str) -> SourceFile:
         """The same file with another text."""
@@ -138,8 +137,8 @@ class SourceFile:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """The character offsets of a node's first character and of the one after its last."""
-        begin, end = position(node), end_position(node)
-        return self.offset(*begin), self.offset(*end)
+        line, column, last, end = extent(node)
+        return self.offset(line, column), self.offset(last, end)
 
     def segment(self, node: ast.AST) -> str:
         """The text of a node, as it is in the file."""
@@ -148,24 +147,25 @@ class SourceFile:
 
     def at(self, node: ast.AST, note: str = "") -> errors.Span:
         """A node as a place in a diagnostic; the caret is as wide as the node on its first line."""
-        line = position(node)[0]
-        begin, end = self.span(node)
-        start = self._starts[line - 1]
-        text = self.line(line)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            end = begin + len(text)
-        width = max(1, min(end, start + len(text)) - begin)
-        return errors.Span(self.display, line, begin - start + 1, width, text, note)
+        return self.shown(extent(node), note)
+
+    def shown(self, at: Position, note: str = "") -> errors.Span:
+        """A position as a place in a diagnostic."""
+        return errors.Span.of_bytes(self.display, at, self.line(at[0]), note)
 
     @functools.cached_property
     def statements(self) -> list[ast.stmt]:
         """Every statement of the file, each before those inside it."""
         return list(statements(self.tree.body, enter=True))
 
+    @functools.cached_property
+    def _extents(self) -> dict[ast.stmt, Position]:
+        return {statement: extent(statement) for statement in self.statements}
+
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node of the file."""
-        start, end = position(node), end_position(node)
-        return [s for s in self.statements if position(s) <= start and end <= end_position(s)][-1]
+        at = extent(node)
+        return [s for s, place in self._extents.items() if encloses(place, at)][-1]
 
     def holding(self, at: Position) -> list[ast.AST]:
         """The nodes of the file that hold what stands at a place, the outermost first."""
@@ -282,6 +282,12 @@ def line_length(text: str) -> int:
     return next((limit for limit in (88, 100, 119, 120) if longest <= limit), 120)
 
 
+def line_end(text: str) -> str | None:
+    """What ends each line of a text; None where they differ, or none ends."""
+    ends = {*_LINE_END.findall(text)}
+    return ends.pop() if len(ends) == 1 else None
+
+
 def lines_of(text: str) -> list[str]:
     """The lines of a text as Python counts them: form feeds and the like end none."""
     return [line.rstrip("\r") for line in text.split("\n")]
@@ -367,8 +373,7 @@ def _syntax_place(error: SyntaxError, path: Path) -> errors.Span:
 
 def _holding(node: ast.AST, at: Position) -> list[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        is_placed = isinstance(child, PLACED)
-        if is_placed and not (position(child) <= at[:2] and at[2:] <= end_position(child)):
+        if isinstance(child, PLACED) and not encloses(extent(child), at):
             continue
         inner = _holding(child, at)
         if inner:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence, Set
 
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.layout import formatted
 from slapo_rewrite.code.runs import past_comment
 from slapo_rewrite.code.splice import Edit
+
+LINE_LENGTH = 88  # black's default, which emitted files keep
 
 
 def from_module(file: SourceFile, node: ast.ImportFrom, module: str) -> Edit:
@@ -55,3 +58,27 @@ def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Edit:
         end = file.span(first)[1]
         return Edit(end, end, "\n\n" + text.lstrip("\n"))
     return Edit(0, 0, text.lstrip("\n") + "\n\n")
+
+
+def import_line(module: str, names: Sequence[str]) -> str:
+    """`from module import names`, as black lays it out."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= LINE_LENGTH:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {n},\n" for n in names) + ")"
+
+
+def import_groups(imports: Mapping[str, Set[str]]) -> list[str]:
+    """Import lines, the standard library's first, those from files beside it last.
+
+    The names are by module; '' is for the module itself.
+    """
+    groups: tuple[list[str], ...] = [], [], []
+    for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):
+        is_standard = module.split(".")[0] in sys.stdlib_module_names
+        group = groups[2 if module.startswith(".") else not is_standard]
+        if "" in imports[module]:
+            group.append(f"import {module}")
+        if names := sorted(imports[module] - {""}):
+            group.append(import_line(module, names))
+    return ["\n".join(group) for group in groups if group]

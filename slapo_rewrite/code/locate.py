@@ -8,6 +8,7 @@ import keyword
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from slapo_rewrite import errors
@@ -90,29 +91,36 @@ def locate(source: str) -> tuple[Path, str]:
 
 def _find_module(name: str) -> Path | None:
     """The file of a module, without importing the packages above it where possible."""
-    top, *rest = name.split(".")
     loaded = sys.modules.get(name)
     if loaded is not None and (getattr(loaded, "__file__", None) or "").endswith(".py"):
         return Path(str(loaded.__file__))
+    if (found := file_in_package(name)) is not None:
+        return found
+    try:  # a package that extends its own search path
+        spec = importlib.util.find_spec(name)
+    except Exception:  # the package's own: importing it is the last resort
+        return None
+    origin = spec.origin if spec else None
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def file_in_package(name: str) -> Path | None:
+    """The file of a module that lies in the folders of its package, which is not imported."""
+    top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        spec = None
-    if spec is None:
         return None
-    for folder in spec.submodule_search_locations or ():
-        base = Path(folder, *rest)
-        if rest and (file := base.with_name(base.name + ".py")).is_file():
-            return file
-        if (file := base / "__init__.py").is_file():
-            return file
-    if rest:  # a package that extends its own search path
-        try:
-            spec = importlib.util.find_spec(name)
-        except Exception:  # the package's own: importing it is the last resort
-            return None
-    origin = spec.origin if spec else None
-    return Path(origin) if origin and origin.endswith(".py") else None
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    found = (file_below(Path(folder), rest) for folder in folders)
+    return next((file for file in found if file is not None), None)
+
+
+def file_below(folder: Path, names: Sequence[str]) -> Path | None:
+    """The file of a module, or of a package, by the names that lead to it from a folder."""
+    path = folder.joinpath(*names)
+    files = (path / "__init__.py", *([path.with_name(f"{path.name}.py")] if names else []))
+    return next((file for file in files if file.is_file()), None)
 
 
 def near_files(path: Path) -> str | None:

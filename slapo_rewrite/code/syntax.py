@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import textwrap
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import statements
-from slapo_rewrite.code.dataflow import bound_in, names_in, read_in
-from slapo_rewrite.code.text import bound_by
+from slapo_rewrite.code.dataflow import bound_in, names_in
+from slapo_rewrite.code.text import Position, bound_by
 from slapo_rewrite.groups import grouped
 
 PLACED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
@@ -55,11 +54,6 @@ def count_of(iterable: ast.expr) -> ast.expr | None:
     return count if repeatable else None
 
 
-def is_number(expr: ast.expr) -> bool:
-    """Whether an expression is a number written out."""
-    return isinstance(expr, ast.Constant) and isinstance(expr.value, int | float)
-
-
 def is_zero(expr: ast.expr) -> bool:
     """Whether an expression is a zero written out."""
     return isinstance(expr, ast.Constant) and expr.value == 0
@@ -99,23 +93,28 @@ def _bound_names(statement: ast.stmt) -> Set[str]:
 
 def position(node: ast.AST) -> tuple[int, int]:
     """Where a node begins, for comparing."""
-    if isinstance(node, ast.comprehension):
-        node = node.target
-    assert isinstance(node, PLACED), f"a {type(node).__name__} has no place of its own"
-    return node.lineno, node.col_offset
+    return extent(node)[:2]
 
 
 def end_position(node: ast.AST) -> tuple[int, int]:
     """Where a node ends, likewise."""
+    return extent(node)[2:]
+
+
+def extent(node: ast.AST) -> Position:
+    """Where a node begins and ends."""
+    first = last = node
     if isinstance(node, ast.comprehension):
-        node = node.ifs[-1] if node.ifs else node.iter
-    assert isinstance(node, PLACED), f"a {type(node).__name__} has no place of its own"
-    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+        first, last = node.target, node.ifs[-1] if node.ifs else node.iter
+    assert isinstance(first, PLACED), f"a {type(node).__name__} has no place of its own"
+    assert isinstance(last, PLACED)
+    end, column = last.end_lineno or last.lineno, last.end_col_offset or last.col_offset
+    return first.lineno, first.col_offset, end, column
 
 
-def names_read(source: str) -> set[str]:
-    """The names that a function reads."""
-    return {*read_in(ast.parse(textwrap.dedent(source)))}
+def encloses(outer: Position, inner: Position) -> bool:
+    """Whether what stands at a place is part of what stands at another."""
+    return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
 # What tells a tensor's sizes, and what where and in which precision a model runs.
@@ -123,31 +122,29 @@ _SIZES = {"shape", "size", "numel", "nelement"}
 _MACHINE = {"cuda", "is_cuda", "is_compiling", "is_autocast_enabled", "float16", "bfloat16", "half"}
 
 
-def sizes_in_tests(source: str) -> set[str]:
+def sizes_in_tests(function: ast.AST) -> Set[str]:
     """What a function's branches ask about the sizes of tensors, but to raise an error."""
     return _asked(
-        source, lambda node: isinstance(node, ast.Attribute) and node.attr in _SIZES, _is_number
+        function, lambda node: isinstance(node, ast.Attribute) and node.attr in _SIZES, _is_number
     )
 
 
-def machine_in_tests(source: str) -> set[str]:
+def machine_in_tests(function: ast.AST) -> Set[str]:
     """What a function's branches ask about the device, the precision or a compiler, likewise."""
     words = ("attr", "id", "value")
     answers = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Attribute)
     return _asked(
-        source,
+        function,
         lambda node: any(str(getattr(node, word, "")) in _MACHINE for word in words),
         lambda value: isinstance(value, answers),
     )
 
 
 def _asked(
-    source: str, tells: Callable[[ast.AST], bool], may_answer: Callable[[ast.expr], bool]
-) -> set[str]:
+    function: ast.AST, tells: Callable[[ast.AST], bool], may_answer: Callable[[ast.expr], bool]
+) -> Set[str]:
     """What a function's branches ask, where a part of it tells, or a name for what told."""
-    function = ast.parse(textwrap.dedent(source))
     names: set[str] = set()
-    asked: set[str] = set()
 
     def told(expr: ast.expr) -> bool:
         return any(tells(n) or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(expr))
@@ -157,24 +154,34 @@ def _asked(
             wanted = node.targets[0]
             each = wanted.elts if isinstance(wanted, ast.Tuple) else [wanted]
             names |= {n.id for n in each if isinstance(n, ast.Name)}
-    for node in ast.walk(function):
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)) and told(node.test):
-            body = node.body if isinstance(node, ast.If) else []
-            if not (len(body) == 1 and isinstance(body[0], ast.Raise)):
-                asked.add(ast.unparse(node.test))
-    return asked
+    return {ast.unparse(test) for test in _tests(function, raising=False) if told(test)}
 
 
-def changing_in_tests(source: str) -> set[str]:
+def changing_in_tests(function: ast.AST) -> Set[str]:
     """What a function's branches ask about attributes that it binds anew, a counter's say."""
-    nodes = [*ast.walk(ast.parse(textwrap.dedent(source)))]
-    bound = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    tests = [n.test for n in nodes if isinstance(n, (ast.If, ast.IfExp, ast.While))]
+    named = [n for n in ast.walk(function) if isinstance(n, ast.Attribute)]
+    bound = {n.attr for n in named if isinstance(n.ctx, ast.Store)}
     return {
         ast.unparse(test)
-        for test in tests
+        for test in _tests(function)
         if any(isinstance(n, ast.Attribute) and n.attr in bound for n in ast.walk(test))
     }
+
+
+def names_in_tests(function: ast.AST) -> Set[str]:
+    """The names that a function's branches ask about."""
+    subjects = (node.subject for node in ast.walk(function) if isinstance(node, ast.Match))
+    return names_in(*_tests(function), *subjects)
+
+
+def _tests(function: ast.AST, raising: bool = True) -> Iterator[ast.expr]:
+    """The tests of a function's branches and loops, those too that only lead to an error."""
+    for node in ast.walk(function):
+        match node:
+            case ast.If(body=[ast.Raise()]) if not raising:
+                pass
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+                yield test
 
 
 def _is_number(expr: ast.expr) -> bool:
@@ -185,14 +192,3 @@ def _is_number(expr: ast.expr) -> bool:
         or (isinstance(f, ast.Name) and f.id in {"int", "len", "max", "min"})
         for f in calls
     )
-
-
-def names_in_tests(source: str) -> set[str]:
-    """The names that a function's branches ask about."""
-    asked: set[str] = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            asked |= names_in(node.test)
-        elif isinstance(node, ast.Match):
-            asked |= names_in(node.subject)
-    return asked

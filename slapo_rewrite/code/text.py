@@ -5,18 +5,39 @@ from __future__ import annotations
 import ast
 import functools
 import keyword
+import linecache
 import textwrap
 from collections.abc import Iterable, Iterator
 from types import CodeType
+from typing import NamedTuple
 
+from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import statements
 
+# First line and column, last line and column: lines from 1, columns from 0 in UTF-8 bytes.
 Position = tuple[int, int, int, int]
+
+
+class Place(NamedTuple):
+    """Where in a file something stands, as Python says of code that it has run."""
+
+    filename: str
+    at: Position
+
+    @property
+    def line(self) -> int:
+        """The line that it begins on."""
+        return self.at[0]
+
+    def shown(self, note: str = "") -> errors.Span:
+        """The same in a diagnostic."""
+        text = linecache.getline(self.filename, self.line).rstrip("\r\n")
+        return errors.Span.of_bytes(self.filename, self.at, text, note)
 
 
 @functools.cache
 def positions(code: CodeType) -> list[Position]:
-    """Line, column, last line and last column of each instruction, counted as in `ast`."""
+    """Where each instruction stands."""
     return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
 
 

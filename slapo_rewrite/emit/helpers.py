@@ -12,6 +12,7 @@ import black
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import KERNELS, MODULES
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.import_lines import import_groups
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.kernels import RUNTIME as RUNTIME
@@ -21,7 +22,6 @@ from slapo_rewrite.emit.used_definitions import (
     Picked,
     add_import,
     bound_names,
-    import_groups,
     imported_outside,
     with_features,
 )

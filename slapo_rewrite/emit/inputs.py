@@ -8,7 +8,6 @@ makes no code run.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.locate import file_below, file_in_package
 from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 
@@ -115,21 +115,6 @@ def find(name: str, source: Path, schedule: Path) -> Path | None:
     while (root / "__init__.py").is_file():
         root = root.parent
     for base in (schedule.absolute().parent, *map(Path, sys.path), root):
-        if (file := _below(base, parts)) is not None:
+        if (file := file_below(base, parts)) is not None:
             return file
-    try:  # what is installed without being copied; the name of a package alone imports nothing
-        spec = importlib.util.find_spec(parts[0])
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (file := _below(Path(folder).parent, [Path(folder).name, *parts[1:]])) is not None:
-            return file
-    return None
-
-
-def _below(base: Path, parts: list[str]) -> Path | None:
-    path = base.joinpath(*parts)
-    for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
-        if file.is_file():
-            return file
-    return None
+    return file_in_package(name)  # what is installed without being copied

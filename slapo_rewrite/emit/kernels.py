@@ -11,13 +11,12 @@ from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.imports import EAGER, INDUCTOR, KERNEL_FILES, KERNELS, Reference
+from slapo_rewrite.code.import_lines import LINE_LENGTH, import_groups
 from slapo_rewrite.emit.used_definitions import (
-    LINE_LENGTH,
     Definitions,
     Picked,
     add_import,
     bound_names,
-    import_groups,
     imported_outside,
 )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.file import line_end
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.write import hand_edited
 
@@ -82,7 +83,7 @@ def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     git = shutil.which("git")
     if git is None:
         raise errors.UsageError("`--merge` needs git, which is not installed")
-    if (end := _line_end(mine)) != _line_end(base):
+    if (end := line_end(mine)) != line_end(base):
         base, theirs = (re.sub(r"\r\n|\r|\n", end or r"\g<0>", text) for text in (base, theirs))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("mine", "base", "theirs")]
@@ -95,11 +96,3 @@ def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
     if done.returncode < 0 or done.returncode > 127:
         raise errors.UsageError(f"git merge-file failed: {done.stderr.decode().strip()}")
     return done.stdout.decode(), done.returncode == 0
-
-
-def _line_end(text: str) -> str | None:
-    """What ends each line of a text; None where they differ."""
-    ends = {
-        line[len(line.rstrip("\r\n")) :] for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)", text)
-    }
-    return ends.pop() if len(ends) == 1 else None

@@ -23,7 +23,6 @@ from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.emit import record
 from slapo_rewrite.emit.helpers import library_files
 from slapo_rewrite.emit.transaction import locked, made, put
-from slapo_rewrite.emit.used_definitions import LINE_LENGTH
 from slapo_rewrite.emit.write import check_apart, edited, in_the_way, matches, recorded, write
 
 # The names that an output uses, by helper module.
@@ -48,7 +47,9 @@ def use_support(
     for name, text in files.items():
         if name in helpers:
             continue
-        edits = _redirections(folder, name, text, modules, lengths.get(name, LINE_LENGTH))
+        edits = _redirections(
+            folder, name, text, modules, lengths.get(name, import_lines.LINE_LENGTH)
+        )
         found[name], lines = apply_edits(text, edits, changes.get(name, ()))
         if name in changes:
             changes[name] = lines

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.import_lines import import_line
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import bound_by
 from slapo_rewrite.groups import grouped
-
-LINE_LENGTH = 88  # black's default, which emitted files keep
 
 RUNTIME = "slapo_rewrite.runtime"
 
@@ -239,14 +237,6 @@ def _attributes(tree: ast.Module, name: str) -> set[str]:
     }
 
 
-def import_line(module: str, names: list[str]) -> str:
-    """`from module import names`, as black lays it out."""
-    line = f"from {module} import {', '.join(names)}"
-    if len(line) <= LINE_LENGTH:
-        return line
-    return f"from {module} import (\n" + "".join(f"    {n},\n" for n in names) + ")"
-
-
 def imported_outside(line: str) -> Iterator[tuple[str, ast.alias]]:
     """What an import line imports from elsewhere than other helpers: module and name.
 
@@ -264,19 +254,3 @@ def add_import(imports: dict[str, set[str]], module: str, alias: ast.alias) -> N
     """Adds what `imported_outside` gives to names by module, as `import_groups` takes them."""
     shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
     imports.setdefault(module or shown, set()).add(shown if module else "")
-
-
-def import_groups(imports: Mapping[str, set[str]]) -> list[str]:
-    """Import lines, the standard library's first.
-
-    The names are by module; '' is for the module itself.
-    """
-    standard: list[str] = []
-    others: list[str] = []
-    for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):
-        group = standard if module.split(".")[0] in sys.stdlib_module_names else others
-        if "" in imports[module]:
-            group.append(f"import {module}")
-        if names := sorted(imports[module] - {""}):
-            group.append(import_line(module, names))
-    return ["\n".join(group) for group in (standard, others) if group]

@@ -19,6 +19,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Lines, written
 from slapo_rewrite.code.runs import above, behind
 from slapo_rewrite.code.splice import Edit, apply_edits
+from slapo_rewrite.code.syntax import extent
 from slapo_rewrite.code.text import accessor
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.fusion.claims import Claim, Renamed, Skipped, by_text, misuse
@@ -264,7 +265,7 @@ class Engine:
                         functions[statement] = Lines()
                         change.add_to(functions[statement], (self.cause,))
                         continue
-                    place = AtNode("text", statement.lineno, statement.col_offset)
+                    place = AtNode("text", extent(statement))
                     files.main.changes.add(path, place, change, (self.cause,))
                 self._construct(claims.get(path, ()), files.main.changes)
             settled = specialize(self.tree, files)
@@ -289,7 +290,7 @@ class Engine:
                     f"there is no place to make `{claim.what}`"
                 )
             last = found[1].body[-1]
-            place = AtNode("text", last.lineno, last.col_offset, what=claim.constructor)
+            place = AtNode("text", extent(last), claim.constructor)
             write = ReplaceStatement(last, claim.what, after=(claim.constructor,))
             changes.add(claim.node.path, place, write, (self.cause,))
 

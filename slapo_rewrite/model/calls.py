@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
+K = TypeVar("K")
 Enter = Callable[[nn.Module, Any, Any], None]
 Leave = Callable[[nn.Module, Any, Any], None]
 
@@ -35,6 +36,15 @@ def calls_watched(
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@contextlib.contextmanager
+def calls_noted(modules: Mapping[K, nn.Module], leaving: bool = False) -> Iterator[list[K]]:
+    """Notes which modules are called meanwhile, or return if so asked, by what they go by."""
+    found: list[K] = []
+    notes = [(module, lambda *_, key=key: found.append(key)) for key, module in modules.items()]
+    with calls_watched((m, None, note) if leaving else (m, note, None) for m, note in notes):
+        yield found
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import ast
 import contextlib
 import functools
 import itertools
-import linecache
 import os
 import sys
 from collections import ChainMap
@@ -26,15 +25,15 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.text import Position, positions
+from slapo_rewrite.code.syntax import end_position, position
+from slapo_rewrite.code.text import Place, positions
 
 _MAX_CALLS = 16
 # How many of the calls have their variables kept.
 _MAX_SCOPES = 5
 
-# The file and the place of a call.
-Call = tuple[str, Position]
-Stack = tuple[Call, ...]
+# The places of the calls that led somewhere, the innermost first.
+Stack = tuple[Place, ...]
 # The variables around a call: those of the function, and those of the file.
 Scope = tuple[dict[str, Any], dict[str, Any]]
 # For each module the names set on it, each with the modules whose constructors ran, by identity.
@@ -57,9 +56,9 @@ class _Record:
     scopes: tuple[Scope, ...] = ()
     order: int = 0  # greater than that of all that were made before
     # Where each of its parameters and buffers was set last by something else than torch.
-    last: dict[str, Call] = field(default_factory=dict)
+    last: dict[str, Place] = field(default_factory=dict)
     # The same in a method of its own, if there is such a place: others put there what is tied.
-    tensors: dict[str, tuple[bool, Call, Scope]] = field(default_factory=dict)
+    tensors: dict[str, tuple[bool, Place, Scope]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> _Record:
         return replace(self, last={**self.last}, tensors={**self.tensors})
@@ -162,7 +161,7 @@ def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> Mapping[str
     return scope_of(module, number) if number is not None else None
 
 
-def tensor_set(module: nn.Module, name: str) -> tuple[Call, Mapping[str, Any]] | None:
+def tensor_set(module: nn.Module, name: str) -> tuple[Place, Mapping[str, Any]] | None:
     """Where a parameter or buffer was made, and what every name meant there; None if not noted."""
     if name not in _record(module).tensors:
         return None
@@ -184,7 +183,7 @@ def stand_in(module: nn.Module, other: nn.Module) -> None:
 
 def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
     """Which of the calls of a stack an expression is; None where it is none of them."""
-    begin, end = (value.lineno, value.col_offset), (value.end_lineno, value.end_col_offset)
+    begin, end = position(value), end_position(value)
     for number, (name, at) in enumerate(stack):
         # A method call over several lines begins, for CPython, at the line of the method's name.
         if at[2:] == end and at[:2] >= begin and is_file(file, name):
@@ -199,11 +198,7 @@ def is_file(file: SourceFile, name: str) -> bool:
 
 def place(stack: Stack) -> errors.Span | None:
     """The innermost of the calls, for a diagnostic."""
-    if not stack:
-        return None
-    path, at = stack[0]
-    text = linecache.getline(path, at[0]).rstrip("\r\n")
-    return errors.Span.of_bytes(path, at, text, "made here")
+    return stack[0].shown("made here") if stack else None
 
 
 def _calls(
@@ -213,7 +208,7 @@ def _calls(
         if _receiver(frame) is not module:
             break
         frame = frame.f_back
-    calls: list[Call] = []
+    calls: list[Place] = []
     scopes: list[Scope] = []
     while frame is not None and frame is not around and len(calls) < _MAX_CALLS:
         calls.append(_place_in(frame))
@@ -223,8 +218,8 @@ def _calls(
     return tuple(calls), tuple(scopes)
 
 
-def _place_in(frame: FrameType) -> Call:
-    return frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2]
+def _place_in(frame: FrameType) -> Place:
+    return Place(frame.f_code.co_filename, positions(frame.f_code)[frame.f_lasti // 2])
 
 
 def _scope_in(frame: FrameType) -> Scope:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from slapo_rewrite.code.text import joined_path
-from slapo_rewrite.model.calls import calls_watched
+from slapo_rewrite.model.calls import calls_noted
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import is_container
@@ -53,12 +53,7 @@ def calls_of(
     model: nn.Module, inputs: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> list[str]:
     """Which of some modules a training step calls, in order, by what they go by."""
-    called: list[str] = []
-    watched = [
-        (module, lambda *_, path=path: called.append(path), None)
-        for path, module in modules.items()
-    ]
-    with calls_watched(watched):
+    with calls_noted(modules) as called:
         _run(model, inputs)
     return called
 
@@ -81,11 +76,12 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
     What runs before the second element is called is part of the first, and so on: the head is part
     of the last. They have to be called in this order, each of them once (`ValueError`).
     """
-    elements = [model.get_submodule(path) for path in paths]
-    counter = _Counter(len(paths))
-    with calls_watched((e, counter.entering(i), None) for i, e in enumerate(elements)), counter:
-        _run(model, inputs)
-    check_order(paths, counter.called)
+    elements = {number: model.get_submodule(path) for number, path in enumerate(paths)}
+    with calls_noted(elements) as called:
+        counter = _Counter(len(paths), called)
+        with counter:
+            _run(model, inputs)
+    check_order(paths, called)
     return counter.costs
 
 
@@ -105,14 +101,10 @@ def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 class _Counter(TorchDispatchMode):
     """Counts operators, each for the element that was called last."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, called: Sequence[int]) -> None:
         super().__init__()
-        self.called: list[int] = []
+        self.called = called
         self.costs = [Cost() for _ in range(count)]
-
-    def entering(self, number: int) -> Callable[..., None]:
-        """What is told that an element is called."""
-        return lambda *_: self.called.append(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))

@@ -23,8 +23,15 @@ from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.evaluate import Constant, came_to
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import is_name
-from slapo_rewrite.code.syntax import assignments, counter_of, end_position, position
-from slapo_rewrite.code.text import Position, joined_path, with_wildcards
+from slapo_rewrite.code.syntax import (
+    assignments,
+    counter_of,
+    encloses,
+    end_position,
+    extent,
+    position,
+)
+from slapo_rewrite.code.text import Place, Position, joined_path, with_wildcards
 from slapo_rewrite.code.written_out import returned_by
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model import construction_calls
@@ -342,10 +349,8 @@ class _Filled:
 
 def _passed(file: SourceFile, node: ast.AST, module: nn.Module) -> bool:
     """Whether Python passed through a part of a file when it made a module."""
-    assert isinstance(node, ast.expr)
-    begin, end = position(node), end_position(node)
     return any(
-        begin <= at[:2] and at[2:] <= end and construction_calls.is_file(file, name)
+        encloses(extent(node), at) and construction_calls.is_file(file, name)
         for name, at in construction_calls.stack_of(module)
     )
 
@@ -377,9 +382,7 @@ class _Made:
 _known: WeakKeyDictionary[SourceFile, dict[Position, _Made | None]] = WeakKeyDictionary()
 
 
-def _made_at(
-    sources: Sources, call: construction_calls.Call, scope: Mapping[str, Any]
-) -> _Made | None:
+def _made_at(sources: Sources, call: Place, scope: Mapping[str, Any]) -> _Made | None:
     """The call or subscript at a place; None where it stands in no function, or is none."""
     file = sources.file_named(str(scope.get("__name__")))
     path, at = call

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import is_cache
-from slapo_rewrite.model.calls import calls_watched, forwards_instead
+from slapo_rewrite.model.calls import calls_noted, forwards_instead
 from slapo_rewrite.model.folded_step import Counted, DoesNotRun, FoldedStep, StepFails, StepShape
 from slapo_rewrite.model.layer_kinds import Fold, all_left, folds_of, kinds_of, left_alone, lists_of
 from slapo_rewrite.model.meta_device import without_dynamo
@@ -112,14 +112,9 @@ def _counted_ways(
 @contextmanager
 def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
     """Sees to it that no layer is called several times meanwhile: each call keeps what it does."""
-    counts: Counter[str] = Counter()
-
-    def seen(node: Node) -> Callable[..., None]:
-        return lambda *_: counts.update([node.path])
-
-    with calls_watched((layer, seen(node), None) for layer, node in layers.items()):
+    with calls_noted({node.path: layer for layer, node in layers.items()}) as called:
         yield
-    for path, times in counts.items():
+    for path, times in Counter(called).items():
         if times > 1:
             raise DoesNotRun(f"`{path}` is called {times} times")
 

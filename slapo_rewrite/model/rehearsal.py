@@ -26,7 +26,7 @@ from torch import nn
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
-from slapo_rewrite.model.calls import calls_watched
+from slapo_rewrite.model.calls import calls_noted
 from slapo_rewrite.model.emitted import Emitted
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
@@ -306,12 +306,10 @@ class _Reference:
         if not paths:
             return frozenset()
         model = self._built().train()
-        named = {module: path for path, module in model.named_modules()}
-        ran: set[str] = set()
-        watched = ((module, lambda m, *_: ran.add(named[m]), None) for module in named)
-        with contextlib.suppress(Exception), calls_watched(watched):  # it may mind being watched
+        named = dict(model.named_modules())
+        with calls_noted(named) as ran, contextlib.suppress(Exception):  # it may mind being watched
             model(**copy.deepcopy(self.inputs))
-        idle = set(named.values()).intersection(paths) - ran
+        idle = named.keys() & {*paths} - {*ran}
         return frozenset(p for p in idle if any(inner.startswith(f"{p}.") for inner in ran))
 
 

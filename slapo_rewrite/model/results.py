@@ -51,12 +51,14 @@ def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tu
         return
     inside: list[tuple[str, Any, Any]] = []
     if isinstance(want, Mapping) and isinstance(have, Mapping):
-        inside = [(str(k), v, have.get(k)) for k, v in want.items() if not is_cache(k, v)]
+        inside = [(str(k), v, have.get(k)) for k, v in want.items()]
     elif isinstance(want, (list, tuple)) and isinstance(have, (list, tuple)):
-        inside = [(str(n), *pair) for n, pair in enumerate(zip(want, have, strict=False))]
+        names = getattr(want, "_fields", range(len(want)))
+        inside = [(str(n), *pair) for n, *pair in zip(names, want, have, strict=False)]
     # A class of the original's file is another in the output's.
     elif hasattr(want, "__dict__") and type(want).__qualname__ == type(have).__qualname__:
-        known = isinstance(want, nn.Module) or type(want).__name__.endswith("Cache")
+        known = isinstance(want, nn.Module | type) or type(want).__name__.endswith("Cache")
         inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]
     for key, one, other in inside if depth else ():
-        yield from result_pairs(one, other, joined_path(name, key), depth - 1)
+        if not is_cache(key, one):
+            yield from result_pairs(one, other, joined_path(name, key), depth - 1)

@@ -132,7 +132,7 @@ def error(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
         return 1.0
     if not want.numel():
         return 0.0
-    a, b = want.detach().to(torch.float64), have.detach().to(torch.float64)
+    a, b = (tensor.detach().to_dense().to(torch.float64) for tensor in (want, have))
     gap, scale = float((a - b).abs().max()), float(a.abs().max())
     if not (math.isfinite(gap) and math.isfinite(scale)):
         same = (a == b) | (a.isnan() & b.isnan())

@@ -11,9 +11,9 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.precision.half_layers import computes_product
 from slapo_rewrite.sharding.operation_places import first_argument, is_method, place_of
-from slapo_rewrite.sharding.types import Place
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")

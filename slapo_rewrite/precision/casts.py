@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.operations import FLOAT32
-from slapo_rewrite.sharding.types import Place
 
 HALF, OTHER = "half precision", "other"
 HALVES = (torch.bfloat16, torch.float16)

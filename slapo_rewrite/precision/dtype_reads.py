@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from slapo_rewrite.code.syntax import end_position, position
-from slapo_rewrite.sharding.types import Place
+from slapo_rewrite.code.syntax import extent
+from slapo_rewrite.code.text import Place
 
 # Methods of tensors that only take a dtype to give their result in.
 _CASTS = {"to", "type", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "softmax"}
@@ -16,7 +16,7 @@ def is_harmless(tree: ast.Module, place: Place) -> bool:
     """Whether a read of a dtype does nothing but have others computed in the same precision."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dtype")
-    here = (n for n in reads if (position(n), end_position(n)) == (place.start, place.end))
+    here = (n for n in reads if extent(n) == place.at)
     return any(_is_cast(node, above) for node in here)
 
 

@@ -19,7 +19,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
 from slapo_rewrite.code.file import lines_of
 from slapo_rewrite.code.locate import near_files
-from slapo_rewrite.code.syntax import end_position, position
+from slapo_rewrite.code.syntax import extent
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 
@@ -184,11 +184,11 @@ class ScheduleFile:
 
     def span_at(self, code: types.CodeType, instruction: int) -> Span:
         """The place of one bytecode instruction of this file."""
-        first, column, last, end_column = positions(code)[max(instruction, 0) // 2]
+        first, _, _, end_column = at = positions(code)[max(instruction, 0) // 2]
         line = first or code.co_firstlineno
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         if first and end_column:
-            return Span.of_bytes(str(self.path), (first, column, last, end_column), text)
+            return Span.of_bytes(str(self.path), at, text)
         return Span.of_line(str(self.path), line, text)
 
     def statement(self, line: int) -> str:
@@ -231,8 +231,8 @@ class ScheduleFile:
             if isinstance(node, ast.FunctionDef) and node.name == "schedule":
                 for each in (*node.args.args, *node.args.kwonlyargs):
                     if each.arg == name:
-                        place = (*position(each), *end_position(each))
-                        return Span.of_bytes(str(self.path), place, self.lines[each.lineno - 1])
+                        line = self.lines[each.lineno - 1]
+                        return Span.of_bytes(str(self.path), extent(each), line)
         return self.definition("schedule")
 
     def definition(self, name: str) -> Span | None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.model.tree import Node, Tree
-from slapo_rewrite.sharding.types import NeverRuns, Place, ShardingRequest
+from slapo_rewrite.sharding.types import NeverRuns, ShardingRequest
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def never_run(node: Node, forward: Forward) -> NeverRuns:
     return NeverRuns(
         f"`{node.cls.__name__}.forward` does not run: a decorator puts another function in its "
         "place, so that a collective in it would do nothing",
-        place=Place(forward.code.co_filename, line, line, 4, 4 + len("def forward")),
+        place=Place(forward.code.co_filename, (line, 4, line, 4 + len("def forward"))),
         hint="put the sync on the module that calls it, or on one inside it",
         sync=(node.path, forward.sync),
     )

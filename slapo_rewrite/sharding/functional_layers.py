@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_rewrite.code.arguments import arguments_by
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.sharding.operation_places import calling_frame, expression_at, place_of
-from slapo_rewrite.sharding.types import Place
 
 
 def spelled_call(

@@ -160,7 +160,7 @@ class _Calls(ast.NodeTransformer):
             return new
         sides: tuple[list[ast.stmt], list[ast.stmt]] = [], []
         for number, value in enumerate(self.values):
-            if value.statement.start == position(node):
+            if value.statement.at[:2] == position(node):
                 text = f"{value.name} = {self.function}({number}, {self.me}, {value.name})"
                 (call,) = ast.parse(text).body
                 for each in ast.walk(call):

@@ -19,8 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from slapo_rewrite.code.text import positions
-from slapo_rewrite.sharding.types import Place
+from slapo_rewrite.code.text import Place, positions
 
 _PACKAGE = os.path.dirname(__file__)
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -50,9 +49,8 @@ def place_of(frame: types.FrameType) -> Place | None:
 
 def place_at(code: types.CodeType, instruction: int) -> Place | None:
     """The place of an instruction."""
-    line, column, end_line, end_column = positions(code)[instruction // 2]
-    known = line and end_column
-    return Place(code.co_filename, line, end_line, column, end_column) if known else None
+    line, _, _, end_column = at = positions(code)[instruction // 2]
+    return Place(code.co_filename, at) if line and end_column else None
 
 
 def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
@@ -62,11 +60,11 @@ def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
     """
     text = editable(place.filename)
     known = linecache.getlines(place.filename) if text is None else io.StringIO(text).readlines()
-    lines = [line.encode() for line in known]
-    found = lines[place.line - 1 : place.end_line]
+    line, column, end_line, end_column = place.at
+    found = [each.encode() for each in known[line - 1 : end_line]]
     if found:
-        found[-1] = found[-1][: place.end_column]
-        found[0] = found[0][place.column :]
+        found[-1] = found[-1][:end_column]
+        found[0] = found[0][column:]
     return b"".join(found).decode(errors="ignore")
 
 
@@ -84,7 +82,7 @@ def function_at(
     """The function that a frame runs, as it is written; None where that is not known."""
     code = frame.f_code
     lines = [line for _, _, line in code.co_lines() if line is not None]
-    place = Place(code.co_filename, code.co_firstlineno, max(lines), 0, sys.maxsize)
+    place = Place(code.co_filename, (code.co_firstlineno, 0, max(lines), sys.maxsize))
     try:
         found = ast.parse(textwrap.dedent(text_at(place, editable))).body[0]
     except (SyntaxError, IndexError):

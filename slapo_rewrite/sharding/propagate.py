@@ -7,10 +7,12 @@ added up; these are tried in turn, until a run fits or the one that came furthes
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
@@ -18,11 +20,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.syntax import (
     changing_in_tests,
     machine_in_tests,
     names_in_tests,
-    names_read,
     sizes_in_tests,
 )
 from slapo_rewrite.model.meta_device import KnownResults, NeedsGraph, pretend_world
@@ -267,7 +269,7 @@ class _Propagation:
             for name, default in self._not_given()
             if not isinstance(default, bool) and not (known and default is None)
         ]
-        read = self._names_in(type(self.model), names_read) if not_given else set[str]()
+        read = self._names_in(type(self.model), read_in) if not_given else ()
         classes = {node.cls: None for node in self.tree.nodes.values()}
         request = set[str]()
         for cls in classes if any(name in read for name, _ in not_given) else ():
@@ -288,13 +290,13 @@ class _Propagation:
             words = "`random` is drawn from, and where it decides which way `forward` goes, one was"
             followed.unfollowed.append((f"{words} followed", None))
 
-    def _names_in(self, cls: type, names: Callable[[str], set[str]]) -> set[str]:
+    def _names_in(self, cls: type, names: Callable[[ast.AST], Set[str]]) -> Set[str]:
         """Names in the text of a class's `forward`; none where it may not be changed."""
         forward: Any = inspect.unwrap(getattr(cls, "forward", object))
         if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
             return set()
         try:
-            return names(inspect.getsource(forward))
+            return names(ast.parse(textwrap.dedent(inspect.getsource(forward))))
         except (OSError, SyntaxError):  # a text that was edited in memory
             return set()
 
@@ -488,7 +490,7 @@ def _likeliness(error: CannotFollow) -> tuple[bool, int]:
 def _check_told_apart(followed: ShardingResult) -> None:
     """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
     both = followed.sharded_calls & followed.replicated_calls
-    for change in sorted(followed.arguments, key=lambda c: c.place.start):
+    for change in sorted(followed.arguments, key=lambda c: c.place.at):
         if change.template == SHARE and any(place == change.place for place, _ in both):
             raise CannotFollow(
                 "this call is given a rank's part once and a whole value another time, and its "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.model.meta_device import KnownResults
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
@@ -33,7 +34,6 @@ from slapo_rewrite.sharding.types import (
     CannotFollow,
     Diverged,
     LayerKey,
-    Place,
     ShardingRequest,
     ShardingResult,
 )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from slapo_rewrite.code.text import Place
 from slapo_rewrite.model.layers import Layer, Unit, base_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding.tracked_sizes import Attribute
@@ -47,27 +48,6 @@ class ShardedParameter:
     name: str
     axis: int
     parts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in a file a call stands; lines are 1-based, columns 0-based in UTF-8 bytes."""
-
-    filename: str
-    line: int
-    end_line: int
-    column: int
-    end_column: int
-
-    @property
-    def start(self) -> tuple[int, int]:
-        """Where it begins."""
-        return self.line, self.column
-
-    @property
-    def end(self) -> tuple[int, int]:
-        """Where it ends."""
-        return self.end_line, self.end_column
 
 
 @dataclass(frozen=True)

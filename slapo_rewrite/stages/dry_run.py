@@ -6,11 +6,10 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import attrgetter
-from types import CodeType, FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite import errors
-from slapo_rewrite.code.blocks import blocks, statements
+from slapo_rewrite.code.blocks import blocks, statements, with_statements
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
@@ -189,7 +188,7 @@ class Trial:
         reached: list[set[int]] = []
         scene = self.scene()
         for number, piece in enumerate(stages.program.pieces):
-            reached.append(lines_run(compile(piece.source(self.depth), "<stage>", "exec"), scene))
+            reached.append(lines_run(piece.source(self.depth), scene))
             own = own_containers(scene)
             values.update({(name, number): own.get(name) for name in piece.binds})
         for stage in [*stages.stages, stages.tail]:
@@ -574,23 +573,17 @@ def own_containers(scene: Mapping[str, Any]) -> dict[str, Any]:
     return {n: copy.copy(v) if isinstance(v, dict | list) else v for n, v in scene.items()}
 
 
-def lines_run(code: CodeType, scene: dict[str, Any]) -> set[int]:
-    """Runs code; gives the lines that were reached."""
-    reached: set[int] = set()
+def lines_run(source: str, scene: dict[str, Any]) -> set[int]:
+    """Runs statements; gives the lines with which those begin that were reached."""
+    reached = scene["_reached"] = set[int]()
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code is not code:
-            return None
-        if event == "line":
-            reached.add(frame.f_lineno)
-        return trace
+    def marked(each: ast.stmt, made: ast.stmt) -> list[ast.stmt]:
+        return [*ast.parse(f"_reached.add({each.lineno})").body, made]
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        exec(code, scene)
-    finally:
-        sys.settrace(before)
+    (function,) = ast.parse("def piece(): pass").body
+    assert isinstance(function, ast.FunctionDef)
+    function.body = ast.parse(source).body
+    exec(compile(ast.Module(with_statements(function, marked).body, []), "<stage>", "exec"), scene)
     return reached
 
 

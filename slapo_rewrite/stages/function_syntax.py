@@ -8,18 +8,11 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import read_in, uses_of
 from slapo_rewrite.code.evaluate import NONE, Constant, Worth
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import position
 from slapo_rewrite.stages.environment import is_module
-
-
-def statement_of(function: ast.FunctionDef, node: ast.AST) -> ast.stmt:
-    """The innermost statement that holds a node."""
-    holding = [s for s in statements(function.body) if any(n is node for n in ast.walk(s))]
-    return holding[-1]
 
 
 def methods_in(file: SourceFile) -> list[ast.FunctionDef]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter, values_given
+from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, stays_as_it_is
 from slapo_rewrite.code.evaluate import (
     NONE,
@@ -34,9 +35,9 @@ from slapo_rewrite.code.evaluate import (
 from slapo_rewrite.code.liveness import breaks, live_after, local_names
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.runs import comment_after, comments_before
-from slapo_rewrite.code.text import accessor, listed
+from slapo_rewrite.code.text import accessor, listed, within
 from slapo_rewrite.stages.defining_files import DefiningFile, DefiningFiles
-from slapo_rewrite.stages.environment import Environment, is_module, steps_of
+from slapo_rewrite.stages.environment import Environment, steps_of
 from slapo_rewrite.stages.flat import Flat, Line, Result, Scope
 from slapo_rewrite.stages.function_syntax import (
     always_named,
@@ -51,7 +52,6 @@ from slapo_rewrite.stages.function_syntax import (
     positional_name,
     reads_in,
     signature_of,
-    statement_of,
 )
 from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.program import Cut, altered_in
@@ -420,7 +420,7 @@ class Flattening:
             lists, loop = lists if loop_over(node) is not None else set(), None
         apart = self.rounds_apart(rounds, lists, scope)
         if not apart:
-            self.whole_loop(node, scope)
+            self.whole_loop(node, rounds, scope)
             return None
         if self.depth or node.orelse or breaks(node, ast.Break | ast.Continue):
             where = "stands in a branch or loop" if self.depth else "may end or go on early"
@@ -435,7 +435,7 @@ class Flattening:
         while number < (rounds.number or 0):
             stop = min((n for n in apart if n >= number), default=rounds.number or 0)
             if loop is not None and stop - number > 1:
-                self.whole_loop(node, scope)
+                self.whole_loop(node, rounds, scope)
                 last = None if stop == rounds.number else loop.first + stop
                 self.out[-1].text = sliced(self.out[-1].text, loop.first + number, last)
                 number = stop
@@ -497,11 +497,11 @@ class Flattening:
         steps = steps_of(given)
         return accessor(scope.names.path_of(steps or [])), given
 
-    def whole_loop(self, node: ast.For, scope: Scope) -> None:
+    def whole_loop(self, node: ast.For, rounds: Rounds, scope: Scope) -> None:
         """Writes a loop as it stands."""
         given = self.given(scope)
         self.forget(bound_in(node), scope, node)
-        for name, elements in self.elements(node, scope):
+        for name, elements in rounds.modules().items():
             scope.names.values[name] = Unknown(True, is_module=True)
             kinds = {type(element): element for element in elements}
             if len({str(signature_of(element)) for element in kinds.values()}) == 1:
@@ -518,20 +518,6 @@ class Flattening:
             for name, value in scope.names.values.items()
             if isinstance(value, Unknown) and value.is_given
         }
-
-    def elements(self, node: ast.For, scope: Scope) -> Iterator[tuple[str, list[Any]]]:
-        """The loop's variables that stand for modules, each with all of these."""
-        target, listed = node.target, node.iter
-        match listed:
-            case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
-                listed = inner
-                if isinstance(target, ast.Tuple):
-                    target = target.elts[-1]
-        if isinstance(listed, ast.Subscript):
-            listed = listed.value
-        found = scope.names.found_at(scope.names.chain(listed) or None)
-        if isinstance(target, ast.Name) and is_module(found) and len(found):
-            yield target.id, list(found)
 
     def compound(
         self,
@@ -1021,7 +1007,7 @@ class Flattening:
 
     def needed_after(self, node: ast.AST, scope: Scope) -> set[str]:
         """The names of the result that the caller may read after a call."""
-        statement = statement_of(scope.function, node)
+        statement = [s for s in statements(scope.function.body) if within(s, node)][-1]
         inside = set(ast.walk(node))
         beside = {
             n.id

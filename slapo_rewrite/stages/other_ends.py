@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from slapo_rewrite.model.calls import calls_watched
+from slapo_rewrite.model.calls import calls_noted
 from slapo_rewrite.model.tree import is_container
 
 MOST = 6  # each of them is tried, which takes a training step of a small model
@@ -23,7 +23,9 @@ def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> l
     Returns:
         The first few paths. Of several that divide the parameters alike, the one nearest the root.
     """
-    returned = returns_of(small, step)
+    inside = {path: module for path, module in small.named_modules() if path}
+    with calls_noted(inside, leaving=True) as returned:
+        step()
     counts = Counter(returned)
     modules = dict(model.named_modules())
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -41,16 +43,3 @@ def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> l
             found[before] = path
     even = sorted(found.keys() - {0, total}, key=lambda before: abs(2 * before - total))
     return [found[before] for before in even[:MOST]]
-
-
-def returns_of(model: nn.Module, step: Callable[[], Any]) -> Sequence[str]:
-    """The paths of the modules that a step calls, in the order in which they return."""
-    returned: list[str] = []
-    watched = [
-        (module, None, lambda *_, path=path: returned.append(path))
-        for path, module in model.named_modules()
-        if path
-    ]
-    with calls_watched(watched):
-        step()
-    return returned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import black
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.dataflow import bound_in, names_in, parameters_in, read_in
+from slapo_rewrite.code.import_lines import import_groups
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.environment import NOT_NONE, Compared, Count, Unlike
 from slapo_rewrite.stages.program import ARGUMENT, Depth
@@ -234,10 +234,8 @@ class PipelineText:
         """The whole file, below a comment that says what made it."""
         body = f"{self.classes()}\n\n\n{self.functions()}\n"
         what = f"`{self.model.__name__}` in {len(self.stages.stages)} stages"
-        text = (
-            f'{header}\n"""{what}, for {self.engine.words}."""\n\n'
-            f"{_import_text(self._imports(body))}\n\n{body}"
-        )
+        imports = "\n\n".join(import_groups(self._imports(body)))
+        text = f'{header}\n"""{what}, for {self.engine.words}."""\n\n{imports}\n\n{body}'
         return black.format_str(text, mode=black.Mode())
 
     def _imports(self, body: str) -> dict[str, set[str]]:
@@ -280,16 +278,3 @@ def shown(value: object) -> str:
     if isinstance(value, Count):
         return f"Count({value.number})"
     return "..." if value is NOT_NONE else repr(value)
-
-
-def _import_text(imports: Mapping[str, set[str]]) -> str:
-    groups: list[list[str]] = [[], [], []]
-    own = sys.stdlib_module_names
-    for module in sorted(imports):
-        if "" in imports[module]:
-            groups[module.split(".")[0] not in own].append(f"import {module}")
-    for module in sorted(imports):
-        group = groups[2 if module.startswith(".") else module.split(".")[0] not in own]
-        if names := sorted(imports[module] - {""}):
-            group.append(f"from {module} import {', '.join(names)}")
-    return "\n\n".join("\n".join(group) for group in groups if group)

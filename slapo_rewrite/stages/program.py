@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import logging
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -258,11 +259,7 @@ def linked(
     world: Mapping[str, Any],
 ) -> Program:
     """The pieces, each with the values that it reads and binds."""
-    body = "\n".join(piece.text for piece in pieces)
-    text = f"def forward(self, {', '.join(flat.parameters)}):\n"
-    text += "".join(f"    {line}\n" for line in f"{body}\nreturn {flat.loss}".splitlines())
-    function = ast.parse(text).body[0]
-    assert isinstance(function, ast.FunctionDef)
+    function = made_of([piece.text for piece in pieces], flat.loss, flat.parameters)
     current: dict[str, int] = dict.fromkeys(flat.parameters, ARGUMENT)
     found = []
     statements = function.body[:-1]
@@ -288,6 +285,15 @@ def linked(
         current.update(dict.fromkeys(binds, number))
     loss_reads = tuple((n, current[n]) for n in last.inputs if n in current)
     return Program(flat.parameters, tuple(found), flat.loss, loss_reads, stages)
+
+
+def made_of(texts: Iterable[str], returned: str, parameters: Iterable[str]) -> ast.FunctionDef:
+    """A `forward` of some statements that returns an expression, parsed."""
+    text = f"def forward(self, {', '.join(parameters)}):\n"
+    body = textwrap.indent("\n".join([*texts, f"return {returned}"]), "    ")
+    (function,) = ast.parse(text + body).body
+    assert isinstance(function, ast.FunctionDef)
+    return function
 
 
 def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_rewrite.code.evaluate import Constant, Unknown, Worth
+from slapo_rewrite.groups import grouped
 from slapo_rewrite.stages.environment import Count, Environment, rounds_of
 
 
@@ -35,6 +36,15 @@ class Rounds:
     def given(self, number: int) -> list[tuple[ast.expr, Given]]:
         """What a round gives the loop's variables."""
         return list(self._bound(self.loop.target, self._element(self.loop.iter, number)))
+
+    def modules(self) -> dict[str, list[Any]]:
+        """The loop's variables that stand for modules, each with all of these."""
+        every = (pair for number in range(self.number or 0) for pair in self.given(number))
+        return grouped(
+            (target.id, self.names.found_at([*given.steps]))
+            for target, given in every
+            if isinstance(target, ast.Name) and isinstance(given, Unknown) and given.is_module
+        )
 
     def _bound(self, target: ast.expr, given: Given) -> Iterator[tuple[ast.expr, Given]]:
         if isinstance(target, ast.Tuple) and isinstance(given, Unknown):

@@ -33,7 +33,8 @@ def with_loss_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None =
     for gather in gathers:
         (made,) = (n for n in ast.walk(ast.parse(gather.text)) if isinstance(n, ast.Assign))
         name = ast.unparse(made.targets[0])
-        last = max(n for n, line in enumerate(lines) if trains(line.text) or _binds(line, name))
+        bound = [bound_in(ast.parse(line.text)) for line in lines]
+        last = max(n for n, line in enumerate(lines) if trains(line.text) or name in bound[n])
         text = f"if not self.training:\n    {ast.unparse(made)}"
         lines.insert(last + 1, replace(gather, text=text))
     return replace(flat, lines=lines)
@@ -49,11 +50,6 @@ def _is_gather(line: Line) -> bool:
         and isinstance(inner[0].value, ast.Call)
         and is_name(inner[0].value.func, WHOLE_LOGITS)
     )
-
-
-def _binds(line: Line, name: str) -> bool:
-    names = (n for n in ast.walk(ast.parse(line.text)) if isinstance(n, ast.Name))
-    return any(n.id == name and isinstance(n.ctx, ast.Store) for n in names)
 
 
 def list_of(statement: ast.stmt) -> str:

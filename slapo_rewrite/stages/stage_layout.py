@@ -9,7 +9,7 @@ from typing import Any
 
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.liveness import parts_of
-from slapo_rewrite.stages.program import ARGUMENT, Depth, Program, Version
+from slapo_rewrite.stages.program import ARGUMENT, Depth, Program, Version, made_of
 from slapo_rewrite.stages.value_kinds import Like, ValueKind
 from slapo_rewrite.stages.written_text import respelled
 
@@ -154,12 +154,7 @@ def without_idle(texts: Sequence[str], returned: str) -> list[str]:
     """Statements without the assignments that nothing reads."""
     kept = list(texts)
     while True:
-        body = "\n".join([*kept, f"return {returned}"])
-        text = "def forward(self, inputs):\n" + "".join(
-            f"    {line}\n" for line in body.splitlines()
-        )
-        function = ast.parse(text).body[0]
-        assert isinstance(function, ast.FunctionDef)
+        function = made_of(kept, returned, ["inputs"])
         statements = [[statement] for statement in function.body[:-1]]
         idle = [
             number

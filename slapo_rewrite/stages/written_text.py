@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.code.evaluate import KnownObject
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
 
 
@@ -82,20 +84,8 @@ def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
 
 def rewritten(text: str, edits: Mapping[Any, str]) -> str:
     """A text in which nodes of its tree read otherwise."""
-    lines = text.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    data = text.encode()
-    for node, new in sorted(edits.items(), key=lambda item: -_offset(item[0], starts)):
-        begin = _offset(node, starts)
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        data = data[:begin] + new.encode() + data[end:]
-    return data.decode()
-
-
-def _offset(node: ast.AST, starts: Sequence[int]) -> int:
-    return starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined,no-any-return]
+    lines = SourceFile(Path(), "stage", text, ast.Module([], []))  # of which only places are asked
+    return apply_edits(text, [Edit.instead_of(lines, *each) for each in edits.items()])[0]
 
 
 def respelled(text: str, names: Mapping[str, str]) -> str:

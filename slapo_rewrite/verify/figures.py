@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_rewrite.hugging_face import is_cache
+from slapo_rewrite.model.results import result_pairs
+from slapo_rewrite.model.step_results import error
 
 from .one_check import Check
 
@@ -35,37 +36,14 @@ class StoppedError(Exception):
 
 
 def difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference, relative to the largest number in `want`; equal NaNs are equal."""
-    if got.shape != want.shape:
-        return math.inf
-    if want.numel() == 0:
-        return 0.0
-    got, want = (t.detach().to_dense().to(torch.float64) for t in (got, want))
-    same = (got == want) | (got.isnan() & want.isnan())
-    gap = (got - want).abs().masked_fill(same, 0.0)
-    if not gap.isfinite().all():
-        return math.inf
-    scale = want.abs().masked_fill(~want.isfinite(), 0.0).max().clamp_min(SMALLEST_SCALE)
-    return float(gap.max() / scale)
+    """The largest difference, relative to the largest number in `want`; `inf` if shapes differ."""
+    return error(want, got, SMALLEST_SCALE) if got.shape == want.shape else math.inf
 
 
-def tensors_in(value: Any, name: str = "", depth: int = 8) -> Named:
-    """Every tensor in a model's output by name, without caches, to a depth."""
-    if isinstance(value, Tensor):
-        return {name or "output": value}
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = zip(getattr(value, "_fields", range(len(value))), value, strict=False)
-    elif isinstance(value, (nn.Module, type)):
-        return {}
-    else:
-        items = getattr(value, "__dict__", {}).items()
-    found: Named = {}
-    for key, part in items if depth else ():
-        if not is_cache(key, part):
-            found.update(tensors_in(part, f"{name}.{key}" if name else str(key), depth - 1))
-    return found
+def tensors_in(value: Any) -> Named:
+    """Every tensor in a model's output by name, without caches."""
+    parts = result_pairs(value, value, "")
+    return {name or "output": part for name, part, _ in parts if isinstance(part, Tensor)}
 
 
 def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> Check:
