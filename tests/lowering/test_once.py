@@ -269,6 +269,57 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         assert words in refused(tmp_path, source, schedule, "SR305")
 
 
+SET = {
+    "self.drop.p = 0.1; y = self.drop(y); self.drop.p = 0.5": None,  # set before anything reads it
+    "y = self.drop(y); self.drop.p = 0.1": "sets `self.drop.p`",
+    "if len(y) > 2: self.drop.p = 0.1": "sets `self.drop.p`",
+    "for each in [self.drop]: each.p = each.p / 2": "changes `each.p` in place",
+    "drop = self.drop; y = drop(y); drop.p = 0.1": "sets `drop.p`",
+    "y = y * self.step; self.step += self.by": "changes `self.step` in place",
+    "n = self.step + 1; self.step = n": "sets `self.step`",
+    "self.count()": "`count` changes `self.step` in place",
+    "self.on = not self.on": "changes `self.on` in place",
+    "y = y + (0 if self.last is None else self.last); self.last = y.mean()": "sets `self.last`",
+    "if self.last is None: self.last = y.detach().mean()": None,  # kept: there the next time
+    "if self.step == 1: self.step = self.by\n            else: self.step = 1": "sets `self.step`",
+    "if self.last is None: self.last = y.mean(); y = 2 * y": "sets `self.last`",
+    "if self.length < len(y): self.lengthen(len(y))": None,
+    "y = y * self.length; self.lengthen(len(y))": "`lengthen` sets `self.length`",
+    "self.seen['y'] = y.mean()": None,  # nothing reads it
+    "y = y + self.seen.get('y', 0); self.seen['y'] = y.mean()": "sets `self.seen`",
+    "self.other = y; y = self.other * 2": None,
+    "self.table.add_(1)": "changes `self.table` in place",
+    "self.table = self.table.to(y.dtype)": None,
+    "self.last = y.mean() if self.last is None else self.last": None,
+    "if not self.training and len(y) > 2: self.step = 5": None,
+    "self.drop.requires_grad_(False)": "changes `self.drop` in place",
+}
+
+
+@pytest.mark.parametrize("statement", SET)
+def test_what_is_set_and_may_be_another_the_second_time(tmp_path, statement):
+    source = NET.format(norm="LayerNorm", update=statement)
+    source = source.replace(
+        '        self.register_buffer("mean"',
+        "        self.drop, self.step, self.by, self.on = nn.Dropout(0.5), 1, 2, True\n"
+        "        self.last, self.length, self.seen, self.table = None, 0, {}, torch.ones(1)\n"
+        '        self.register_buffer("mean"',
+        1,
+    ).replace(
+        "    def forward(self, x):\n        y = (x",
+        "    def count(self):\n        self.step += 1\n\n"
+        "    def lengthen(self, to):\n        self.length = to\n        self.other = to\n\n"
+        "    def forward(self, x):\n        y = (x",
+    )
+    source = source.replace("        if self.training:\n            ", "        ").replace(
+        "\n            else", "\n        else"
+    )
+    if (words := SET[statement]) is None:
+        rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    else:
+        assert words in refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+
+
 @pytest.mark.parametrize("arguments", ["", '["norm", "track"]', 'save="mm"'])
 @pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])
 def test_numbers_of_python_and_numpy_are_drawn_again(tmp_path, arguments, norm):
