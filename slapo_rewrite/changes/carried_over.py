@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from slapo_rewrite.changes.running_methods import running, running_inside
 from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, read_in
-from slapo_rewrite.code.effects import is_in_place
+from slapo_rewrite.code.effects import is_in_place, words_of
 from slapo_rewrite.code.subgraphs import MUTATING, SWITCHING, Obstacle, own_nodes, root_of
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.tree import Node
@@ -62,7 +61,7 @@ def carried_over(
             is_theirs = type(owner).__module__.startswith("torch.nn.")
             if keeps_nothing and not is_theirs:
                 continue
-            others = is_theirs or any(_reads(each, name) for each in elsewhere)
+            others = is_theirs or any(name in words_of(each) for each in elsewhere)
             if (
                 (others or _reads(method, name))
                 and not _is_set_first(method, name, others)
@@ -111,19 +110,16 @@ def _is_of_itself(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef
     return any(set(_paths(n, method)) & set(paths) for n in read)
 
 
-@functools.lru_cache(maxsize=4096)
-def _reads(node: ast.AST, *names: str) -> bool:
-    """Whether a text may read attributes of these names; setting an element reads none."""
-    found, stored = set(), set[ast.expr]()
-    for each in ast.walk(node):  # what is around comes first
-        match each:
-            case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
-                stored.add(value)
-            case ast.Attribute(attr=name, ctx=ast.Load()) if each not in stored:
-                found.add(name)
-            case ast.Constant(value=str(name)):
-                found.add(name)
-    return not found.isdisjoint(names)
+def _reads(node: ast.AST, name: str) -> bool:
+    """Whether a text reads attributes of a name; setting an element of one reads none."""
+    nodes = [*ast.walk(node)]
+    set_in = [n.value for n in nodes if isinstance(n, ast.Subscript) and _is_set(n)]
+    named = (n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name)
+    return any(not _is_set(n) and n not in set_in for n in named)
+
+
+def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
+    return not isinstance(node.ctx, ast.Load)
 
 
 def _is_set_first(method: ast.FunctionDef, name: str, is_read_elsewhere: bool) -> bool:
@@ -159,7 +155,7 @@ def _is_kept(own: Sequence[ast.FunctionDef], method: ast.FunctionDef, statement:
         bound = {name for s in inside for name in bound_in(*own_nodes(s))}
         outside = (s for s in statements(method.body) if s not in (*inside, guard))
         if (
-            _reads(guard.test, *sorted(names))
+            not names.isdisjoint(words_of(guard.test))
             and not any(isinstance(s, ast.Return) for s in inside)
             and bound.isdisjoint(name for s in outside for name in read_in(*own_nodes(s)))
         ):
