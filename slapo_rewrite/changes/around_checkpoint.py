@@ -111,8 +111,8 @@ def _is_shared(
     match owner:
         case ast.Call(func=ast.Name(id="type")) | ast.Attribute(attr="__class__"):
             return True
-        case ast.Name(id=name) if name in file.classes:
-            return True
+        case ast.Name(id=name) if name != "self" and name not in _names_of(function):
+            return True  # the file's own
     inside = {*node.live.modules()}
     apart = {name for name, child in outer.children.items() if child.live not in inside}
     first = {path.partition(".")[0] for path in module_paths(owner, function)}

@@ -14,6 +14,7 @@ from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place, words_of
+from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.subgraphs import MUTATING, SWITCHING, Obstacle, own_nodes, root_of
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.tree import Node
@@ -37,7 +38,7 @@ def carried_over(
     keeps_nothing = any(KEEPS_TOKENS in each for each in taken)  # in training, as it is told
     own = [each for _, each in running(files, node)]
     elsewhere = [each for _, each in running_inside(files, around) if each is not method]
-    for statement in statements(method.body) if first_parameter(method) == "self" else ():
+    for statement in statements(method.body) if _is_of(own, method) else ():
         for target, value in _changes(statement):
             paths = _paths(target, method)
             held = [_held(node.live, path) for path in paths]
@@ -72,19 +73,31 @@ def carried_over(
     return None
 
 
+def _is_of(own: Sequence[ast.FunctionDef], method: ast.FunctionDef) -> bool:
+    """Whether the first parameter of a method or function is the module itself."""
+    calls = (n for each in own for n in ast.walk(each) if isinstance(n, ast.Call) and n.args)
+    return first_parameter(method) == "self" or any(
+        is_name(call.func, method.name) and is_name(call.args[0], "self") for call in calls
+    )
+
+
 def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     """What a statement sets, with what it sets that to; None of what it changes in place."""
-    value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+    new = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
     for node in own_nodes(statement):
         match node:
             case ast.Attribute(ctx=ast.Store() | ast.Del()):
-                yield node, value
+                yield node, new
             case ast.Subscript(value=changed, ctx=ast.Store() | ast.Del()):
-                yield changed, value
+                yield changed, new
             case ast.Call(func=ast.Attribute(value=changed, attr=name)) if (
                 name in MUTATING or is_in_place(name)
             ):
                 yield changed, None
+            case ast.Call(func=ast.Name("setattr"), args=[owner, ast.Constant(str(name)), value]):
+                yield ast.Attribute(owner, name, ast.Store()), value
+            case ast.Call(func=ast.Name("setattr"), args=[owner, _, _]):  # any
+                yield ast.Attribute(owner, "*", ast.Store()), None
 
 
 def _paths(target: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
 # given, as a class that makes a source of them does.
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SEEDED = ("seed", "default_rng")
+_NEVER_AGAIN = ("time.", "secrets.", "uuid.", "os.urandom", "torch.seed", "torch.random.seed")
 OF_TORCH = ("torch", "F", "nn")
 # Changes of a module's mode; a second computation ends before it would come to changing it back.
 SWITCHING = ("eval", "train")
@@ -154,7 +155,8 @@ def changes_of_file(
     held = {*bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))}
     declared = (each for each in statements(function.body) if isinstance(each, ast.Global))
     said = {name for each in declared for name in each.names}
-    outside = (held | said | file.classes.keys()) - local_names(function)
+    outside = held | said | file.classes.keys() | file.functions.keys()
+    outside -= local_names(function)
     names: list[str] = []
 
     def root(expr: ast.expr) -> str | None:
@@ -205,8 +207,10 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
         taken = [k.value for k in node.keywords if k.arg == "generator"]
         if name == "next":
             taken += node.args[:1]
-        if _is_unseeded(node, name) or any(
-            (root := root_of(value)) and root not in own for value in taken
+        if (
+            name.startswith(_NEVER_AGAIN)
+            or _is_unseeded(node, name)
+            or any((root := root_of(value)) and root not in own for value in taken)
         ):
             return varies(node)
     return None

@@ -222,6 +222,9 @@ VARYING = {
     "y = y * self.dice.random()": "`self.dice`",
     "y = y * float(RNG.random())": "`RNG`",
     "y = y * drawn()": "`random.SystemRandom()`",
+    "torch.seed(); y = y * torch.rand(1)": "`torch.seed()`",
+    "y = y * (time.perf_counter() % 1)": "`time.perf_counter()`",
+    "count.calls = y.mean() + count.calls": "changes `count.calls` in place",
     "y = swish(y)": "calls `swish`, which TorchScript compiles",
     "self.calls += 1": "changes `self.calls` in place",
     "type(self).calls += 1": "changes `type(self).calls` in place",
@@ -246,7 +249,7 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
     source = NET.format(norm="LayerNorm", update=statement)
     source = source.replace(
         "import torch\n",
-        "import itertools\nimport random\n\nimport numpy as np\nimport torch\n",
+        "import itertools\nimport random\nimport time\n\nimport numpy as np\nimport torch\n",
         1,
     )
     source = source.replace(
@@ -254,7 +257,8 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         "RNG = np.random.default_rng(0)\n\n\n"
         "def drawn():\n    return random.SystemRandom().random()\n\n\n"
         "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\n"
-        "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\nclass Track",
+        "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\n"
+        "count.calls = 0\n\n\nclass Track",
     ).replace("class Track(nn.Module):\n", "class Track(nn.Module):\n    calls = 0\n\n")
     source = source.replace(
         '        self.register_buffer("mean"',
@@ -292,6 +296,10 @@ SET = {
     "self.table = self.table.to(y.dtype)": None,
     "self.last = y.mean() if self.last is None else self.last": None,
     "if not self.training and len(y) > 2: self.step = 5": None,
+    "setattr(self.drop, 'p', self.drop.p / 2)": "changes `self.drop.p` in place",
+    "y = y + (self.last or 0); setattr(self, 'last', y.mean())": "sets `self.last`",
+    "setattr(self, 'la' + 'st', y.mean())": "changes `self.*` in place",
+    "slower(self)": "`slower` changes `m.drop.p` in place",
     "self.drop.requires_grad_(False)": "changes `self.drop` in place",
 }
 
@@ -310,6 +318,9 @@ def test_what_is_set_and_may_be_another_the_second_time(tmp_path, statement):
         "    def count(self):\n        self.step += 1\n\n"
         "    def lengthen(self, to):\n        self.length = to\n        self.other = to\n\n"
         "    def forward(self, x):\n        y = (x",
+    )
+    source = source.replace(
+        "class Track", "def slower(m):\n    m.drop.p = m.drop.p / 2\n\n\nclass Track", 1
     )
     source = source.replace("        if self.training:\n            ", "        ").replace(
         "\n            else", "\n        else"
@@ -410,6 +421,7 @@ def test_a_module_that_calls_itself_otherwise_is_not_checkpointed(tmp_path, valu
         ("Block", "self.shift", "None"),
         ("self.config", "self.config.shift", "type('Config', (), {})()"),
         ("self.config", "self.config.shift", "nn.Identity()"),
+        ("CONFIG", "self.config.shift", "type('Config', (), {})()"),
         ("type(block)", None, "None"),
         ("self.config", None, "nn.Identity()"),
     ],
