@@ -99,7 +99,7 @@ def _refuse_set(
                 words = "changes what may be other"
             case _:
                 continue
-        if any(_leads_to(relative, path) for path in _paths(owner, function)):
+        if any(_leads_to(relative, path) for path in paths_of(owner, function)):
             words = f"`{ast.unparse(each)}` {words} by the backward pass, where {node.shown} is "
             raise _not_the_same(file, each, f"{words}computed again", cause)
 
@@ -111,8 +111,8 @@ def _is_shared(
     match owner:
         case ast.Call(func=ast.Name(id="type")) | ast.Attribute(attr="__class__"):
             return True
-        case ast.Name(id=name) if name in file.classes:
-            return True
+        case ast.Name(id=name) if name != "self" and name not in _names_of(function):
+            return True  # the file's own
     inside = {*node.live.modules()}
     apart = {name for name, child in outer.children.items() if child.live not in inside}
     first = {path.partition(".")[0] for path in module_paths(owner, function)}
@@ -168,14 +168,14 @@ _names_of = functools.lru_cache(maxsize=256)(local_names)
 
 
 @functools.lru_cache(maxsize=4096)
-def _paths(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
+def paths_of(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
     """The paths of modules that an expression may mean, with wildcards; loops are followed."""
     paths = [*module_paths(expr, function)]
     match expr:
         case ast.Attribute(value=value, attr=attr):
-            paths += (f"{path}.{attr}".lstrip(".") for path in _paths(value, function))
+            paths += (f"{path}.{attr}".lstrip(".") for path in paths_of(value, function))
         case ast.Subscript(value=value):  # by a number that is not known here
-            paths += (f"{path}.0" for path in _paths(value, function))
+            paths += (f"{path}.0" for path in paths_of(value, function))
         case ast.Name(id=name):
             for loop in ast.walk(function):
                 if isinstance(loop, ast.For | ast.comprehension) and name in bound_in(loop.target):
@@ -238,10 +238,10 @@ class _Around:
         """The arguments of a call of it, of what it lies in, or of what may call it."""
         if not isinstance(expr, ast.Call):
             return []
-        of_function = [path for path in _paths(expr.func, function) if path]
+        of_function = [path for path in paths_of(expr.func, function) if path]
         given = [k.value if k.arg else ast.Starred(k.value) for k in expr.keywords]
         given = [*expr.args, *given]
-        taken = [path for each in given for path in _paths(each, function) if path]
+        taken = [path for each in given for path in paths_of(each, function) if path]
         called = [path.removesuffix(".forward").removesuffix(".__call__") for path in of_function]
         # What a local name or another call gives may be any module.
         unknown = isinstance(expr.func, ast.Call | ast.Lambda) or (
@@ -264,7 +264,7 @@ class _Around:
 
     def _is_left(self, call: ast.expr, given: ast.expr, function: ast.FunctionDef) -> bool:
         """Whether an argument gets to the module as one that it is not given in training, if so."""
-        if not isinstance(call, ast.Call) or not (paths := _paths(call.func, function)):
+        if not isinstance(call, ast.Call) or not (paths := paths_of(call.func, function)):
             return False
         for path in paths:
             inner: Node | None = self.outer
@@ -282,7 +282,7 @@ class _Around:
 
     def _is_absent(self, call: ast.Call, given: ast.expr, function: ast.FunctionDef) -> bool:
         """Whether a call gives it to the module itself, as what that is not given in training."""
-        depths = {path.count(".") for path in _paths(call.func, function)} if self.left else set()
+        depths = {path.count(".") for path in paths_of(call.func, function)} if self.left else set()
         return depths == {self.relative.count(".")} and self._is_left(call, given, function)
 
     def _ends_as_left(self, inner: Node, callee: ast.FunctionDef, name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Self
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_checkpoint import check_transformed, forward_of, transforms
 from slapo_rewrite.changes.buffer_updates import may_be_changed_by, updates_buffers
+from slapo_rewrite.changes.carried_over import carried_over
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.placement import Placement, Requested
@@ -114,7 +115,9 @@ def check_recomputed(
     given = {*parameters(forward)} - {"self", *_may_be_left_out(node), *left}
     if forward.args.kwarg:
         given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
-    _refuse(home.file, forward, _change(forward, given, node), cause)
+    if (found := change_of_given(forward, given)) is not None:
+        hint = "change a copy of it, or checkpoint modules inside this one"
+        _refuse(home.file, forward, replace(found, hint=hint), cause)
 
 
 def _may_be_left_out(node: Node) -> set[str]:
@@ -126,10 +129,10 @@ def _may_be_left_out(node: Node) -> set[str]:
 
 def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -> None:
     """Refuses modules that compute something else a second time, random numbers say."""
-    for node in {inner.cls: inner for each in nodes for inner in each.walk()}.values():
+    within = {inner.cls: (each, inner) for each in nodes for inner in each.walk()}
+    for around, node in within.values():
         for file, method in running(files, node):
-            if method.name == "forward":
-                _refuse(file, method, _change(method, set(), node), cause)
+            _refuse(file, method, carried_over(files, around, node, method), cause)
             _refuse(file, method, varying(file, [method]) or _source_in(method, node), cause)
             _refuse(file, method, counted_in_file(file, method, method.body), cause)
             for call, name in transforms(file, method):
@@ -153,13 +156,6 @@ def _source_in(method: ast.FunctionDef, node: Node) -> Obstacle | None:
         if type(value).__module__.startswith(("random", "numpy.random")):
             return varies(each)
     return None
-
-
-def _change(forward: ast.FunctionDef, given: set[str], node: Node) -> Obstacle | None:
-    """What changes an argument, or counts on the module: but for a buffer, which is set back."""
-    found = change_of_given(forward, given, node.live._buffers)
-    hint = "change a copy of it, or checkpoint modules inside this one"
-    return replace(found, hint=hint) if found else None
 
 
 def _refuse(

@@ -79,10 +79,10 @@ def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 @_CACHED
-def words_of(function: ast.FunctionDef) -> frozenset[str]:
-    """The names of attributes and variables in a function, and words that may be some."""
+def words_of(text: ast.AST) -> frozenset[str]:
+    """The names of attributes and variables in a text, and words that may be some."""
     found = set()
-    for node in ast.walk(function):
+    for node in ast.walk(text):
         match node:
             case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
                 found.add(name)

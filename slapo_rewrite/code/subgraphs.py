@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -97,12 +97,13 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
 # given, as a class that makes a source of them does.
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SEEDED = ("seed", "default_rng")
+_NEVER_AGAIN = ("time.", "secrets.", "uuid.", "os.urandom", "torch.seed", "torch.random.seed")
 OF_TORCH = ("torch", "F", "nn")
 # Changes of a module's mode; a second computation ends before it would come to changing it back.
-_SWITCHING = ("eval", "train")
+SWITCHING = ("eval", "train")
 # Changes of a value in place, beside methods whose names end with an underscore.
 MUTATING = {
-    *_SWITCHING,
+    *SWITCHING,
     *("append", "appendleft", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove"),
     *("reverse", "setdefault", "update"),
 }
@@ -130,17 +131,11 @@ def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | Non
     return None
 
 
-def change_of_given(
-    method: ast.FunctionDef, given: set[str], buffers: Collection[str] = ()
-) -> Obstacle | None:
-    """The first thing in a method that changes an argument, or adds to what `self` holds.
-
-    It must leave the arguments in `given` as they are, and may add to the attributes in `buffers`.
-    """
+def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None:
+    """The first thing in a method that changes an argument that it must leave as it is."""
     given = set(given)
     for statement in statements(tuple(method.body)):
-        own = {"self"} if _counts(statement, buffers) else set()
-        if found := _changing(statement, given | own):
+        if found := _changing(statement, given):
             return found
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             # The name means what is given, or no longer does.
@@ -160,7 +155,8 @@ def changes_of_file(
     held = {*bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))}
     declared = (each for each in statements(function.body) if isinstance(each, ast.Global))
     said = {name for each in declared for name in each.names}
-    outside = (held | said | file.classes.keys()) - local_names(function)
+    outside = held | said | file.classes.keys() | file.functions.keys()
+    outside -= local_names(function)
     names: list[str] = []
 
     def root(expr: ast.expr) -> str | None:
@@ -211,8 +207,10 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
         taken = [k.value for k in node.keywords if k.arg == "generator"]
         if name == "next":
             taken += node.args[:1]
-        if _is_unseeded(node, name) or any(
-            (root := root_of(value)) and root not in own for value in taken
+        if (
+            name.startswith(_NEVER_AGAIN)
+            or _is_unseeded(node, name)
+            or any((root := root_of(value)) and root not in own for value in taken)
         ):
             return varies(node)
     return None
@@ -245,18 +243,6 @@ def _is_scripted(file: SourceFile, name: str) -> bool:
     made = file.functions.get(name)
     decorators = made.decorator_list if made else []
     return "torch.jit.script" in [file.qualified(decorator) for decorator in decorators]
-
-
-def _counts(statement: ast.stmt, buffers: Collection[str]) -> bool:
-    """Whether a statement adds to an attribute that is no tensor, or a list, or switches a mode."""
-    if isinstance(statement, ast.AugAssign):
-        name = getattr(statement.target, "attr", None)
-        return isinstance(statement.value, ast.Constant) and name not in buffers
-    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):
-        read = {getattr(n, "attr", None) for n in ast.walk(statement.value)}
-        return bool({getattr(t, "attr", "") for t in statement.targets} & read - {*buffers})
-    called = (n.func for n in own_nodes(statement) if isinstance(n, ast.Call))
-    return any(isinstance(f, ast.Attribute) and f.attr in ("append", *_SWITCHING) for f in called)
 
 
 def is_size(value: ast.expr) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.code.text import Place
+from slapo_rewrite.code.text import Place, with_wildcards
 from slapo_rewrite.operations import FLOAT32
 
 HALF, OTHER = "half precision", "other"
@@ -78,6 +78,12 @@ class Wanted:
     is_half: Callable[[str], bool]  # whether a module computes its products so, by its path
     # Operations that stay in float32 all the same, by the path of the module.
     keeps: Callable[[str, str], bool]
+
+
+def keeping(path: str) -> str:
+    """How a schedule keeps a module in float32, with what its weight is worked out by."""
+    path = with_wildcards(path.partition(".parametrizations.")[0])
+    return f'keep=["{path}"]' if path else 's["..."].autocast() of modules inside'
 
 
 class CannotCast(Exception):

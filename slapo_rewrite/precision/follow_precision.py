@@ -20,13 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.precision.call_stack import CallStack
-from slapo_rewrite.precision.casts import HALVES, CannotCast, Precisions, Wanted
+from slapo_rewrite.precision.casts import HALVES, CannotCast, Precisions, Wanted, keeping
 from slapo_rewrite.precision.precision_run import PrecisionRun
 from slapo_rewrite.sharding.module_state import state_kept
 from slapo_rewrite.sharding.operation_places import first_argument, place_in_traceback, raised_by
@@ -107,7 +106,7 @@ def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
     return CannotCast(
         f"with products in half precision `{owner or 's'}` fails: {first_line(cause)}",
         place_in_traceback(cause, stack.editable),
-        f'keep it in float32: keep=["{with_wildcards(owner)}"]',
+        f"keep it in float32: {keeping(owner)}",
     )
 
 

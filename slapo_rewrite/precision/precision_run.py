@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.hugging_face import KEEPS_PRECISION
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
@@ -33,6 +32,7 @@ from slapo_rewrite.precision.casts import (
     Precisions,
     Wanted,
     is_float,
+    keeping,
 )
 from slapo_rewrite.precision.dtype_reads import is_harmless, without_autocast
 from slapo_rewrite.precision.half_layers import FLOAT32_LAYERS, computes_product
@@ -153,12 +153,10 @@ class PrecisionRun(TorchFunctionMode):
         in_half = any(t.dtype in HALVES for t in given)
         asked = call is not None and self.wanted.is_half(call.owner)
         if any(map(is_float, made)) and (in_half or asked):
-            path = with_wildcards(call.owner) if call is not None else ""
-            where = f' or a module around it: keep=["{path}"]' if path else ""
             raise CannotCast(
                 f"it is not known in which precision `{name}` is to be computed",
                 call.place if call else None,
-                f"keep it in float32{where}",
+                f"keep it in float32, or a module around it: {keeping(call.owner if call else '')}",
             )
 
     def _check_read(self) -> None:
@@ -265,8 +263,7 @@ class PrecisionRun(TorchFunctionMode):
             f" is to be computed in {to}, and what it is given is made there: no method of the "
             "model could cast it",
             call.place,
-            "keep what is called in float32, or write it in `forward`: "
-            f'keep=["{with_wildcards(call.owner)}"]',
+            f"keep what is called in float32, or write it in `forward`: {keeping(call.owner)}",
         )
 
     def _as_entered(self, call: Call, callee: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ class Selection:
     def __getitem__(self, key: str | int | slice) -> Selection:
         if isinstance(key, str):
             return self._by_path(key)
-        if isinstance(key, (int, slice)):
+        if isinstance(key, (int, slice)) and not isinstance(key, bool):
             return self._by_index(key)
         raise errors.BadArgument(
             f"modules are selected by path, index or slice, not by {type(key).__name__}"
@@ -127,7 +127,7 @@ class Selection:
     def _check_numbers(self, key: slice) -> None:
         """Raises `BadArgument` where a slice is none of numbers."""
         ends = (key.start, key.stop, key.step)
-        if key.step == 0 or not all(end is None or isinstance(end, int) for end in ends):
+        if key.step == 0 or not all(end is None or type(end) is int for end in ends):
             raise errors.BadArgument(
                 f"`{self._said}[{_show_slice(key)}]` is no slice of a list",
                 hint="a slice goes by whole numbers, or by fractions from 0.0 to 1.0",

@@ -7,11 +7,12 @@ numbers differ. Drawn by each rank for itself, numbers for a whole value make ot
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,12 +29,6 @@ _DROPPING = {
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
     "feature_alpha_dropout", "feature_dropout", "native_dropout",
 }  # fmt: skip
-_DRAWING = {
-    "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "rand", "randn",
-    "randint", "normal", "normal_", "uniform_", "exponential_", "random_", "rrelu",
-    "gumbel_softmax",
-}  # fmt: skip
-
 # The file of the method that calls `forward`.
 _CALLING = os.path.join("torch", "nn", "modules", "module.py")
 
@@ -46,6 +41,10 @@ def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor
         split = run.split_axes(output)
         source = run.source_of((args, kwargs))
         callers = tuple(_callers(run))
+
+        if source is None and split and callers:  # of sizes alone
+            near = callers[0][0].rpartition(".")[0]
+            source = max(run.request.layers, key=lambda path: path.startswith(near), default=None)
         if callers and not split:
             run.followed.draws.add(Draw(callers, run.place(), source or "", ()))
         if len(split) != 1 or source is None or not _may_be_uneven(run.request, source):
@@ -87,7 +86,15 @@ def draws(name: str, args: Any, kwargs: Any) -> bool:
         return bool(given.get("p", 0.5)) and given.get("training", True) is not False
     if name == "scaled_dot_product_attention":
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-    return name in _DRAWING
+    return name == "gumbel_softmax" or _is_seeded(name)  # a function, or an operation
+
+
+@functools.cache
+def _is_seeded(name: str) -> bool:
+    operation: Any = getattr(torch.ops.aten, name, None)
+    names: Iterable[str] = getattr(operation, "overloads", tuple)()
+    made = (getattr(operation, overload) for overload in names)
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in made)
 
 
 def _may_be_uneven(request: ShardingRequest, source: str) -> bool:

@@ -222,6 +222,9 @@ VARYING = {
     "y = y * self.dice.random()": "`self.dice`",
     "y = y * float(RNG.random())": "`RNG`",
     "y = y * drawn()": "`random.SystemRandom()`",
+    "torch.seed(); y = y * torch.rand(1)": "`torch.seed()`",
+    "y = y * (time.perf_counter() % 1)": "`time.perf_counter()`",
+    "count.calls = y.mean() + count.calls": "changes `count.calls` in place",
     "y = swish(y)": "calls `swish`, which TorchScript compiles",
     "self.calls += 1": "changes `self.calls` in place",
     "type(self).calls += 1": "changes `type(self).calls` in place",
@@ -246,7 +249,7 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
     source = NET.format(norm="LayerNorm", update=statement)
     source = source.replace(
         "import torch\n",
-        "import itertools\nimport random\n\nimport numpy as np\nimport torch\n",
+        "import itertools\nimport random\nimport time\n\nimport numpy as np\nimport torch\n",
         1,
     )
     source = source.replace(
@@ -254,7 +257,8 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         "RNG = np.random.default_rng(0)\n\n\n"
         "def drawn():\n    return random.SystemRandom().random()\n\n\n"
         "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\n"
-        "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\nclass Track",
+        "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\n"
+        "count.calls = 0\n\n\nclass Track",
     ).replace("class Track(nn.Module):\n", "class Track(nn.Module):\n    calls = 0\n\n")
     source = source.replace(
         '        self.register_buffer("mean"',
@@ -267,6 +271,64 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         rewritten(tmp_path, source, schedule)
     else:
         assert words in refused(tmp_path, source, schedule, "SR305")
+
+
+SET = {
+    "self.drop.p = 0.1; y = self.drop(y); self.drop.p = 0.5": None,  # set before anything reads it
+    "y = self.drop(y); self.drop.p = 0.1": "sets `self.drop.p`",
+    "if len(y) > 2: self.drop.p = 0.1": "sets `self.drop.p`",
+    "for each in [self.drop]: each.p = each.p / 2": "changes `each.p` in place",
+    "drop = self.drop; y = drop(y); drop.p = 0.1": "sets `drop.p`",
+    "y = y * self.step; self.step += self.by": "changes `self.step` in place",
+    "n = self.step + 1; self.step = n": "sets `self.step`",
+    "self.count()": "`count` changes `self.step` in place",
+    "self.on = not self.on": "changes `self.on` in place",
+    "y = y + (0 if self.last is None else self.last); self.last = y.mean()": "sets `self.last`",
+    "if self.last is None: self.last = y.detach().mean()": None,  # kept: there the next time
+    "if self.step == 1: self.step = self.by\n            else: self.step = 1": "sets `self.step`",
+    "if self.last is None: self.last = y.mean(); y = 2 * y": "sets `self.last`",
+    "if self.length < len(y): self.lengthen(len(y))": None,
+    "y = y * self.length; self.lengthen(len(y))": "`lengthen` sets `self.length`",
+    "self.seen['y'] = y.mean()": None,  # nothing reads it
+    "y = y + self.seen.get('y', 0); self.seen['y'] = y.mean()": "sets `self.seen`",
+    "self.other = y; y = self.other * 2": None,
+    "self.table.add_(1)": "changes `self.table` in place",
+    "self.table = self.table.to(y.dtype)": None,
+    "self.last = y.mean() if self.last is None else self.last": None,
+    "if not self.training and len(y) > 2: self.step = 5": None,
+    "setattr(self.drop, 'p', self.drop.p / 2)": "changes `self.drop.p` in place",
+    "y = y + (self.last or 0); setattr(self, 'last', y.mean())": "sets `self.last`",
+    "setattr(self, 'la' + 'st', y.mean())": "changes `self.*` in place",
+    "slower(self)": "`slower` changes `m.drop.p` in place",
+    "self.drop.requires_grad_(False)": "changes `self.drop` in place",
+}
+
+
+@pytest.mark.parametrize("statement", SET)
+def test_what_is_set_and_may_be_another_the_second_time(tmp_path, statement):
+    source = NET.format(norm="LayerNorm", update=statement)
+    source = source.replace(
+        '        self.register_buffer("mean"',
+        "        self.drop, self.step, self.by, self.on = nn.Dropout(0.5), 1, 2, True\n"
+        "        self.last, self.length, self.seen, self.table = None, 0, {}, torch.ones(1)\n"
+        '        self.register_buffer("mean"',
+        1,
+    ).replace(
+        "    def forward(self, x):\n        y = (x",
+        "    def count(self):\n        self.step += 1\n\n"
+        "    def lengthen(self, to):\n        self.length = to\n        self.other = to\n\n"
+        "    def forward(self, x):\n        y = (x",
+    )
+    source = source.replace(
+        "class Track", "def slower(m):\n    m.drop.p = m.drop.p / 2\n\n\nclass Track", 1
+    )
+    source = source.replace("        if self.training:\n            ", "        ").replace(
+        "\n            else", "\n        else"
+    )
+    if (words := SET[statement]) is None:
+        rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+    else:
+        assert words in refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
 
 
 @pytest.mark.parametrize("arguments", ["", '["norm", "track"]', 'save="mm"'])
@@ -359,6 +421,7 @@ def test_a_module_that_calls_itself_otherwise_is_not_checkpointed(tmp_path, valu
         ("Block", "self.shift", "None"),
         ("self.config", "self.config.shift", "type('Config', (), {})()"),
         ("self.config", "self.config.shift", "nn.Identity()"),
+        ("CONFIG", "self.config.shift", "type('Config', (), {})()"),
         ("type(block)", None, "None"),
         ("self.config", None, "nn.Identity()"),
     ],

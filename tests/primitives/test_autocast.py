@@ -545,9 +545,22 @@ def test_a_loss_of_alignments_is_in_float32(tmp_path):
     check_numbers(tmp_path, output)
 
 
-def test_the_model_itself_is_no_module_to_be_kept(tmp_path):
-    text = refused(tmp_path, source("return torch.pdist(self.a(x)[0])"), ONE % "", "SR305")
-    assert "keep it in float32" in text and 'keep=[""]' not in text
+@pytest.mark.parametrize(
+    "forward",
+    ["return torch.pdist(self.a(x)[0])", "return (lambda f: f(x, self.a.weight))(torch.matmul)"],
+)
+def test_the_model_itself_is_no_module_to_be_kept(tmp_path, forward):
+    text = refused(tmp_path, source(forward), ONE % "", "SR305")
+    assert "float32" in text and 'keep=[""]' not in text
+    assert 's["..."].autocast() of modules inside' in text
+
+
+def test_what_works_out_a_weight_is_kept_with_the_layer(tmp_path):
+    """Alone it would give a weight in float32 to a product in half precision."""
+    made = "self.c = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3, padding=1))"
+    text = source("return self.c(self.a(x).mT).mT", made)
+    assert 'keep=["c"]' in refused(tmp_path, text, ONE % "", "SR305")
+    assert rewritten(tmp_path, text, ONE % 'keep=["c"]').files
 
 
 def test_the_advice_of_a_refusal_works(tmp_path):

@@ -208,6 +208,26 @@ def test_parts_of_different_sizes_are_warned_of(tmp_path):
     assert warning.endswith('s["layers.*.inner"].fork_rng() mends it')
 
 
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "torch.rand(x.shape)",
+        "torch.randn(*x.size())",
+        "torch.rand(x.shape[-1])",
+        "x.new_empty(x.shape).bernoulli_(0.5)",
+        "torch.empty_like(x).log_normal_()",
+        "torch.empty_like(x).geometric_(0.5)",
+        "F.gumbel_softmax(x, dim=0)",
+    ],
+)
+def test_whatever_draws_for_a_part_is_noticed(drawn, tmp_path):
+    """Of its sizes alone as well, and by names that are no operation's of torch."""
+    text = UNEVEN.replace("F.dropout(x, p=0.5, training=self.training)", f"x * {drawn}")
+    assert text.count(drawn) == 1
+    (warning,) = rewritten(tmp_path, text, SCHEDULE + SPLIT).warnings
+    assert "source_0.py:9: random numbers are drawn for a rank's part of `layers." in warning
+
+
 @pytest.mark.parametrize("drawn", ["random.random()", "np.random.rand()"])
 @pytest.mark.parametrize("use", ["if {} < 0.1:\n            return x", "x = {} * x"])
 def test_what_torch_does_not_seed_is_warned_of(tmp_path, drawn, use):

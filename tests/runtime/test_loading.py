@@ -215,6 +215,26 @@ def check_constructors_run_layers(build):
     assert model.inner(torch.ones(1, WIDTH)).shape == (1, WIDTH)
 
 
+class Converted(nn.Module):
+    """Takes what an older version saved, which it knows by nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tp.ColumnParallelLinear(WIDTH, WIDTH)
+        self._register_load_state_dict_pre_hook(self.convert)
+
+    def convert(self, state, prefix, *rest):
+        state[f"{prefix}inner.weight"] = 2 * state[f"{prefix}inner.weight"]
+
+
+def check_hooks_change_nothing(build):
+    torch.manual_seed(5)
+    whole = nn.Linear(WIDTH, WIDTH)
+    torch.manual_seed(5)
+    full = loading.full_state_dict(build(Converted))
+    assert torch.equal(full["inner.weight"], whole.weight)
+
+
 def check_seeds():
     torch.manual_seed(tp.rank())
     if tp.world_size() > 1:
@@ -322,6 +342,7 @@ def check_starting(folder):
     check_copies_stay_apart()
     for build in (loading.build, build_deferred):
         check_build_is_alike(build)
+        check_hooks_change_nothing(build)
     check_constructors_run_layers(loading.build)
     check_seeds()
     check_load_pretrained(folder)

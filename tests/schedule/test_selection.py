@@ -133,5 +133,6 @@ def test_each_alternative_must_exist(s):
 
 
 def test_selection_by_another_type(s):
-    with pytest.raises(errors.BadArgument):
-        s[1.5]
+    for key in (1.5, True, slice(True), slice(False, 2)):  # a condition, or a knob, by mistake
+        with pytest.raises(errors.BadArgument):
+            s["layers"][key]

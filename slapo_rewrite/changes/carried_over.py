@@ -1,0 +1,196 @@
+"""What a module sets as it runs, and may find changed where it is computed again."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slapo_rewrite.changes.around_checkpoint import paths_of
+from slapo_rewrite.changes.output_files import OutputFiles
+from slapo_rewrite.changes.running_methods import running, running_inside
+from slapo_rewrite.code.arguments import first_parameter
+from slapo_rewrite.code.blocks import statements
+from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.effects import is_in_place, words_of
+from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.subgraphs import MUTATING, SWITCHING, Obstacle, own_nodes, root_of
+from slapo_rewrite.hugging_face import KEEPS_TOKENS
+from slapo_rewrite.model.tree import Node
+
+
+def carried_over(
+    files: OutputFiles, around: Node, node: Node, method: ast.FunctionDef
+) -> Obstacle | None:
+    """The first thing in a method that makes it compute something else the second time.
+
+    An attribute may be set where everything reads it afterwards, and where it is kept: set under a
+    condition on it, so that it is found there the second time. Buffers are set back.
+
+    Args:
+        files: The texts.
+        around: The module that is computed again.
+        node: That one, or a module inside, with which the method runs.
+        method: Of it, or a function.
+    """
+    taken = (inspect.signature(each.cls.forward).parameters for each in (around, node))
+    keeps_nothing = any(KEEPS_TOKENS in each for each in taken)  # in training, as it is told
+    own = [each for _, each in running(files, node)]
+    elsewhere = [each for _, each in running_inside(files, around) if each is not method]
+    for statement in statements(method.body) if _is_of(own, method) else ():
+        for target, value in _changes(statement):
+            paths = _paths(target, method)
+            held = [_held(node.live, path) for path in paths]
+            if all(each is node.live._buffers for each in held):  # or nothing of the module's
+                continue
+            match value:  # as it is by then: of that type, or there
+                case (
+                    ast.Call(func=ast.Attribute(value=same, attr="to"), args=[new])
+                    | ast.IfExp(test=ast.Compare(), body=new, orelse=same)
+                ) if _paths(same, method) == paths and not _is_of_itself(new, paths, method):
+                    continue
+            shown, name = ast.unparse(target), paths[0].rpartition(".")[2]
+            if value is None or _is_of_itself(value, paths, method):
+                called = {getattr(n.func, "attr", "") for n in _calls(statement)}
+                is_method = value is None and all(hasattr(each, "_modules") for each in held)
+                if is_method and not any(n in SWITCHING or is_in_place(n) for n in called):
+                    continue  # of the model's own, and followed itself
+                words = f"changes `{shown}` in place, and would do so twice"
+                return Obstacle(statement, words, "change a copy of it")
+            owner = _held(node.live, paths[0].rpartition(".")[0])
+            is_theirs = type(owner).__module__.startswith("torch.nn.")
+            if keeps_nothing and not is_theirs:
+                continue
+            others = is_theirs or any(name in words_of(each) for each in elsewhere)
+            if (
+                (others or _reads(method, name))
+                and not _is_set_first(method, name, others)
+                and not _is_kept(own, method, statement)
+            ):
+                words = f"sets `{shown}`, which may be read as it was left the first time"
+                return Obstacle(statement, words, "hand it on as an argument")
+    return None
+
+
+def _is_of(own: Sequence[ast.FunctionDef], method: ast.FunctionDef) -> bool:
+    """Whether the first parameter of a method or function is the module itself."""
+    calls = (n for each in own for n in ast.walk(each) if isinstance(n, ast.Call) and n.args)
+    return first_parameter(method) == "self" or any(
+        is_name(call.func, method.name) and is_name(call.args[0], "self") for call in calls
+    )
+
+
+def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """What a statement sets, with what it sets that to; None of what it changes in place."""
+    new = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+    for node in own_nodes(statement):
+        match node:
+            case ast.Attribute(ctx=ast.Store() | ast.Del()):
+                yield node, new
+            case ast.Subscript(value=changed, ctx=ast.Store() | ast.Del()):
+                yield changed, new
+            case ast.Call(func=ast.Attribute(value=changed, attr=name)) if (
+                name in MUTATING or is_in_place(name)
+            ):
+                yield changed, None
+            case ast.Call(func=ast.Name("setattr"), args=[owner, ast.Constant(str(name)), value]):
+                yield ast.Attribute(owner, name, ast.Store()), value
+            case ast.Call(func=ast.Name("setattr"), args=[owner, _, _]):  # any
+                yield ast.Attribute(owner, "*", ast.Store()), None
+
+
+def _paths(target: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
+    """The paths below `self` of what is set; () of what is none of it."""
+    own = (target.attr,) if isinstance(target, ast.Attribute) and root_of(target) == "self" else ()
+    found = paths_of(target, method) or own  # of an element, or of the class
+    return tuple(path.removeprefix("__class__.") for path in found)
+
+
+def _held(live: Any, path: str) -> object:
+    """What is at a path; the buffers of the module for one, and for what is in one."""
+    held = live
+    for name in path.replace("*", "0").split(".") if path else ():
+        if name in getattr(held, "_buffers", ()):
+            return live._buffers
+        held = getattr(held, name, None)
+    return held
+
+
+def _is_of_itself(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef) -> bool:
+    """Whether what an attribute is set to is worked out of what it was."""
+    read = (n for n in ast.walk(value) if isinstance(n, ast.Attribute))
+    return any(set(_paths(n, method)) & set(paths) for n in read)
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    """Whether a text reads attributes of a name; setting an element of one reads none."""
+    nodes = [*ast.walk(node)]
+    set_in = [n.value for n in nodes if isinstance(n, ast.Subscript) and _is_set(n)]
+    named = (n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name)
+    return any(not _is_set(n) and n not in set_in for n in named)
+
+
+def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _is_set_first(method: ast.FunctionDef, name: str, is_read_elsewhere: bool) -> bool:
+    """Whether an attribute is set in any case before anything reads it."""
+    for statement in method.body if method.name == "forward" or not is_read_elsewhere else ():
+        targets = statement.targets if isinstance(statement, ast.Assign) else ()
+        if any(isinstance(t, ast.Attribute) and t.attr == name for t in targets):
+            return not _reads(statement, name)
+        called = (n.func for n in ast.walk(statement) if isinstance(n, ast.Call))
+        if _reads(statement, name) or (
+            is_read_elsewhere
+            and any(not isinstance(f, ast.Attribute) or paths_of(f, method) for f in called)
+        ):
+            return False
+    return False
+
+
+def _is_kept(own: Sequence[ast.FunctionDef], method: ast.FunctionDef, statement: ast.stmt) -> bool:
+    """Whether a statement runs under a condition on what is set there, where nothing else is done.
+
+    So it is with all of a method that is called there.
+    """
+    for guard in (n for n in ast.walk(method) if isinstance(n, ast.If)):
+        inside = [*statements(guard.body)]
+        if statement in inside and _is_eval(guard.test):
+            return True  # nothing is computed again there
+        if statement not in inside or guard.orelse:
+            continue
+        called = {getattr(n.func, "attr", "") for s in inside for n in _calls(s)}
+        further = [s for each in own if each.name in called for s in statements(each.body)]
+        changed = (target for s in (*inside, *further) for target, _ in _changes(s))
+        names = {target.attr for target in changed if isinstance(target, ast.Attribute)}
+        bound = {name for s in inside for name in bound_in(*own_nodes(s))}
+        outside = (s for s in statements(method.body) if s not in (*inside, guard))
+        if (
+            not names.isdisjoint(words_of(guard.test))
+            and not any(isinstance(s, ast.Return) for s in inside)
+            and bound.isdisjoint(name for s in outside for name in read_in(*own_nodes(s)))
+        ):
+            return True
+    places = [
+        (each, s)
+        for each in own
+        for s in statements(each.body)
+        if any(getattr(n.func, "attr", "") == method.name for n in _calls(s))
+    ]
+    return bool(places) and all(each is not method and _is_kept(own, each, s) for each, s in places)
+
+
+def _is_eval(test: ast.expr) -> bool:
+    """Whether a condition holds in eval mode alone."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(ast.Name("self"), "training")):
+            return True
+        case ast.BoolOp(op=ast.And(), values=values):
+            return any(map(_is_eval, values))
+    return False
+
+
+def _calls(statement: ast.stmt) -> list[ast.Call]:
+    return [node for node in own_nodes(statement) if isinstance(node, ast.Call)]
