@@ -91,18 +91,20 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
     return held and not {*module.parameters()} <= {*layer.parameters()}
 
 
-def check_parts(layer: Any) -> None:
+def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     """Refuses to run a layer in another group than its own, or of which ranks have copies.
 
     Where the first run finds the same weights on every rank, something has copied one
-    rank's part over those of the others, or all have drawn the same numbers.
+    rank's part over those of the others, or all have drawn the same numbers. Where it
+    finds other `ids` to look up, as does the first run in eval mode, the ranks have
+    taken batches of their own.
     """
     shard, world, size = layer.sharded_parameters["weight"], named_world(), world_size()
     if size == 1:  # `spectral_norm` goes on each time that the weight is read
         shard.check_group()
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
-    here = size, world.ranks, world.supposed, weight.shape
+    here = size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:
         return  # as in each run but the first
     part_size = shard.local_size()
@@ -116,22 +118,35 @@ def check_parts(layer: Any) -> None:
     if is_compiling or is_dtensor or weight.is_meta or world.supposed:
         return
     is_known, layer.known_parts = layer.known_parts is not None, here
-    if is_known or part_size == shard.size or dist.get_backend(world.group) == "fake":
+    if dist.get_backend(world.group) == "fake":
+        return
+    if ids is not None and not are_alike(summary(ids.reshape(-1).double())):
+        raise RuntimeError(
+            "the ranks look up other ids each, and those that share layers take the same "
+            "batch: give each the batch of its data-parallel rank (for Trainer and "
+            "accelerate, which take all ranks for replicas, see slapo-rewrite's "
+            "examples/trainer)"
+        )
+    if is_known or part_size == shard.size:
         return
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    table, sums = weight.reshape(len(weight), -1), [weight.float().norm().double()]
-    for axis in (0, 1):  # parts of an identity differ by place alone
-        line = table.sum(axis, dtype=torch.float64)
-        sums += [line.sum(), line @ torch.arange(len(line)).to(line)]
-    if are_alike(torch.stack(sums)):
+    table, norm = weight.reshape(len(weight), -1), weight.float().norm().double()
+    lines = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
+    if are_alike(torch.cat([norm.reshape(1), *map(summary, lines)])):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
             "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
             "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
             "with `loading.build`"
         )
+
+
+def summary(line: Tensor) -> Tensor:
+    """What tells numbers apart, by place too, as do the rows of an identity: (3,)."""
+    places = torch.arange(len(line)).to(line)
+    return torch.stack([line.new_tensor(len(line)), line.sum(), line @ places])
 
 
 def note_whose_parts(

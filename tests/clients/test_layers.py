@@ -113,6 +113,24 @@ def check_distributed_checkpoint():
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
+def check_batches():
+    """The first batch of training, and of evaluation, is the same on every rank."""
+    for layer in (tp.VocabParallelEmbedding(12, 6), tp.ColumnParallelEmbedding(12, 6)):
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, mean=tp.rank())
+        ids = torch.arange(6)
+        layer(ids)
+        layer.eval()
+        if tp.world_size() > 1:
+            with pytest.raises(RuntimeError, match="the ranks look up other ids each"):
+                layer(ids.roll(tp.rank()))  # the same sum
+            layer.train()
+            with pytest.raises(RuntimeError, match="examples/trainer"):
+                layer(ids[: 3 + tp.rank()])
+        layer.train()
+        layer(ids)
+
+
 def test_a_weight_is_read_once_a_call():
     """That of `spectral_norm` is another each time that it is read."""
     for layer in tp.ColumnParallelLinear(6, 12), tp.RowParallelLinear(6, 12):
@@ -130,6 +148,7 @@ def run_checks():
     check_adapters()
     check_replicas_of_different_parts()
     check_distributed_checkpoint()
+    check_batches()
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])
