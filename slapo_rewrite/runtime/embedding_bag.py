@@ -55,7 +55,7 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Looks up ids; what the ranks find is added up as `reduce` does it."""
-        check_parts(self)
+        check_parts(self, input)
         if world_size() == 1:
             return super().forward(input, offsets, per_sample_weights)
         rows, elsewhere = self.shard.looked_up(input)

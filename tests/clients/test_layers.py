@@ -3,6 +3,8 @@
 import copy
 import io
 import tempfile
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -113,6 +116,71 @@ def check_distributed_checkpoint():
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
+def check_batches():
+    """The first batch of training, and of evaluation, is the same on every rank."""
+    for layer in (tp.VocabParallelEmbedding(12, 6), tp.ColumnParallelEmbedding(12, 6)):
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, mean=tp.rank())
+        ids = torch.arange(6)
+        layer(ids)
+        layer.eval()
+        if tp.world_size() > 1:
+            with pytest.raises(RuntimeError, match="the ranks look up other ids each"):
+                layer(ids.roll(tp.rank()))  # the same sum
+            layer.train()
+            with pytest.raises(RuntimeError, match="examples/trainer"):
+                layer(ids[: 3 + tp.rank()])
+        layer.train()
+        layer(ids)
+
+
+class PerRow(torch.optim.SGD):
+    """Steps of one length for each row."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data -= group["lr"] * nn.functional.normalize(each.grad, dim=-1)
+
+
+JOINT = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}
+JOINT |= {"LBFGS": torch.optim.LBFGS, "PerRow": PerRow}
+SINGLE = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam]
+SINGLE += [torch.optim.Adagrad, torch.optim.Rprop, torch.optim.ASGD, torch.optim.RAdam]
+
+
+def check_optimizers():
+    """One that computes with all of a matrix says so at its first step, if it has parts."""
+    for layer in (tp.RowParallelLinear(12, 6), nn.Linear(12, 6)):
+        has_parts = tp.world_size() > 1 and type(layer) is not nn.Linear
+        for kind in [*JOINT.values(), *SINGLE]:
+            optimizer = kind([layer.weight], lr=1e-3)
+            rate = torch.optim.lr_scheduler.LambdaLR(optimizer, float)  # 0 at first
+            warned = has_parts and kind.__name__ in JOINT
+            for _ in range(2):
+                layer.weight.grad = torch.ones_like(layer.weight)
+                before, random = layer.weight.detach().clone(), torch.get_rng_state()
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    optimizer.step(lambda: torch.zeros(()))
+                names = [str(each.message).split("`")[1] for each in said]
+                assert names == warned * [kind.__name__], (kind, names)
+                if kind in (PerRow, *SINGLE[:3]):  # others take no rate of 0 at its word
+                    assert torch.equal(before, layer.weight) == (rate.last_epoch == 0)
+                assert torch.equal(random, torch.get_rng_state())
+                warned = False
+                rate.step()
+    if tp.world_size() > 1:
+        shared = ZeroRedundancyOptimizer(Held(layer).parameters(), torch.optim.SGD, lr=1.0)
+        shared.step()
+        layer = tp.RowParallelLinear(12, 6)
+        shared = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0)
+        before = layer.weight.detach().clone()
+        with pytest.raises(RuntimeError, match="`ZeroRedundancyOptimizer` would take the tensor"):
+            shared.step()
+        assert torch.equal(before, layer.weight)
+
+
 def test_a_weight_is_read_once_a_call():
     """That of `spectral_norm` is another each time that it is read."""
     for layer in tp.ColumnParallelLinear(6, 12), tp.RowParallelLinear(6, 12):
@@ -130,6 +198,8 @@ def run_checks():
     check_adapters()
     check_replicas_of_different_parts()
     check_distributed_checkpoint()
+    check_batches()
+    check_optimizers()
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])
