@@ -1401,3 +1401,55 @@ def loss(outputs, targets):
 def test_logits_of_which_the_users_own_loss_is_worked_out_are_whole(loss, is_worked_out, tmp_path):
     text = derived(tmp_path, KEEPS_ITS_LOSS, IDS.replace("LOSS", loss)).text
     assert ("parallel_loss" in text) is not is_worked_out
+
+
+LIBRARY = """\
+import functools
+
+
+@functools.lru_cache
+def sizes_of(shape, heads):
+    return (*shape[:-1], heads, shape[-1] // heads)
+
+
+def by_head(x, heads):
+    return x.reshape(sizes_of(tuple(x.shape), heads)).transpose(1, 2)
+"""
+OF_A_LIBRARY = """\
+import torch
+from slapo_rewrite_test_library import by_head
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (by_head(each(x), self.heads) for each in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+
+def test_a_library_that_remembers_sizes_is_not_asked_of_another_run(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "slapo_rewrite_test_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    found = derived(tmp_path, OF_A_LIBRARY, STEP.replace("WIDTH", "1024"))
+    assert found.share > 0.9
