@@ -472,3 +472,93 @@ def test_a_size_follows_in_what_calls_layers_that_another_module_holds(tmp_path)
     text = output.files[output.model_file]
     assert "self.heads = part_size(self.heads)" in text
     assert text.count("gather") == 0
+
+
+AVERAGED = """\
+import torch
+from torch import nn
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Attention(nn.Module):
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (
+            each(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        weights = (q @ k.transpose(2, 3)).softmax(-1)
+        average = weights.mean(dim=1)
+        INSIDE
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), average
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            new, average = layer(x)
+            x = x + new
+            BEHIND
+        return x
+"""
+OF_HEADS = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["layers.*.{query,key,value}"].shard(["weight", "bias"], axis=0)
+    s["layers.*.out"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def test_what_runs_over_all_parts_may_be_dropped_unread(tmp_path):
+    source = AVERAGED.replace("INSIDE", "pass").replace("BEHIND", "pass")
+    output = rewritten(tmp_path, source, OF_HEADS)
+    assert "RowParallelLinear(" in output.files[output.model_file]
+    assert "gather" not in output.files[output.model_file]
+
+
+@pytest.mark.parametrize(
+    ("inside", "behind"),
+    [
+        ("self.average = average", "pass"),
+        ("average = Doubled.apply(average)", "pass"),
+        ("pass", "x = x + Doubled.apply(average).sum()"),
+        ("pass", "x = x if self.training else x + average.sum()"),
+        ("pass", "x = x if layer is not self.layers[-1] else x + average.sum()"),
+    ],
+)
+def test_what_runs_over_all_parts_may_not_be_kept_or_read(inside, behind, tmp_path):
+    source = AVERAGED.replace("INSIDE", inside).replace("BEHIND", behind)
+    refused(tmp_path, source, OF_HEADS, "SR104")
