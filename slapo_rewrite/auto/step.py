@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite import errors
 from slapo_rewrite.model import small_model
@@ -41,6 +42,8 @@ class Step:
     inputs: Mapping[str, str] | None = None
     # The expression that `loss(outputs)` returns; None where the model computes its own.
     loss: str | None = None
+    # Whether the user's own `loss` works it out of what the model returns, logits say.
+    is_worked_out: bool = False
 
     def text(self) -> str:
         """The functions as they stand in a schedule file."""
@@ -68,7 +71,7 @@ class Step:
     @property
     def has_loss(self) -> bool:
         """Whether the model computes the loss itself."""
-        return self.loss is None or not self.loss.endswith("()")
+        return not self.is_worked_out and (self.loss is None or not self.loss.endswith("()"))
 
     def loss_text(self) -> str:
         """The function `loss`."""
@@ -152,9 +155,15 @@ def tried(
             outputs = model(**inputs)
     except Exception as error:
         raise DoesNotRun(in_a_line(error)) from error
-    if step.loss is None and not _has_loss(schedule, outputs, inputs):
-        return replace(step, loss=_stand_in(outputs, model))
-    return step
+    if step.loss is not None:
+        return step
+    with _Reads(outputs) as reads:
+        has_loss = _has_loss(schedule, outputs, inputs)
+    return replace(
+        step,
+        loss=None if has_loss else _stand_in(outputs, model),
+        is_worked_out=has_loss and reads.found,
+    )
 
 
 def _check_small(inputs: Mapping[str, Any]) -> None:
@@ -163,6 +172,19 @@ def _check_small(inputs: Mapping[str, Any]) -> None:
         raise DoesNotRun(
             f"inputs made up for it hold {numbers} numbers, too many for a small model"
         )
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whether anything is computed of the values that a model returned, numbers apart."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._values = {id(t) for _, t in _named(outputs, "outputs") if t.numel() > 1}
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= any(id(tensor) in self._values for tensor in tensors((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
 
 def _has_loss(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> bool:

@@ -297,9 +297,9 @@ def _read_off(
     shown = joined_path(node.path, name)
     return errors.Unsupported(
         f"`{shown}` is {have!r} on a rank of two, and {want!r} in the whole model: its "
-        "constructor reads it off something that is split",
+        "constructor reads it off something that is split, or asks torch.distributed",
         at=_assigned_at(sources, node.cls, name),
-        hint="work it out of the constructor's arguments",
+        hint="work it out of the constructor's arguments, or set it once the model is built",
     )
 
 

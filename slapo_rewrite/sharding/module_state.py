@@ -7,10 +7,13 @@ import functools
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
+
+# Libraries whose caches hold nothing of a model's numbers, and take long to fill again.
+LEFT_ALONE = {"numpy", "slapo_rewrite", "torch", "transformers"}
 
 
 @contextlib.contextmanager
@@ -43,13 +46,40 @@ def _copied(own: dict[str, Any]) -> list[tuple[Any, Any]]:
 def _forget(modules: set[str]) -> None:
     """Empties the caches of functions and methods that modules define."""
     for name in modules & sys.modules.keys():
-        known = list(vars(sys.modules[name]).values())
-        known += [m for c in known if isinstance(c, type) for m in vars(c).values()]
-        for function in (getattr(each, "__func__", each) for each in known):  # of static methods
-            if getattr(function, "__module__", None) != name:
-                continue
-            cells = getattr(function, "__closure__", None) or ()  # a decorator may hold the cache
-            for cell in (types.CellType(function), *cells):
-                with contextlib.suppress(ValueError):  # an empty cell
-                    if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
-                        cell.cell_contents.cache_clear()
+        for cache in _caches_in(name):
+            cache.cache_clear()
+    for cache in _caches_beside(frozenset(modules)):
+        cache.cache_clear()
+
+
+@functools.cache
+def _caches_beside(modules: frozenset[str]) -> list[functools._lru_cache_wrapper[Any]]:
+    """The caches of libraries that modules use.
+
+    A number that is followed equals the plain one, or one of another run, that einops remembers.
+    """
+    near = _used_by(modules)
+    return [cache for name in sorted(near | _used_by(near)) for cache in _caches_in(name)]
+
+
+def _used_by(modules: Collection[str]) -> set[str]:
+    """The modules of libraries that define what stands in some modules."""
+    held = [v for name in modules if name in sys.modules for v in vars(sys.modules[name]).values()]
+    named = (getattr(v, "__module__", None) or getattr(v, "__name__", None) for v in held)
+    found = {name for name in named if isinstance(name, str) and name in sys.modules}
+    known = sys.stdlib_module_names | LEFT_ALONE
+    return {name for name in found if name.partition(".")[0] not in known} - {*modules}
+
+
+def _caches_in(name: str) -> Iterator[functools._lru_cache_wrapper[Any]]:
+    """The caches of the functions and methods that a module defines."""
+    known = list(vars(sys.modules[name]).values())
+    known += [m for c in known if isinstance(c, type) for m in vars(c).values()]
+    for function in (getattr(each, "__func__", each) for each in known):  # of static methods
+        if getattr(function, "__module__", None) != name:
+            continue
+        cells = getattr(function, "__closure__", None) or ()  # a decorator may hold the cache
+        for cell in (types.CellType(function), *cells):
+            with contextlib.suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
+                    yield cell.cell_contents

@@ -43,6 +43,7 @@ class State:
     gathers: frozenset[tuple[str, int]] = frozenset()
     # The parameter of a split layer, read past its call, that it was computed from alone.
     read: str | None = None
+    wrong: PlacementError | None = None  # why it is no such value, where the model reads it nowhere
 
     @property
     def border(self) -> str | None:
@@ -152,7 +153,10 @@ class Flow:
 
     def of(self, tensor: torch.Tensor) -> State:
         """What is known of a tensor; what nothing is known of is whole."""
-        return self._states.get(id(tensor), _WHOLE)
+        state = self._states.get(id(tensor), _WHOLE)
+        if state.wrong is not None:
+            raise state.wrong
+        return state
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether anything was noted of a tensor."""

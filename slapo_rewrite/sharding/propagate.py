@@ -313,13 +313,16 @@ class _Propagation:
                 error.args = (f"{error} (on {other} ranks)",)
                 raise
 
-    def _call(self, way: Way) -> tuple[Any, dict[tuple[str, str], torch.Tensor]]:
+    def _call(
+        self, way: Way, end: Callable[[], None] = lambda: None
+    ) -> tuple[Any, dict[tuple[str, str], torch.Tensor]]:
         """What the model returns on a way through it, and what its buffers are then."""
         self.model.train(way.training)
         with state_kept(self.model), drawing(0):
             before = random.getstate()
             result = self.model(**self.inputs, **dict([way.flag] if way.flag else []))
             self.has_coins |= random.getstate() != before
+            end()
             return result, kept_buffers(self.model)
 
     def _recorded(
@@ -337,7 +340,7 @@ class _Propagation:
                 whole.watching(),
                 whole,
             ):
-                whole.result, whole.buffers = self._call(way)
+                whole.result, whole.buffers = self._call(way, whole.end)
         except Exception as error:
             raise CannotRun(f"{type(error).__name__}: {error}", raised_by(error)) from error
         return whole

@@ -209,6 +209,10 @@ def _take_in(
                 name, inputs, entry.inputs, args, kwargs, outputs, entry.outputs, run.replicas > 1
             )
         except PlacementError as error:
+            if entry.is_unread:
+                run.flow.set(outputs[0], State(wrong=error))
+                run.alive.append(outputs[0])
+                return
             kind = PARTIAL if error.remedy and error.remedy.operation == "all_reduce" else SHARD
             of_kind = (t for t in inputs if run.flow.of(t).kind == kind)
             error.tensor = error.tensor if error.tensor is not None else next(of_kind, None)

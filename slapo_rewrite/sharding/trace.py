@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -40,6 +41,7 @@ class Entry:
     key: tuple[Any, ...] = ()  # what stood between the brackets of an index
     # What it returned, where that has values and they are no floating-point numbers.
     chosen: list[torch.Tensor | None] = field(default_factory=list)
+    is_unread: bool = False  # whether the model drops what it returned, and nothing read it
 
     def choose(self, outputs: Iterable[torch.Tensor]) -> None:
         """Lets what a rank has chosen, indices and masks, be what the whole model chose.
@@ -122,6 +124,8 @@ class Trace(TorchFunctionMode):
         self._spans: list[Span] = []  # in the order in which they were entered
         self._open: list[Span] = []  # those that are not left
         self._now = 0
+        # What no operation has read yet, by what made it.
+        self._fresh: dict[int, tuple[weakref.ref[torch.Tensor], Entry]] = {}
         self.result: Any = None
         self.buffers: dict[tuple[str, str], torch.Tensor] = {}
         self.noted, self.ran = frozenset(noted), set[CodeType]()
@@ -130,6 +134,12 @@ class Trace(TorchFunctionMode):
     def tells(self, codes: Collection[CodeType], layers: Collection[str]) -> bool:
         """Whether it says of wrapped `forward`s whether they ran, and has the calls of layers."""
         return self.noted >= set(codes) and (self.watched is None or self.watched >= set(layers))
+
+    def end(self) -> None:
+        """Tells what was read by nothing: the model has run, and still has what it keeps."""
+        for made, entry in self._fresh.values():
+            entry.is_unread |= made() is None
+        self._fresh.clear()
 
     def around(self, layers: Iterable[str]) -> Whole:
         """The record with each call of these layers as one operation."""
@@ -181,13 +191,21 @@ class Trace(TorchFunctionMode):
         with unwatched():  # what is asked of tensors here is not for the modes below to see
             inputs = shapes((args, kwargs))
             given = list(numbers((args, kwargs), not self.has_values))
+            given_tensors = [*tensors((args, kwargs))]
+            for tensor in given_tensors:
+                self._fresh.pop(id(tensor), None)
         output = self.results.carry_out(func, args, kwargs)
         with unwatched():
             outputs, name = shapes(output), getattr(func, "__name__", "")
             chosen = _chosen(output) if self.has_values else []
         if outputs or name == "__setitem__":
             key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()
-            self._entries.append(Entry(func, inputs, outputs, given, key, chosen))
+            self._entries.append(entry := Entry(func, inputs, outputs, given, key, chosen))
+            if isinstance(output, torch.Tensor) and all(output is not t for t in given_tensors):
+                before = self._fresh.get(id(output))  # of one whose place in memory it has
+                if before is not None:
+                    before[1].is_unread = True
+                self._fresh[id(output)] = weakref.ref(output), entry
             if len(self._entries) == self.most:
                 raise RuntimeError(f"a step takes more than {self.most:,} operations")
         for layer in reversed(spelled):

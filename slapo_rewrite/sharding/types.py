@@ -7,6 +7,7 @@ stands against it. Nothing here runs anything.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -100,9 +101,13 @@ class ShardingRequest:
     texts: Mapping[str, ast.Module] = field(default_factory=dict)
 
     def owners(self, node: Node) -> list[Node]:
-        """The modules that have what is split at a node: that around it, and itself if no layer."""
+        """The modules that have what is split at a node.
+
+        That around it, itself if no layer, and what calls it past the `forward` of that around it.
+        """
         is_layer = node.path in self.layers or base_of(node.cls) is not None
-        return [each for each in (node.owner, None if is_layer else node) if each is not None]
+        own = (node.owner, None if is_layer else node, _calling_inside(node))
+        return [each for each in own if each is not None]
 
     def holders(self, tree: Tree, alone: Collection[str] = ()) -> dict[str, Node]:
         """For every module below sharded parameters or with some: the nearest that has them.
@@ -120,6 +125,15 @@ class ShardingRequest:
             elif path in alone:
                 found[path] = node
         return found
+
+
+def _calling_inside(node: Node) -> Node | None:
+    """The module that calls a layer past the `forward` of the one that holds it, if one does."""
+    if node.owner is None or (around := node.owner.owner) is None:
+        return None
+    forward: Any = inspect.unwrap(getattr(around.cls, "forward", object))
+    read = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return around if {node.name, node.owner.name}.issubset(read) else None
 
 
 @dataclass(frozen=True)

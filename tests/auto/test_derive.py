@@ -1353,3 +1353,103 @@ def test_what_is_taken_apart_whole_is_gathered(tmp_path):
     assert found.share > 0.99
     gathered = '"fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False'
     assert f'["*.modulation.1"].sync(\n            {gathered}\n' in found.text
+
+
+KEEPS_ITS_LOSS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self, words=512, width=64):
+        super().__init__()
+        self.table, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.last_loss = None
+
+    def forward(self, ids, targets):
+        logits = self.head(self.table(ids))
+        self.last_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, self.last_loss
+"""
+IDS = """\
+import torch
+from torch.nn import functional as F
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"ids": torch.randint(0, 512, (2, 5)), "targets": torch.randint(0, 512, (2, 5))}
+
+
+def loss(outputs, targets):
+    return LOSS
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_worked_out"),
+    [
+        ("outputs[1]", False),
+        ("outputs[1] + 0.5 * outputs[1]", False),
+        ("F.cross_entropy(outputs[0].flatten(0, 1), targets.flatten())", True),
+    ],
+)
+def test_logits_of_which_the_users_own_loss_is_worked_out_are_whole(loss, is_worked_out, tmp_path):
+    text = derived(tmp_path, KEEPS_ITS_LOSS, IDS.replace("LOSS", loss)).text
+    assert ("parallel_loss" in text) is not is_worked_out
+
+
+LIBRARY = """\
+import functools
+
+
+@functools.lru_cache
+def sizes_of(shape, heads):
+    return (*shape[:-1], heads, shape[-1] // heads)
+
+
+def by_head(x, heads):
+    return x.reshape(sizes_of(tuple(x.shape), heads)).transpose(1, 2)
+"""
+OF_A_LIBRARY = """\
+import torch
+from slapo_rewrite_test_library import by_head
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (by_head(each(x), self.heads) for each in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+
+def test_a_library_that_remembers_sizes_is_not_asked_of_another_run(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "slapo_rewrite_test_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    found = derived(tmp_path, OF_A_LIBRARY, STEP.replace("WIDTH", "1024"))
+    assert found.share > 0.9

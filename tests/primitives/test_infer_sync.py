@@ -412,3 +412,153 @@ def test_a_layer_is_gathered_where_a_function_sums_its_parts(tmp_path):
     inferred = texts(rewritten(tmp_path, UNIT, lines + INFER))
     assert inferred == texts(rewritten(tmp_path, UNIT, stated))
     assert "self.head = ColumnParallelLinear(8, 12, gather_output=True)" in inferred["model"]
+
+
+CALLED_INSIDE = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def heads_first(x, heads):
+    return x.reshape(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+
+
+class Projections(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.packed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.image, self.text = Projections(width), Projections(width)
+
+    def forward(self, image, text):
+        q, k, v = heads_first(self.image.packed(image), self.heads)
+        more = heads_first(self.text.packed(text), self.heads)
+        q, k, v = (torch.cat(pair, dim=2) for pair in zip(more, (q, k, v)))
+        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        text, image = x[:, : text.shape[1]], x[:, text.shape[1] :]
+        return torch.cat((self.text.out(text), self.image.out(image)), dim=1)
+"""
+OF_TWO = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"image": torch.randn(2, 4, 16), "text": torch.randn(2, 3, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["{image,text}.packed"].shard(["weight", "bias"], axis=0, parts=3)
+    s["{image,text}.out"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def test_a_size_follows_in_what_calls_layers_that_another_module_holds(tmp_path):
+    output = rewritten(tmp_path, CALLED_INSIDE, OF_TWO)
+    text = output.files[output.model_file]
+    assert "self.heads = part_size(self.heads)" in text
+    assert text.count("gather") == 0
+
+
+AVERAGED = """\
+import torch
+from torch import nn
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Attention(nn.Module):
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (
+            each(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        weights = (q @ k.transpose(2, 3)).softmax(-1)
+        average = weights.mean(dim=1)
+        INSIDE
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), average
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            new, average = layer(x)
+            x = x + new
+            BEHIND
+        return x
+"""
+OF_HEADS = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 5, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["layers.*.{query,key,value}"].shard(["weight", "bias"], axis=0)
+    s["layers.*.out"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def test_what_runs_over_all_parts_may_be_dropped_unread(tmp_path):
+    source = AVERAGED.replace("INSIDE", "pass").replace("BEHIND", "pass")
+    output = rewritten(tmp_path, source, OF_HEADS)
+    assert "RowParallelLinear(" in output.files[output.model_file]
+    assert "gather" not in output.files[output.model_file]
+
+
+@pytest.mark.parametrize(
+    ("inside", "behind"),
+    [
+        ("self.average = average", "pass"),
+        ("average = Doubled.apply(average)", "pass"),
+        ("pass", "x = x + Doubled.apply(average).sum()"),
+        ("pass", "x = x if self.training else x + average.sum()"),
+        ("pass", "x = x if layer is not self.layers[-1] else x + average.sum()"),
+    ],
+)
+def test_what_runs_over_all_parts_may_not_be_kept_or_read(inside, behind, tmp_path):
+    source = AVERAGED.replace("INSIDE", inside).replace("BEHIND", behind)
+    refused(tmp_path, source, OF_HEADS, "SR104")

@@ -285,6 +285,15 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             "`scale` is 0.408248290463863 on a rank of two, and 0.2886",
         ),
         (
+            MLP.replace(
+                "= nn.Identity()\n",
+                "= nn.Identity()\n        self.gathers = torch.distributed.is_initialized()\n",
+            ),
+            PAIR,
+            "SR305",
+            "something that is split, or asks torch.distributed",
+        ),
+        (
             TWO_OF_A_CLASS,
             PAIR.replace('["', '["one.'),
             "SR305",
