@@ -1,7 +1,6 @@
 """Refuses, in words, what would train other weights than the model's."""
 
 import warnings
-from collections import defaultdict
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +14,21 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .shards import are_alike, named_world, parts_in, rank, world_size
+
+# What these do to an element depends on nothing that another rank has.
+BY_ELEMENT = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
 
 
 def guard(module: Any) -> None:
@@ -42,7 +56,7 @@ def watch_registrations() -> tuple[Any, ...]:
 
 
 def look_at_optimizer(optimizer: Any, *_: object) -> None:
-    """Before an optimizer's first step: looks at what it would do to parts of weights.
+    """Before an optimizer's first step: looks whether it may take parts for weights.
 
     Raises:
         RuntimeError: It shares out the tensor-parallel ranks' parameters among them.
@@ -50,55 +64,18 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     if torch.compiler.is_compiling() or vars(optimizer).get("knows_parts"):
         return
     optimizer.knows_parts = True
-    groups = optimizer.param_groups
-    parts = [p for g in groups for p in g["params"] if hasattr(p, "model_parallel")]
-    if not parts or world_size() == 1:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if world_size() == 1 or not any(hasattr(p, "model_parallel") for p in parameters):
         return
     refuse_replicas(optimizer)
-    tables = [part for part in parts if part.dim() > 1]
-    if tables and takes_joint_steps(optimizer, tables[0]):
+    shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
+    if not (isinstance(optimizer, BY_ELEMENT) or shares_out):
         warnings.warn(
-            f"`{type(optimizer).__name__}` computes with a whole matrix or more at once, "
-            "and has this rank's part of split ones: it takes other steps than for the "
-            "original model. One that goes element by element, as AdamW, takes the same",
+            f"`{type(optimizer).__name__}` is given this rank's parts of split weights: if "
+            "it does not go element by element, as AdamW does, it takes other steps than "
+            "for the original model",
             stacklevel=2,
         )
-
-
-def takes_joint_steps(optimizer: Any, like: Tensor) -> bool:
-    """Whether halves of a small matrix take other steps than the matrix, if they can.
-
-    Of what the optimizer has, the trial gets plain settings: nothing that holds the model.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return True
-    plain = bool, int, float, str, type(None)
-    settings: dict[str, Any] = {"defaults": dict(optimizer.defaults)}
-    settings |= {k: v for k, v in vars(optimizer).items() if isinstance(v, plain)}
-    settings |= {f"_optimizer_step_{when}_hooks": {} for when in ("pre", "post")}
-    groups = optimizer.param_groups
-    group = next(g for g in groups if any(p is like for p in g["params"]))
-    if group.get("lr") is not None:  # zero at first, where it warms up
-        group = {**group, "lr": 1.0}
-    table = torch.arange(1.0, 25.0, device=like.device).sin().view(4, 6)
-
-    def stepped(*pieces: Tensor) -> list[Tensor]:
-        ours = [nn.Parameter(piece.clone()) for piece in pieces]
-        trial = object.__new__(type(optimizer))
-        vars(trial).update(settings, state=defaultdict(dict))
-        trial.param_groups = [{**group, "params": ours}]
-        for factor in (2.0, 3.0):
-            for each in ours:
-                each.grad = (each.detach() * factor).cos()
-            type(optimizer).step(trial, lambda: table.sum())
-        return [each.detach() for each in ours]
-
-    try:
-        (whole,) = stepped(table)
-        halves = [torch.cat(stepped(*table.chunk(2, axis)), axis) for axis in (0, 1)]
-    except Exception:  # it takes other parameters only, or more than an optimizer has
-        return False
-    return not all(torch.allclose(whole, each, 1e-3, 1e-5) for each in halves)
 
 
 def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
