@@ -45,13 +45,15 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return once(ctx, *gradients)
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "what a kernel's backward pass gives has no gradient of its own, as "
                 'create_graph=True wants it: fuse by backend="eager" in the schedule, '
                 "which writes PyTorch's operations"
             )
-        return once(ctx, *gradients)
+        return backward(ctx, *gradients)  # gradients are off, and the host spared
 
     return refusing
 
@@ -1044,7 +1046,7 @@ class LayerNormFunction(torch.autograd.Function):
         )
         return (
             *(
-                None if g is None else g.to(dtype)
+                g if g is None or g.dtype == dtype else g.to(dtype)
                 for g, dtype in zip(gradients, ctx.dtypes, strict=True)
             ),
             None,

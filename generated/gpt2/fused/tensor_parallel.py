@@ -260,7 +260,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids; what the ranks find is added up."""
-        check_parts(self)
+        check_parts(self, input)
         if world_size() == 1:
             return super().forward(input)
         rows, elsewhere = self.shard.looked_up(input)

@@ -1,6 +1,7 @@
 # Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
 """Refuses, in words, what would train other weights than the model's."""
 
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -11,8 +12,24 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .shards import are_alike, named_world, parts_in, rank, world_size
+
+# What these do to an element depends on nothing that another rank has.
+BY_ELEMENT = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
 
 
 def guard(module: Any) -> None:
@@ -35,7 +52,31 @@ def watch_registrations() -> tuple[Any, ...]:
     return (
         register_module_module_registration_hook(refuse_wrappers),
         register_module_parameter_registration_hook(refuse_reworked),
+        register_optimizer_step_pre_hook(look_at_optimizer),
     )
+
+
+def look_at_optimizer(optimizer: Any, *_: object) -> None:
+    """Before an optimizer's first step: looks whether it may take parts for weights.
+
+    Raises:
+        RuntimeError: It shares out the tensor-parallel ranks' parameters among them.
+    """
+    if torch.compiler.is_compiling() or vars(optimizer).get("knows_parts"):
+        return
+    optimizer.knows_parts = True
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if world_size() == 1 or not any(hasattr(p, "model_parallel") for p in parameters):
+        return
+    refuse_replicas(optimizer)
+    shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
+    if not (isinstance(optimizer, BY_ELEMENT) or shares_out):
+        warnings.warn(
+            f"`{type(optimizer).__name__}` is given this rank's parts of split weights: if "
+            "it does not go element by element, as AdamW does, it takes other steps than "
+            "for the original model",
+            stacklevel=2,
+        )
 
 
 def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
@@ -68,16 +109,23 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     before = next((c for n, c in parent.named_children() if n == name), None)
     if parametrized or is_adapter(module, before):
         refuse_beside_part(name, parent)
-    replicas, ranks = vars(parent).get("process_group"), dist.get_process_group_ranks
     can_save = hasattr(type(parent), "save_pretrained")
-    is_wrapper = isinstance(replicas, dist.ProcessGroup)
+    is_wrapper = isinstance(vars(parent).get("process_group"), dist.ProcessGroup)
     if not (can_save or is_wrapper) or not parts_in(module):
         return  # a slice of a list of layers, say, which a `forward` may take
     if can_save:
         vars(parent)["save_pretrained"] = partial(save_whole, parent)
-    if is_wrapper and len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
+    refuse_replicas(parent)
+
+
+def refuse_replicas(holder: Any) -> None:
+    """Refuses what would copy parts between ranks that it takes for replicas."""
+    replicas, ranks = vars(holder).get("process_group"), dist.get_process_group_ranks
+    if not isinstance(replicas, dist.ProcessGroup):
+        return
+    if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
         raise RuntimeError(
-            f"`{type(parent).__name__}` would take the tensor-parallel ranks for replicas "
+            f"`{type(holder).__name__}` would take the tensor-parallel ranks for replicas "
             "and copy one rank's parts over the others': give it the data-parallel group, "
             "or without replicas train the model itself (for Trainer and accelerate see "
             "slapo-rewrite's examples/trainer)"
@@ -92,18 +140,20 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
     return held and not {*module.parameters()} <= {*layer.parameters()}
 
 
-def check_parts(layer: Any) -> None:
+def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     """Refuses to run a layer in another group than its own, or of which ranks have copies.
 
     Where the first run finds the same weights on every rank, something has copied one
-    rank's part over those of the others, or all have drawn the same numbers.
+    rank's part over those of the others, or all have drawn the same numbers. Where it
+    finds other `ids` to look up, as does the first run in eval mode, the ranks have
+    taken batches of their own.
     """
     shard, world, size = layer.sharded_parameters["weight"], named_world(), world_size()
     if size == 1:  # `spectral_norm` goes on each time that the weight is read
         shard.check_group()
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
-    here = size, world.ranks, world.supposed, weight.shape
+    here = size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:
         return  # as in each run but the first
     part_size = shard.local_size()
@@ -117,22 +167,35 @@ def check_parts(layer: Any) -> None:
     if is_compiling or is_dtensor or weight.is_meta or world.supposed:
         return
     is_known, layer.known_parts = layer.known_parts is not None, here
-    if is_known or part_size == shard.size or dist.get_backend(world.group) == "fake":
+    if dist.get_backend(world.group) == "fake":
+        return
+    if ids is not None and not are_alike(summary(ids.reshape(-1).double())):
+        raise RuntimeError(
+            "the ranks look up other ids each, and those that share layers take the same "
+            "batch: give each the batch of its data-parallel rank (for Trainer and "
+            "accelerate, which take all ranks for replicas, see slapo-rewrite's "
+            "examples/trainer)"
+        )
+    if is_known or part_size == shard.size:
         return
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
-    table, sums = weight.reshape(len(weight), -1), [weight.float().norm().double()]
-    for axis in (0, 1):  # parts of an identity differ by place alone
-        line = table.sum(axis, dtype=torch.float64)
-        sums += [line.sum(), line @ torch.arange(len(line)).to(line)]
-    if are_alike(torch.stack(sums)):
+    table, norm = weight.reshape(len(weight), -1), weight.float().norm().double()
+    lines = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
+    if are_alike(torch.cat([norm.reshape(1), *map(summary, lines)])):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
             "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
             "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
             "with `loading.build`"
         )
+
+
+def summary(line: Tensor) -> Tensor:
+    """What tells numbers apart, by place too, as do the rows of an identity: (3,)."""
+    places = torch.arange(len(line)).to(line)
+    return torch.stack([line.new_tensor(len(line)), line.sum(), line @ places])
 
 
 def note_whose_parts(

@@ -88,8 +88,18 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     model.load_state_dict(whole)
+    take_parameters(model, original)
     take_buffers(model, dict(original.named_buffers()))
     return model
+
+
+def take_parameters(model: nn.Module, original: nn.Module) -> None:
+    """Takes over parameters as they are, which a hook of the model's own may change."""
+    local = to_local(model, dict(original.named_parameters()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in local:
+                parameter.copy_(local[name])
 
 
 def take_buffers(model: nn.Module, full: Mapping[str, Tensor]) -> None:

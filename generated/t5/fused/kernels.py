@@ -43,13 +43,15 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return once(ctx, *gradients)
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "what a kernel's backward pass gives has no gradient of its own, as "
                 'create_graph=True wants it: fuse by backend="eager" in the schedule, '
                 "which writes PyTorch's operations"
             )
-        return once(ctx, *gradients)
+        return backward(ctx, *gradients)  # gradients are off, and the host spared
 
     return refusing
 
