@@ -48,17 +48,19 @@ def _forget(modules: set[str]) -> None:
     for name in modules & sys.modules.keys():
         for cache in _caches_in(name):
             cache.cache_clear()
-    for cache in _caches_beside(frozenset(modules)):
+    for cache in _caches_beside(frozenset(sys.modules[n] for n in modules & sys.modules.keys())):
         cache.cache_clear()
 
 
 @functools.cache
-def _caches_beside(modules: frozenset[str]) -> list[functools._lru_cache_wrapper[Any]]:
+def _caches_beside(
+    modules: frozenset[types.ModuleType],
+) -> list[functools._lru_cache_wrapper[Any]]:
     """The caches of libraries that modules use.
 
     A number that is followed equals the plain one, or one of another run, that einops remembers.
     """
-    near = _used_by(modules)
+    near = _used_by({module.__name__ for module in modules})
     return [cache for name in sorted(near | _used_by(near)) for cache in _caches_in(name)]
 
 

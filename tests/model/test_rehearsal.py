@@ -255,7 +255,8 @@ def schedule(s):
 def test_a_cache_is_filled_as_in_ordinary_training(monkeypatch, tmp_path):
     """One by a name that nobody knows, which a checkpointed layer fills twice, is seen."""
     monkeypatch.setattr(recomputation, "names_of_caches", lambda module: ())
-    monkeypatch.setattr(recomputation, "_change", lambda *_: None)
+    monkeypatch.setattr(recomputation, "carried_over", lambda *_: None)
+    monkeypatch.setattr(recomputation, "change_of_given", lambda *_: None)
     file = tmp_path / "all.py"
     file.write_text(LAYERS_OF_LLAMA)
     with pytest.raises(errors.RewriteError, match="in one process it fails"):
