@@ -189,8 +189,6 @@ def test_hooks_inside_run_twice(tmp_path, statement):
         ("x[:, 0] = 0", "`x[:, 0]`"),
         ("kept = args[0]; kept.update(h)", "`kept`"),
         ("self.calls += 1", "`self.calls`"),
-        ("self.train(not self.training)", "`self`"),
-        ("self.down.eval()", "`self.down`"),
         ("kept = x[:1]; kept.zero_()", "`kept`"),
         ("size = x.shape[0]; size += 1", None),
         ("x = x * 1; x += 1", None),
@@ -210,6 +208,23 @@ def test_what_would_be_changed_twice_is_refused(tmp_path, statement, changed):
     else:
         words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
         assert f"`forward` changes {changed} in place, and would do so twice" in words
+
+
+@pytest.mark.parametrize("switched", ["self", "self.down"])
+@pytest.mark.parametrize("helper", [False, True])
+def test_what_switches_a_mode_is_refused(tmp_path, switched, helper):
+    source = NET.format(norm="LayerNorm", update="pass")
+    statement = f"{switched}.train(not {switched}.training)"
+    if helper:
+        method = f"    def turn(self):\n        {statement}\n\n    def forward(self, x, *args)"
+        source = source.replace("    def forward(self, x, *args)", method)
+    called = "self.turn()" if helper else statement
+    source = source.replace(
+        "        return x + self.down(h)", f"        {called}\n        return x + self.down(h)"
+    )
+    words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+    assert f"`{'turn' if helper else 'forward'}` switches the mode of `{switched}`" in words
+    assert "checkpoint modules inside this one" in words
 
 
 VARYING = {
