@@ -32,6 +32,7 @@ _Values = frozenset[object]
 _NONE: _Values = frozenset()
 # What a value is called that was handed on by one way alone, and one that is part of another.
 HANDED, PART = "handed", "part"
+DEEPEST = 2  # elements in elements; what is in these is taken for the same
 ANY_OF_SELF = "self.*"  # the attribute of a name that is worked out
 
 
@@ -183,7 +184,7 @@ class Handed:
         if is_added or not state.handed:
             return
 
-        handed = state.handed | _parts(state.handed)
+        handed = _with_parts(state.handed)
 
         def root(expr: ast.expr) -> str | None:
             values = self._values(expr, state)
@@ -252,8 +253,7 @@ class Handed:
                 # what a configuration says, and is told afterwards.
                 values = self._values(value, state)
                 return (self._whole(values) - values) | _parts(values)
-        values = self._whole(state.of(key))
-        return values | _parts(values)
+        return _with_parts(self._whole(state.of(key)))
 
     def _holding(self, parts: Iterable[ast.expr], state: _State) -> _Values:
         """A new value that holds others."""
@@ -279,12 +279,20 @@ class Handed:
 
 
 def _parts(values: _Values) -> _Values:
-    """What stands for an element of each of some values, or for a part of that."""
-    return frozenset(each if _is_part(each) else (PART, each) for each in values)
+    """What stands for an element of each of some values; of one inside of an element, for that."""
+    return frozenset(each if _depth(each) == DEEPEST else (PART, each) for each in values)
 
 
-def _is_part(value: object) -> bool:
-    return isinstance(value, tuple) and value[0] == PART
+def _with_parts(values: _Values) -> _Values:
+    """Some values, and what stands for their elements, and for what is in these."""
+    for _ in range(DEEPEST):
+        values |= _parts(values)
+    return values
+
+
+def _depth(value: object) -> int:
+    """How many elements deep in another a value is."""
+    return (value[0] == PART) + _depth(value[1]) if isinstance(value, tuple) else 0
 
 
 def _is_made(function: ast.expr) -> bool:
