@@ -9,11 +9,12 @@ from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.names import is_name
 
 CHANGED = {
-    "hs = give(x)[1]\ntake(hs)\nhs[0].add_(1)": "hs[0]",
-    "hs = give(x)[1]\ntake(hs[0])\nhs[0].add_(1)": "hs[0]",
-    "hs = give(x)[1]\ntake(hs[0])\nhs[0][1][2].add_(1)": "hs[0][1][2]",
+    "v = x[y]\ntake(x[0][1])\nv.add_(1)": "v",
+    "out = self.give(x)\nhs = out[1]\ntake(hs)\nhs[0].add_(1)": "hs[0]",
+    "out = self.give(x)\nhs = out[1]\ntake(hs[0])\nhs[0].add_(1)": "hs[0]",
+    "out = self.give(x)\nhs = out[1]\ntake(hs[0])\nhs[0][1][2].add_(1)": "hs[0][1][2]",
     "take(x)\nx[0][1][2][3].add_(1)": "x[0][1][2][3]",
-    "hs = give(x)[1]\nv = hs[y]\ntake(hs[0])\nv.add_(1)": "v",
+    "out = self.give(x)\nhs = out[1]\nv = hs[y]\ntake(hs[0])\nv.add_(1)": "v",
     "ctx = {}\ny = take(ctx)\nctx['k'] = y": "ctx['k']",
     "ctx = {}\ny = take(x, ctx=ctx)\nctx.update(k=y)": "ctx",
     "ctx = {}\nother = ctx\ny = take(ctx)\nother['k'] = y": "other['k']",
@@ -93,7 +94,7 @@ LEFT = [
     "x = x * 2\nz = take(x)\nz += 1",
     "hs = [x]\ntake(*hs)\nhs.append(y)",
     "take(y[-2])\ny.append(x)",
-    "hs = give(x)[1]\ntake(hs[-2])\nhs.append(x)",
+    "out = self.give(x)\nhs = out[1]\ntake(hs[-2])\nhs.append(x)",
     "y, z = take(x.mul_(2)), 1",
     "for n in y:\n    x += n\n    x, n = take(x)",
     "for n in y:\n    x = take(x)\nx += 1",

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from slapo_rewrite.emit.explanation import explain
 from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.lowering import lower
+from slapo_rewrite.sharding.placements import Flow, PlacementError, State
 from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
@@ -562,3 +564,11 @@ def test_what_runs_over_all_parts_may_be_dropped_unread(tmp_path):
 def test_what_runs_over_all_parts_may_not_be_kept_or_read(inside, behind, tmp_path):
     source = AVERAGED.replace("INSIDE", inside).replace("BEHIND", behind)
     refused(tmp_path, source, OF_HEADS, "SR104")
+
+
+def test_what_was_dropped_unread_may_not_be_read_on_a_rank():
+    flow, average = Flow(), torch.zeros(2)
+    flow.set(average, State(wrong=PlacementError("`mean` runs over all parts")))
+    with pytest.raises(PlacementError, match="runs over all parts"):
+        flow.of(average)
+    assert flow.knows(average)
