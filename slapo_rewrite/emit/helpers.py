@@ -29,7 +29,7 @@ from slapo_rewrite.schedule.load import ScheduleFile
 
 # Each module after those that it needs.
 RUNTIME_ORDER = (
-    "annotations", "remaking", "recomputation", "shards", "guards", "packed_axes",
+    "annotations", "remaking", "recomputation", "shards", "copies", "guards", "packed_axes",
     "tensor_parallel", "vocab_parallel_loss", "rng", "conv1d", "replicated", "grouped_query",
     "convolution", "embedding_bag", "multihead_attention", "transformer_layers", "normalization",
     "mixed_norms", "mixed_precision", "mixed_conv1d", "mixed_attention", "mixed_parallel",

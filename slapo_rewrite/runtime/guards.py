@@ -13,6 +13,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .copies import compare_gradients, note_gradients
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
 # What these do to an element depends on nothing that another rank has.
@@ -56,17 +57,20 @@ def watch_registrations() -> tuple[Any, ...]:
 
 
 def look_at_optimizer(optimizer: Any, *_: object) -> None:
-    """Before an optimizer's first step: looks whether it may take parts for weights.
+    """Before an optimizer's step: looks whether it may take parts for weights.
 
     Raises:
         RuntimeError: It shares out the tensor-parallel ranks' parameters among them.
     """
-    if torch.compiler.is_compiling() or vars(optimizer).get("knows_parts"):
+    if torch.compiler.is_compiling() or world_size() == 1:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(hasattr(p, "model_parallel") for p in parameters):
+        return
+    note_gradients(parameters)
+    if vars(optimizer).get("knows_parts"):
         return
     optimizer.knows_parts = True
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if world_size() == 1 or not any(hasattr(p, "model_parallel") for p in parameters):
-        return
     refuse_replicas(optimizer)
     shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
     if not (isinstance(optimizer, BY_ELEMENT) or shares_out):
@@ -153,8 +157,9 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
     here = size, world.ranks, world.supposed, weight.shape, layer.training
-    if not is_compiling and layer.known_parts == here:
-        return  # as in each run but the first
+    if not is_compiling and layer.known_parts == here:  # as in each run but the first
+        compare_gradients()
+        return
     part_size = shard.local_size()
     if weight.shape[shard.axis] != part_size:
         raise RuntimeError(
@@ -165,9 +170,9 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     is_dtensor = hasattr(weight, "full_tensor")
     if is_compiling or is_dtensor or weight.is_meta or world.supposed:
         return
-    is_known, layer.known_parts = layer.known_parts is not None, here
     if dist.get_backend(world.group) == "fake":
         return
+    is_known, layer.known_parts = layer.known_parts is not None, here
     if ids is not None and not are_alike(summary(ids.reshape(-1).double())):
         raise RuntimeError(
             "the ranks look up other ids each, and those that share layers take the same "

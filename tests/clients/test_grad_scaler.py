@@ -49,7 +49,7 @@ def train(model: nn.Module, scaler: GradScaler, batches: torch.Tensor, last: boo
     return scales
 
 
-def check(replicas: int) -> None:
+def check(replicas: int, kind: type[GradScaler]) -> None:
     torch.manual_seed(0)
     batches = torch.randn(4, 8, 6)
     sizes = replicas, dist.get_world_size() // replicas
@@ -60,26 +60,30 @@ def check(replicas: int) -> None:
         whole = make()
         scales = train(whole, GradScaler("cpu", init_scale=1024.0), batches, True)
     assert scales == [1024.0, 512.0, 512.0, 512.0]
-    for kind in (GradScaler, ShardedGradScaler):
-        torch.manual_seed(1)
-        model = loading.build(make)
-        data = mesh["data"].get_local_rank()
-        if replicas > 1:
-            for layer in (model[0], model[2], model):
-                fully_shard(layer, mesh=mesh["data"])
-        last = shards.rank() == shards.world_size() - 1 and data == replicas - 1
-        own = batches.chunk(replicas, 1)[data]
-        found = train(model, kind("cpu", init_scale=1024.0), own, last)
-        if kind is ShardedGradScaler:
-            assert found == scales
-            state = loading.full_state_dict(model)
-            for name, tensor in whole.state_dict().items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
-        else:  # what it is for: by torch's own one, one group of ranks steps and the other not
-            assert (found == scales) == (shards.rank() == shards.world_size() - 1)
+    torch.manual_seed(1)
+    model = loading.build(make)
+    data = mesh["data"].get_local_rank()
+    if replicas > 1:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh["data"])
+    last = shards.rank() == shards.world_size() - 1 and data == replicas - 1
+    own = batches.chunk(replicas, 1)[data]
+    scaler = kind("cpu", init_scale=1024.0)
+    if kind is ShardedGradScaler:
+        assert train(model, scaler, own, last) == scales
+        state = loading.full_state_dict(model)
+        for name, tensor in whole.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+    elif replicas == 1:  # what it is for: by torch's own one, one rank steps and the other not
+        with pytest.raises(RuntimeError, match=r"have trained otherwise .* ShardedGradScaler"):
+            train(model, scaler, own, last)
+    else:  # one group of ranks
+        found = train(model, scaler, own, last)
+        assert (found == scales) == (shards.rank() == shards.world_size() - 1)
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("kind", [ShardedGradScaler, GradScaler])
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
-def test_all_ranks_skip_a_step_together(world, replicas):
-    run(check, world, replicas)
+def test_all_ranks_skip_a_step_together(world, replicas, kind):
+    run(check, world, replicas, kind)

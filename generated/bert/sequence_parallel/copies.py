@@ -1,0 +1,60 @@
+# Written by slapo-rewrite 0.2.0 for modeling_bert.py; rewrite.json says from what.
+"""Looks, as training goes on, whether ranks train alike what each has a copy of."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .shards import named_world, world_size
+
+ALIKE = 1e-4  # what a GPU adds up in another order differs by less, in proportion
+# By process group, how often layers have run: ranks run them alike, but steps of an
+# optimizer they may skip. And the norms of the gradients of copies, at an optimizer's
+# step since the ranks compared them last.
+runs: dict[Any, int] = {}
+norms: dict[Any, list[float]] = {}
+
+
+def note_gradients(parameters: Iterable[Any]) -> None:
+    """Before an optimizer's step: notes the gradients of what each rank has a copy of."""
+    group = named_world().group or dist.group.WORLD
+    if group in norms:
+        return
+    given = [p.grad for p in parameters if not hasattr(p, "model_parallel")]
+    copies = [g for g in given if g is not None and not hasattr(g, "full_tensor")]
+    if copies := [g for g in copies if g.layout is torch.strided]:
+        each = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in copies]
+        norms[group] = torch.stack(each).tolist()
+
+
+def compare_gradients() -> None:
+    """When a layer runs: at times, the ranks compare what their optimizers have found.
+
+    Raises:
+        RuntimeError: None of these gradients is alike on the ranks.
+    """
+    group = named_world().group or dist.group.WORLD
+    runs[group] = count = runs.get(group, 0) + 1
+    if count & (count - 1):  # at the 2nd run, the 4th, the 8th ...
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # a graph holds no such comparison
+    everyones: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyones, norms.pop(group, []), group)
+    differ = [max(n) - min(n) > ALIKE * max(n) for n in zip(*everyones, strict=False)]
+    if len({*map(len, everyones)}) > 1 or (differ and all(differ)):
+        raise RuntimeError(
+            "the ranks have trained otherwise what each has a copy of: they have left out "
+            "other steps, or scaled by a norm of their own, as torch.nn.utils."
+            "clip_grad_norm_ does. Clip by `tensor_parallel.clip_grad_norm_(model, "
+            "max_norm)`, and scale by torch's ShardedGradScaler"
+        )
+    if any(differ):
+        warnings.warn(
+            f"{sum(differ)} gradients of what each rank has a copy of differ between the "
+            "ranks: those that share layers have to take the same batches",
+            stacklevel=3,
+        )

@@ -1,0 +1,94 @@
+"""Ranks that train otherwise what each has a copy of are told so, by the fourth batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_ as clip_by_torch
+
+from slapo_rewrite.runtime import loading, shards
+from slapo_rewrite.runtime.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    clip_grad_norm_,
+)
+from tests.processes import run
+
+STEPS = 5
+
+
+def make() -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(6), ColumnParallelLinear(6, 10), nn.ReLU(), RowParallelLinear(10, 6)
+    )
+
+
+def train(model: nn.Module, clip: Callable[[nn.Module], None], skipped: int = STEPS) -> None:
+    """A few steps; the optimizer leaves one out."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        model(torch.randn(8, 6)).square().sum().backward()
+        clip(model)
+        if step != skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_torch(model: nn.Module) -> None:
+    clip_by_torch(model.parameters(), 1.0)
+
+
+def by_the_whole(model: nn.Module) -> None:
+    clip_grad_norm_(model, 1.0)
+
+
+def not_at_all(model: nn.Module) -> None:
+    pass
+
+
+def check_what_trains_alike() -> None:
+    warnings.simplefilter("error")
+    for clip in (by_the_whole, not_at_all):
+        torch.manual_seed(0)
+        model = loading.build(make)
+        train(model, clip)
+        train(copy.deepcopy(model), clip)
+
+
+def check_what_does_not(clip: Callable[[nn.Module], None], skipped: int) -> None:
+    torch.manual_seed(0)
+    model = loading.build(make)
+    with pytest.raises(RuntimeError, match=r"trained otherwise .* by `tensor_parallel.clip"):
+        train(model, clip, skipped if shards.rank() == 0 else STEPS)
+
+
+def check_other_batches() -> None:
+    torch.manual_seed(0)
+    model = loading.build(make)
+    torch.manual_seed(shards.rank())
+    with pytest.warns(UserWarning, match=r"1 gradients of what each rank .* the same batches"):
+        train(model, not_at_all)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_trains_as_in_one_process_is_not_refused(world: int) -> None:
+    run(check_what_trains_alike, world)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("clip", "skipped"), [(by_torch, STEPS), (not_at_all, 0)])
+def test_ranks_that_train_copies_otherwise_are_refused(
+    clip: Callable[[nn.Module], None], skipped: int
+) -> None:
+    run(check_what_does_not, 2, clip, skipped)
+
+
+@pytest.mark.processes
+def test_batches_of_their_own_are_told_of() -> None:
+    run(check_other_batches, 2)
