@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from .guards import check_parts, guard, own_size
+from .guards import check_parts, guard
 from .shards import (
     Parts,
     Shard,
@@ -245,11 +244,9 @@ def clip_grad_norm_(
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
     if parameters and world_size() > 1:
-        norm = norm.to(parameters[0].grad.device)
-        if norm_type == float("inf"):
-            norm = sum_parts(norm, dist.ReduceOp.MAX)
-        else:
-            norm = sum_parts(norm**norm_type) ** (1 / norm_type)
+        norm = norm.to(parameters[0].grad.device).reshape(1)
+        norms = Shard(0, world_size()).gather(norm)
+        norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
@@ -326,8 +323,6 @@ class ColumnParallelLinear(nn.Linear):
             that is done once for several layers.
         gather_output: Return (..., F) on every rank.
     """
-
-    out_features = own_size("out_features")
 
     def __init__(
         self,
@@ -449,8 +444,6 @@ class VocabParallelEmbedding(nn.Embedding):
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
     that id's row in this rank's part, None where another rank holds it.
     """
-
-    num_embeddings = own_size("num_embeddings")
 
     def __init__(
         self,

@@ -100,8 +100,11 @@ def check(folder: Path, name: str) -> None:
             assert (logits(model) - logits(whole)).abs().max() < 1e-8
         return
     whole, model = pair()
-    with pytest.raises(RuntimeError, match=r"call `resize_token_embeddings` on the original"):
-        resize(model)
+    loading = importlib.import_module(f"{name}_embedding.loading")
+    resize(model)
+    for use in (logits, loading.full_state_dict):
+        with pytest.raises(RuntimeError, match=r"this rank.s part, 52 long: replace, resize"):
+            use(model)
     whole, model = pair()
     logits(model)
     put_another_in_and_tie(model)
