@@ -143,9 +143,9 @@ class Shard:
         size = self.local_size()
         if part.shape[self.axis] != size:
             raise RuntimeError(
-                f"a tensor of shape {list(part.shape)} has come in the place of this "
-                f"rank's part, {size} long: replace, resize and tie embeddings in the "
-                "original, in one process, and load what it saves"
+                f"{list(part.shape)} has come in the place of this rank's part, of whose "
+                f"axis {self.axis} there are {size} of {self.size}: replace, resize and tie "
+                "embeddings in the original, in one process, and load what it saves"
             )
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
