@@ -19,20 +19,6 @@ BY_ELEMENT = (
 )  # fmt: skip
 
 
-def guard(module: Any) -> None:
-    """Guards a module that holds parts against what takes them for the whole."""
-    look_again(module)
-    module.register_state_dict_post_hook(note_whose_parts)
-    module.register_load_state_dict_post_hook(look_again)
-    if world_size() > 1:
-        watch_registrations()
-
-
-def look_again(module: Any, *_: object) -> None:
-    """Has the next run of a layer look at its weights: they are new."""
-    module.known_parts = None
-
-
 @cache
 def watch_registrations() -> tuple[Any, ...]:
     """From the first call on, what is put into a module is looked at first."""
@@ -93,12 +79,11 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     if parametrized or is_adapter(module, before):
         refuse_beside_part(name, parent)
     can_save = hasattr(type(parent), "save_pretrained")
-    is_wrapper = isinstance(vars(parent).get("process_group"), dist.ProcessGroup)
-    if not (can_save or is_wrapper) or not parts_in(module):
-        return  # a slice of a list of layers, say, which a `forward` may take
-    if can_save:
-        vars(parent)["save_pretrained"] = partial(save_whole, parent)
-    refuse_replicas(parent)
+    # Looked into is no slice of a list of layers, say, which a `forward` may take.
+    if (can_save or "process_group" in vars(parent)) and parts_in(module):
+        if can_save:
+            vars(parent)["save_pretrained"] = partial(save_whole, parent)
+        refuse_replicas(parent)
 
 
 def refuse_replicas(holder: Any) -> None:
@@ -109,9 +94,8 @@ def refuse_replicas(holder: Any) -> None:
     if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
         raise RuntimeError(
             f"`{type(holder).__name__}` would take the tensor-parallel ranks for replicas "
-            "and copy one rank's parts over the others': give it the data-parallel group, "
-            "or without replicas train the model itself (for Trainer and accelerate see "
-            "slapo-rewrite's examples/trainer)"
+            "and copy parts over others: give it the data-parallel group, or train the "
+            "model itself (for Trainer and accelerate see slapo-rewrite's examples/trainer)"
         )
 
 
@@ -139,7 +123,7 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     here = size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:
         return  # as in each run but the first
-    shard.check_part(weight)
+    shard.sizes_with(weight)
     is_dtensor = hasattr(weight, "full_tensor")
     if is_compiling or is_dtensor or weight.is_meta or world.supposed:
         return
@@ -186,9 +170,8 @@ def note_whose_parts(
         # transformers asks a model on the meta device what it is to read.
         if part.is_meta and not is_made:
             raise RuntimeError(
-                "`from_pretrained` reads whole tensors, and this rank holds parts: build "
-                "the model and use `loading.load_pretrained(model, path)`, of a model "
-                "rewritten `--with load_pretrained`"
+                "`from_pretrained` reads whole tensors, and this rank holds parts: use "
+                "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
         # The checkpoint asks the one first; the other keeps both out of pickles.
         vars(part).update(__create_write_items__=_refuse_checkpoint, __getstate__=dict)
@@ -198,7 +181,7 @@ def _refuse_checkpoint(name: str, part: Tensor) -> None:
     """Stops torch.distributed.checkpoint from keeping one rank's part as the whole."""
     raise RuntimeError(
         f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's part only: save `loading.full_state_dict(model)`, on every rank, or the "
+        "rank's only: save `loading.full_state_dict(model)`, on every rank, or the "
         "`sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
     )
 
@@ -209,9 +192,8 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
         raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: use "
-            "`loading.save_pretrained(model, path)` on every rank, of a model rewritten "
-            "`--with save_pretrained`; or let one rank write with "
-            "`state_dict=loading.full_state_dict(model)`, which every rank calls"
+            "`model.save_pretrained` would write this rank's parts only: give it "
+            "`state_dict=loading.full_state_dict(model)`, which every rank calls, or use "
+            "`loading.save_pretrained` of a model rewritten `--with save_pretrained`"
         )
     return type(model).save_pretrained(model, *args, **kwargs)

@@ -135,9 +135,10 @@ def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
     """
     local = to_local(model, full)
     for name, own in named_tensors(model):
-        if name in local and local[name].shape == own.shape:
-            if not torch.equal(local[name].to_dense(), own.to_dense()):  # or sparse
-                own.copy_(local[name])
+        part = local.get(name, own)
+        is_other = not torch.equal(part.to_dense(), own.to_dense())  # some are sparse
+        if is_other and part.shape == own.shape:
+            own.copy_(part)
 
 
 def starting_as_originals(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -138,16 +138,6 @@ class Shard:
                 "group before it runs, and `init_process_group` before it is built"
             )
 
-    def check_part(self, part: Tensor) -> None:
-        """Refuses what is not as long as this rank's part."""
-        size = self.local_size()
-        if part.shape[self.axis] != size:
-            raise RuntimeError(
-                f"{list(part.shape)} has come in the place of this rank's part, of whose "
-                f"axis {self.axis} there are {size} of {self.size}: replace, resize and tie "
-                "embeddings in the original, in one process, and load what it saves"
-            )
-
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Where what a rank holds lies on the full axis."""
         sizes = part_sizes(self.size, self.multiple_of)
@@ -162,6 +152,17 @@ class Shard:
     def local_size(self) -> int:
         """The axis's size in this rank's part."""
         return self.sizes()[rank()]
+
+    def sizes_with(self, part: Tensor) -> list[int]:
+        """The same of every rank; refuses a `part` that is not as long as this rank's."""
+        sizes = self.sizes()
+        if part.shape[self.axis] != sizes[rank()]:
+            raise RuntimeError(
+                f"{list(part.shape)} has come in the place of this rank's part, of which "
+                f"axis {self.axis} has {sizes[rank()]} of {self.size}: replace, resize and "
+                "tie embeddings in the original, in one process, and load what it saves"
+            )
+        return sizes
 
     def looked_up(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Where rows with these numbers lie in this rank's part, and which are elsewhere.
@@ -191,8 +192,7 @@ class Shard:
         self.check_group()
         if world_size() == 1:
             return part
-        self.check_part(part)
-        return self.joined(gather_parts(part, self.axis, self.sizes()))
+        return self.joined(gather_parts(part, self.axis, self.sizes_with(part)))
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """The full tensor, from the parts of all ranks."""

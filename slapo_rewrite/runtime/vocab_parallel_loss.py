@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .shards import Shard, sum_parts
+from .shards import Shard, rank, sum_parts
 from .tensor_parallel import all_reduce, gather
 
 
@@ -116,8 +116,8 @@ def cross_entropy_of_parts(
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
     if shard.is_full(input):
         return nn.functional.cross_entropy(input, target, **options)
-    shard.check_part(input)
-    logits = input.movedim(shard.axis, -1).reshape(-1, shard.local_size())
+    held = shard.sizes_with(input)[rank()]
+    logits = input.movedim(shard.axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     logits = logits - sum_parts(logits.detach().amax(-1, True), dist.ReduceOp.MAX)

@@ -481,7 +481,7 @@ def check_parts_of_other_ranks():
     before = layer.weight.clone()
     for rank, state in enumerate(of_all if world > 1 else []):
         if rank != tp.rank():
-            words = f"part of rank {rank} of {world}, and this is rank {tp.rank()} of {world}"
+            words = f"part of rank {rank} of {world}, and this is rank {tp.rank()} of {world};"
             with pytest.raises(ValueError, match=words):
                 layer.load_state_dict(state)
     smaller = nn.Linear(6, 12 // world).state_dict()
