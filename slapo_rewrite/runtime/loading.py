@@ -75,16 +75,12 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     divided = shards(model)
     full = dict(named)
     for name in sorted(named):  # all ranks must gather in the same order
-        full[name] = gathered(named[name], divided.get(name))
+        part = named[name]
+        if hasattr(part, "full_tensor"):  # FSDP2 divides it further, over the replicas
+            part = part.full_tensor()
+        full[name] = divided[name].gather(part) if name in divided else part
     full = under_original_names(model, full)  # for weights
     return full
-
-
-def gathered(part: Tensor, shard: Shard | None) -> Tensor:
-    """The full tensor, from this rank's part of it."""
-    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
-        part = part.full_tensor()
-    return part if shard is None else shard.gather(part)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -96,7 +92,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
         note.pop("mapped", None)  # for weights
-    state.clear()
+    state.clear()  # for weights
     state.update(full)
     return state
 
@@ -476,7 +472,7 @@ def gather_into(memory: Tensor, part: Tensor, shard: Shard | None) -> Tensor:
         shape[shard.axis], axis = shard.size, int(shard.axis == 0)
     full = memory.view(shape)
     if shard is None or axis == part.dim():  # nothing to be cut along
-        return full.copy_(gathered(part, shard))
+        return full.copy_(part if shard is None else shard.gather(part))
     length = max(1, PIECE * shape[axis] // max(1, full.nbytes))
     pieces = torch.split(part, length, axis), torch.split(full, length, axis)
     for piece, place in zip(*pieces, strict=True):

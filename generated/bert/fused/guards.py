@@ -80,7 +80,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     if parametrized or is_adapter(module, before):
         refuse_beside_part(name, parent)
     can_save = hasattr(type(parent), "save_pretrained")
-    # Looked into is no slice of a list of layers, say, which a `forward` may take.
+    # A slice of a list of layers, which a `forward` may take, is not looked into.
     if (can_save or "process_group" in vars(parent)) and parts_in(module):
         if can_save:
             vars(parent)["save_pretrained"] = partial(save_whole, parent)

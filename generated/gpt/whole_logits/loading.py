@@ -43,15 +43,11 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     divided = shards(model)
     full = dict(named)
     for name in sorted(named):  # all ranks must gather in the same order
-        full[name] = gathered(named[name], divided.get(name))
+        part = named[name]
+        if hasattr(part, "full_tensor"):  # FSDP2 divides it further, over the replicas
+            part = part.full_tensor()
+        full[name] = divided[name].gather(part) if name in divided else part
     return full
-
-
-def gathered(part: Tensor, shard: Shard | None) -> Tensor:
-    """The full tensor, from this rank's part of it."""
-    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
-        part = part.full_tensor()
-    return part if shard is None else shard.gather(part)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -62,7 +58,6 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     # were does not.
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
-    state.clear()
     state.update(full)
     return state
 
