@@ -193,8 +193,8 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
         raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: give it "
-            "`state_dict=loading.full_state_dict(model)`, which every rank calls, or use "
-            "`loading.save_pretrained` of a model rewritten `--with save_pretrained`"
+            "`model.save_pretrained` would write this rank's parts only: let one rank "
+            "write with `state_dict=loading.full_state_dict(model)`, which all call, or "
+            "use `loading.save_pretrained` of a model rewritten `--with save_pretrained`"
         )
     return type(model).save_pretrained(model, *args, **kwargs)
