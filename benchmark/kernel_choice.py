@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slapo_rewrite.model.kernel_samples import Maker, Sample, results, sampled, samples
+from slapo_rewrite.model.kernel_samples import SAMPLES, Maker, Sample, results, samples
 from slapo_rewrite.simulate.hardware import known_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +140,7 @@ def measurements(only: str, tiny: bool, timer: Timer, cache_bytes: int, deadline
     """A row for each function, dtype and width."""
     for dtype in DTYPES:  # all of what is trained in first
         for function, width in (
-            (f, w) for f in sampled() if f.startswith(only) for w in widths(f, tiny)
+            (f, w) for f in SAMPLES if f.startswith(only) for w in widths(f, tiny)
         ):
             if time.monotonic() > deadline:
                 print(f"{function}: out of time", file=sys.stderr)

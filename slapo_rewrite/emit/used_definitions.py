@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from slapo_rewrite.code.blocks import first_line
-from slapo_rewrite.code.dataflow import names_in
-from slapo_rewrite.code.file import lines_of
+from slapo_rewrite.code.dataflow import names_in, uses_of
+from slapo_rewrite.code.file import SourceFile, lines_of
 from slapo_rewrite.code.import_lines import import_line
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.code.text import bound_by
 from slapo_rewrite.groups import grouped
 
@@ -109,10 +112,10 @@ def with_features(text: str, features: Collection[str]) -> str:
     """
     lines = text.split("\n")
     marks = {n: found[1] for n, line in enumerate(lines, 1) if (found := MARK.search(line))}
-    lines = [MARK.sub("", line) for line in lines]
     idle = {n for n, feature in marks.items() if feature not in features}
-    left_out = set(idle)
-    nodes = [*ast.walk(ast.parse(text))] if idle else []
+    left_out, outwards, edits = set(idle), Counter[int](), list[Edit]()
+    file = SourceFile(Path(), "runtime", text, ast.parse(text))
+    nodes = [*ast.walk(file.tree)] if idle else []
     classes = {each: node for node in nodes if isinstance(node, ast.ClassDef) for each in node.body}
     for node in nodes:
         if isinstance(node, ast.stmt) and node.lineno in idle:
@@ -120,20 +123,18 @@ def with_features(text: str, features: Collection[str]) -> str:
             if isinstance(node, ast.If) and node.orelse:
                 stays = range(node.orelse[0].lineno, (node.end_lineno or 0) + 1)
                 left_out.difference_update(stays)
-                for n in stays:
-                    lines[n - 1] = lines[n - 1].removeprefix("    ")
+                outwards.update(stays)
         if isinstance(node, ast.FunctionDef):
             defaults = zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
             given = (*defaults, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
             for name, default in ((a.arg, d) for a, d in given if a.lineno in idle and d):
                 for owner in (node, classes.get(node, node)):
                     left_out.update(_told_of(name, owner, lines))
-                for use in ast.walk(node):
-                    if not (isinstance(use, ast.Name) and use.id == name):
-                        continue
-                    line, start, end = lines[use.lineno - 1], use.col_offset, use.end_col_offset
-                    lines[use.lineno - 1] = line[:start] + ast.unparse(default) + line[end:]
-    return "\n".join(line for n, line in enumerate(lines, 1) if n not in left_out)
+                written = ast.unparse(default)
+                edits += [Edit.instead_of(file, use, written) for use in uses_of(node, name)]
+    lines = [MARK.sub("", line) for line in apply_edits(text, edits)[0].split("\n")]
+    kept = (n for n in range(1, len(lines) + 1) if n not in left_out)
+    return "\n".join(lines[n - 1].removeprefix("    " * outwards[n]) for n in kept)
 
 
 def _told_of(name: str, owner: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterator[int]:

@@ -166,7 +166,7 @@ def _linear_losses(m: Maker) -> list[Sample]:
 
 
 # By the name of the function; the first sample of each is what is timed.
-_SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
+SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
     "rms_norm": _norms,
     "residual_rms_norm": _residual_norms,
     "residual_layer_norm": _layer_norms,
@@ -196,16 +196,11 @@ _SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
 }
 
 
-def sampled() -> tuple[str, ...]:
-    """The functions that there are inputs for."""
-    return tuple(_SAMPLES)
-
-
 def samples(function: str, maker: Maker) -> list[Sample]:
     """Calls of a function with its options, from the same random numbers at every call."""
     with torch.random.fork_rng(), torch.device(maker.device):
         torch.manual_seed(0)
-        return _SAMPLES[function](maker)
+        return SAMPLES[function](maker)
 
 
 def results(function: Callable[..., Any], sample: Sample) -> dict[str, Tensor]:

@@ -339,7 +339,7 @@ class _Rank:
                 small_model.seed_torch(0)
                 model = self.build().to(given.dtype)
                 model.load_state_dict(given.weights)
-                if take := _helper(self.output, "take_buffers"):
+                if take := _helper(self.output, "take_tensors"):
                     take(model, given.buffers)
         except BaseException as error:
             self.built.abort()

@@ -7,7 +7,7 @@ part that this rank holds.
 import torch
 from torch import Tensor, nn
 
-from .guards import check_parts, own_size
+from .guards import check_parts
 from .shards import Shard, world_size
 from .tensor_parallel import Reduction, record_shard, sum_now
 
@@ -17,8 +17,6 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
 
     It is made with V; its `num_embeddings` is V'. `reduce` adds up what the ranks find.
     """
-
-    num_embeddings = own_size("num_embeddings")
 
     def __init__(
         self,

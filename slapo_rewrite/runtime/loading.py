@@ -1,10 +1,9 @@
 """Between the original's full tensors and the parts that this rank holds."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,14 @@ from .weights import originals_only  # for weights
 
 def shards(model: nn.Module) -> dict[str, Shard]:
     """How sharded parameters and buffers are divided, by name; tied ones by all names."""
-    by_tensor = parts_in(model)
-    named = chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
-    return {
-        name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor
-    }
+    found = parts_in(model)
+    return {n: found[id(t)] for n, t in named_tensors(model) if id(t) in found}
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; tied ones by all names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def weight_maps(model: nn.Module) -> dict[str, Any]:
@@ -76,16 +75,12 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     divided = shards(model)
     full = dict(named)
     for name in sorted(named):  # all ranks must gather in the same order
-        full[name] = gathered(named[name], divided.get(name))
+        part = named[name]
+        if hasattr(part, "full_tensor"):  # FSDP2 divides it further, over the replicas
+            part = part.full_tensor()
+        full[name] = divided[name].gather(part) if name in divided else part
     full = under_original_names(model, full)  # for weights
     return full
-
-
-def gathered(part: Tensor, shard: Shard | None) -> Tensor:
-    """The full tensor, from this rank's part of it."""
-    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
-        part = part.full_tensor()
-    return part if shard is None else shard.gather(part)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +92,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
         note.pop("mapped", None)  # for weights
-    state.clear()
+    state.clear()  # for weights
     state.update(full)
     return state
 
@@ -123,30 +118,23 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     model.load_state_dict(whole)
-    take_parameters(model, original)
-    take_buffers(model, dict(original.named_buffers()))  # for persistent
+    take_tensors(model, dict(named_tensors(original)))
     return model
 
 
-def take_parameters(model: nn.Module, original: nn.Module) -> None:
-    """Takes over parameters as they are, which a hook of the model's own may change."""
-    local = to_local(model, dict(original.named_parameters()))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in local:
-                parameter.copy_(local[name])
+@torch.no_grad()
+def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Takes over what loading leaves.
 
-
-def take_buffers(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Takes over full buffers, which a constructor may draw and no state dict hold."""
-    divided = shards(model)
-    for name, buffer in model.named_buffers():
-        if name in full:
-            part = divided[name].cut(full[name]) if name in divided else full[name]
-            if part.shape != buffer.shape:
-                continue
-            if not torch.equal(part.to_dense(), buffer.to_dense()):  # some are sparse
-                buffer.copy_(part)
+    A hook of the model's own may change parameters as they are loaded, and a constructor
+    draw buffers that no state dict holds.
+    """
+    local = to_local(model, full)
+    for name, own in named_tensors(model):
+        part = local.get(name, own)
+        is_other = not torch.equal(part.to_dense(), own.to_dense())  # some are sparse
+        if is_other and part.shape == own.shape:
+            own.copy_(part)
 
 
 def starting_as_originals(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -159,8 +147,7 @@ def starting_as_originals(make: Callable[[], nn.Module]) -> Callable[[], nn.Modu
             original = make()
             whole = original.state_dict()
         model.load_state_dict(whole)
-        take_parameters(model, original)
-        take_buffers(model, dict(original.named_buffers()))  # for persistent
+        take_tensors(model, dict(named_tensors(original)))
         return model
 
     return made
@@ -485,7 +472,7 @@ def gather_into(memory: Tensor, part: Tensor, shard: Shard | None) -> Tensor:
         shape[shard.axis], axis = shard.size, int(shard.axis == 0)
     full = memory.view(shape)
     if shard is None or axis == part.dim():  # nothing to be cut along
-        return full.copy_(gathered(part, shard))
+        return full.copy_(part if shard is None else shard.gather(part))
     length = max(1, PIECE * shape[axis] // max(1, full.nbytes))
     pieces = torch.split(part, length, axis), torch.split(full, length, axis)
     for piece, place in zip(*pieces, strict=True):

@@ -23,6 +23,7 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model import small_model
 from slapo_rewrite.model.meta_build import READS
 from slapo_rewrite.model.results import tensors
+from slapo_rewrite.runtime.loading import named_tensors
 from slapo_rewrite.runtime.stages import keep, own_tensors, tensors_of
 from slapo_rewrite.stages.environment import rounds_of
 from slapo_rewrite.stages.fewer_layers import Kept, is_short_of
@@ -421,9 +422,9 @@ class Trial:
 
     def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
         """After some steps buffers and weights must be the model's, wherever they are held."""
-        own = state(whole)
+        own = dict(named_tensors(whole))
         for number, model in enumerate(models):
-            for name, tensor in state(model).items():
+            for name, tensor in named_tensors(model):
                 if not is_close(tensor, own[name]):
                     raise errors.CannotCut(
                         f"`{name}` is updated as the model runs, and stage {number} would not have "
@@ -529,12 +530,6 @@ class _Reading(TorchFunctionMode):
     ) -> Any:
         self.has_read |= getattr(func, "__name__", "") in READS
         return func(*args, **(kwargs or {}))
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights and buffers of a model, by all of their names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {**dict(named), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def is_close(one: Any, other: Tensor) -> bool:

@@ -100,13 +100,16 @@ def check(folder: Path, name: str) -> None:
             assert (logits(model) - logits(whole)).abs().max() < 1e-8
         return
     whole, model = pair()
-    with pytest.raises(RuntimeError, match=r"call `resize_token_embeddings` on the original"):
-        resize(model)
+    loading = importlib.import_module(f"{name}_embedding.loading")
+    resize(model)
+    for use in (logits, loading.full_state_dict):
+        with pytest.raises(RuntimeError, match="axis 0 has 52 of 104: replace, resize"):
+            use(model)
     whole, model = pair()
     logits(model)
     put_another_in_and_tie(model)
     if name != "llama":
-        with pytest.raises(RuntimeError, match=r"in the place of this rank's part, 52 long"):
+        with pytest.raises(RuntimeError, match="of this rank's part, of which axis 0 has 52"):
             logits(model)
     # as the refusals say
     for act in (resize, put_another_in_and_tie):

@@ -204,7 +204,7 @@ def check_save(folder: Path, name: str, loading, module, world: int) -> None:
     if world > 1:
         for side in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             for given in ({}, {"state_dict": model.state_dict()}):
-                with pytest.raises(RuntimeError, match=r"use `loading\.save_pretrained\(model, "):
+                with pytest.raises(RuntimeError, match=r"use `loading\.save_pretrained` of"):
                     side.save_pretrained(folder / f"{name}_refused", **given)
         with pytest.raises(RuntimeError, match=r"use `loading\.load_pretrained"):
             getattr(module, CASES[name]).from_pretrained(wanted)

@@ -110,6 +110,10 @@ def f(
     )
     default = "def f(\n    kind=Shard,  # for kind\n):\n    return kind(0), 1\n"
     assert with_features(default, ()) == "def f(\n):\n    return Shard(0), 1\n"
+    # Several on a line, behind other letters than ASCII's, and where an `else` moves out.
+    used = "    if x:  # for x\n        pass\n    else:\n        return 'θ', kind(0), kind\n"
+    default = f"def f(\n    kind=Shard,  # for kind\n):\n{used}"
+    assert with_features(default, ()) == "def f(\n):\n    return 'θ', Shard(0), Shard\n"
 
 
 def test_every_runtime_module_has_its_place():

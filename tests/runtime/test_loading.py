@@ -484,9 +484,9 @@ def test_buffers_may_be_sparse():
     buffers = {"heads": torch.eye(3).to_sparse()}
     model = nn.Module()
     model.register_buffer("heads", torch.zeros(3, 3).to_sparse(), persistent=False)
-    loading.take_buffers(model, buffers)
+    loading.take_tensors(model, buffers)
     assert torch.equal(model.heads.to_dense(), torch.eye(3))
-    loading.take_buffers(model, buffers)
+    loading.take_tensors(model, buffers)
 
 
 def test_weights_are_not_made_on_the_meta_device():

@@ -21,7 +21,7 @@ from slapo_rewrite.runtime import guards, shards
 from slapo_rewrite.runtime import tensor_parallel as tp
 from slapo_rewrite.runtime.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from slapo_rewrite.runtime.embedding_bag import VocabParallelEmbeddingBag
-from slapo_rewrite.runtime.loading import to_full
+from slapo_rewrite.runtime.loading import full_state_dict, to_full
 from slapo_rewrite.runtime.packed_axes import Packed, block_sizes
 from slapo_rewrite.runtime.replicated import (
     ReplicatedEmbedding,
@@ -481,7 +481,7 @@ def check_parts_of_other_ranks():
     before = layer.weight.clone()
     for rank, state in enumerate(of_all if world > 1 else []):
         if rank != tp.rank():
-            words = f"part of rank {rank} of {world}, and this is rank {tp.rank()} of {world}"
+            words = f"part of rank {rank} of {world}, and this is rank {tp.rank()} of {world};"
             with pytest.raises(ValueError, match=words):
                 layer.load_state_dict(state)
     smaller = nn.Linear(6, 12 // world).state_dict()
@@ -494,17 +494,21 @@ def check_parts_of_other_ranks():
 
 
 def check_resizing():
-    """As transformers' `resize_token_embeddings` does it; setting what is there is no harm."""
+    """As transformers' `resize_token_embeddings` does it: parts neither run then nor are saved."""
     table, head = tp.VocabParallelEmbedding(12, 4), tp.ColumnParallelLinear(4, 12)
-    head.out_features = table.num_embeddings
-    for layer, name in ((table, "num_embeddings"), (head, "out_features")):
+    for layer, name, x in (
+        (table, "num_embeddings", torch.arange(4)),
+        (head, "out_features", torch.zeros(2, 4)),
+    ):
+        layer(x)
         layer.weight.data = torch.zeros(20, 4)
+        setattr(layer, name, 20)
         if tp.world_size() == 1:
-            setattr(layer, name, 20)
             layer.load_state_dict({**layer.state_dict(), "weight": torch.ones(20, 4)})
-        else:
+            continue
+        for use in (lambda n=layer, x=x: n(x), lambda n=layer: full_state_dict(n)):
             with pytest.raises(RuntimeError, match="in one process, and load what it saves"):
-                setattr(layer, name, 20)
+                use()
 
 
 def check_copies_of_one_ranks_part():

@@ -148,6 +148,17 @@ class Shard:
         """The axis's size in this rank's part."""
         return self.sizes()[rank()]
 
+    def sizes_with(self, part: Tensor) -> list[int]:
+        """The same of every rank; refuses a `part` that is not as long as this rank's."""
+        sizes = self.sizes()
+        if part.shape[self.axis] != sizes[rank()]:
+            raise RuntimeError(
+                f"{list(part.shape)} has come in the place of this rank's part, of which "
+                f"axis {self.axis} has {sizes[rank()]} of {self.size}: replace, resize and "
+                "tie embeddings in the original, in one process, and load what it saves"
+            )
+        return sizes
+
     def looked_up(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Where rows with these numbers lie in this rank's part, and which are elsewhere.
 
@@ -173,10 +184,10 @@ class Shard:
 
     def gather(self, part: Tensor) -> Tensor:
         """The full tensor, on every rank, from the parts that the ranks hold."""
-        sizes = self.sizes()
+        self.check_group()
         if world_size() == 1:
             return part
-        return self.joined(gather_parts(part, self.axis, sizes))
+        return self.joined(gather_parts(part, self.axis, self.sizes_with(part)))
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """The full tensor, from the parts of all ranks."""
@@ -208,24 +219,22 @@ Parts = Callable[[int, int, int], Shard]
 
 def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
     """Every rank's part, given the ranks' sizes along `axis`."""
-    part = part.detach().contiguous()
-    # gloo gathers parts of one size only, so pad to the largest and cut again.
-    is_even = min(sizes) == max(sizes)
-    if not is_even:
-        padding = list(part.shape)
-        padding[axis] = max(sizes) - part.shape[axis]
-        part = torch.cat([part, part.new_empty(padding)], axis)
+    part = part.detach()
+    missing = max(sizes) - part.shape[axis]
+    if missing:  # gloo gathers parts of one size only
+        behind = part.dim() - 1 - axis % part.dim()
+        part = nn.functional.pad(part, [0, 0] * behind + [0, missing])
+    part = part.contiguous()
     parts = list(part.new_empty(len(sizes), *part.shape).unbind())
     dist.all_gather(parts, part, group=_world.group)
-    if is_even:
-        return parts
     return [p.narrow(axis, 0, size) for p, size in zip(parts, sizes, strict=True)]
 
 
 def are_alike(x: Tensor) -> bool:
     """Whether every rank has these numbers, (N,)."""
-    everyones = gather_parts(x, 0, [x.shape[0]] * world_size())
-    return all(torch.equal(each, x) for each in everyones)
+    size = torch.tensor([len(x)], device=x.device)
+    sizes = [int(n) for n in gather_parts(size, 0, [1] * world_size())]
+    return all(torch.equal(each, x) for each in gather_parts(x, 0, sizes))
 
 
 def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

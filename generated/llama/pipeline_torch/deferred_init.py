@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .loading import shards, take_buffers
+from .loading import shards, take_tensors
 from .shards import Shard, rank, world_of, world_size
 
 # What these say of a tensor, or make beside it, does not depend on its values.
@@ -329,7 +329,7 @@ def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
 
     with world_of(1):
         whole = construct(make, wanted, take)
-    take_buffers(model, dict(whole.named_buffers()))
+    take_tensors(model, dict(whole.named_buffers()))
 
 
 @torch.no_grad()

@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from .guards import check_parts, guard, own_size
+from .guards import check_parts, note_whose_parts, watch_registrations
 from .shards import (
     Shard,
     in_world,
@@ -143,10 +142,12 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
     From then on `load_state_dict` takes the full tensor and keeps this rank's part.
     """
     if not hasattr(module, "sharded_parameters"):
-        module.sharded_parameters = {}
-        guard(module)
+        module.sharded_parameters, module.known_parts = {}, None
+        module.register_state_dict_post_hook(note_whose_parts)
         module.register_load_state_dict_pre_hook(_cut_full_tensors)
         module.register_load_state_dict_post_hook(_mark_parameters)
+        if world_size() > 1:
+            watch_registrations()
     module.sharded_parameters[name] = shard
     _mark_parameters(module)
 
@@ -155,38 +156,36 @@ def _cut_full_tensors(
     module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
 ) -> None:
     """Before loading: replaces full tensors by this rank's parts of them."""
-    of, here = metadata.get("part"), (rank(), world_size())
-    if of == here or (of is None and world_size() == 1):
+    of = metadata.get("part")
+    if of == (rank(), world_size()) or (of is None and world_size() == 1):
         return
     for name, shard in module.sharded_parameters.items():
         name, own = prefix + name, getattr(module, name)
         tensor = state_dict.get(name)
         if not isinstance(tensor, Tensor):
             continue
-        if of is not None:
-            raise ValueError(
-                f"`{name}` is the part of rank {of[0]} of {of[1]}, and this is rank "
-                f"{here[0]} of {here[1]}: save `loading.full_state_dict(model)`, or let "
-                "each rank load what it saved"
-            )
         # FSDP2 or DeepSpeed kept what is known to be a part.
         known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
-        if shard.is_full(tensor):
+        if of is None and shard.is_full(tensor):
             state_dict[name] = shard.cut(tensor.detach())
-        elif tensor.shape == own.shape and not known:
+        elif of is not None or (tensor.shape == own.shape and not known):
+            whose = f"the part of rank {of[0]} of {of[1]}" if of else "of no known rank"
             raise ValueError(
-                f"`{name}` is {list(tensor.shape)}: axis {shard.axis} of the full tensor "
-                f"has {shard.size} elements. Parts are taken from what `state_dict()` "
-                "returned on this rank, not from a copy without its metadata"
+                f"`{name}` is {list(tensor.shape)}, {whose}, and this is rank {rank()} of "
+                f"{world_size()}; axis {shard.axis} of the full tensor has {shard.size} "
+                "elements. Load `loading.full_state_dict(model)`, or on each rank what its "
+                "own `state_dict()` returned, with its metadata"
             )
 
 
-def _mark_parameters(module: Any, *_: object) -> None:
+def _mark_parameters(module: Any, *loaded: object) -> None:
     """Marks sharded parameters, also those that loading has replaced.
 
     DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
     else on the first rank only.
     """
+    if loaded:
+        module.known_parts = None  # its next run looks at the weights
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
         # Where it is None, another pipeline stage holds it.
@@ -226,11 +225,9 @@ def clip_grad_norm_(
     if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
         norm = norm.full_tensor()
     if parameters and world_size() > 1:
-        norm = norm.to(parameters[0].grad.device)
-        if norm_type == float("inf"):
-            norm = sum_parts(norm, dist.ReduceOp.MAX)
-        else:
-            norm = sum_parts(norm**norm_type) ** (1 / norm_type)
+        norm = norm.to(parameters[0].grad.device).reshape(1)
+        norms = Shard(0, world_size()).gather(norm)
+        norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
@@ -248,8 +245,6 @@ class ColumnParallelLinear(nn.Linear):
         reduce_input_gradient: Sum the input's gradient over the ranks. Off where
             that is done once for several layers.
     """
-
-    out_features = own_size("out_features")
 
     def __init__(
         self,
@@ -347,8 +342,6 @@ class VocabParallelEmbedding(nn.Embedding):
     It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
     that id's row in this rank's part, None where another rank holds it.
     """
-
-    num_embeddings = own_size("num_embeddings")
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 # Written by slapo-rewrite 0.2.0 for modeling_roberta.py; rewrite.json says from what.
 """Between the original's full tensors and the parts that this rank holds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from .shards import Shard, are_alike, parts_in, rank, world_of, world_size
 
 def shards(model: nn.Module) -> dict[str, Shard]:
     """How sharded parameters and buffers are divided, by name; tied ones by all names."""
-    by_tensor = parts_in(model)
-    named = chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
-    return {
-        name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor
-    }
+    found = parts_in(model)
+    return {n: found[id(t)] for n, t in named_tensors(model) if id(t) in found}
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; tied ones by all names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -44,15 +43,11 @@ def to_full(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     divided = shards(model)
     full = dict(named)
     for name in sorted(named):  # all ranks must gather in the same order
-        full[name] = gathered(named[name], divided.get(name))
+        part = named[name]
+        if hasattr(part, "full_tensor"):  # FSDP2 divides it further, over the replicas
+            part = part.full_tensor()
+        full[name] = divided[name].gather(part) if name in divided else part
     return full
-
-
-def gathered(part: Tensor, shard: Shard | None) -> Tensor:
-    """The full tensor, from this rank's part of it."""
-    if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
-        part = part.full_tensor()
-    return part if shard is None else shard.gather(part)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -63,7 +58,6 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     # were does not.
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
-    state.clear()
     state.update(full)
     return state
 
@@ -88,30 +82,23 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     model.load_state_dict(whole)
-    take_parameters(model, original)
-    take_buffers(model, dict(original.named_buffers()))
+    take_tensors(model, dict(named_tensors(original)))
     return model
 
 
-def take_parameters(model: nn.Module, original: nn.Module) -> None:
-    """Takes over parameters as they are, which a hook of the model's own may change."""
-    local = to_local(model, dict(original.named_parameters()))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in local:
-                parameter.copy_(local[name])
+@torch.no_grad()
+def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Takes over what loading leaves.
 
-
-def take_buffers(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Takes over full buffers, which a constructor may draw and no state dict hold."""
-    divided = shards(model)
-    for name, buffer in model.named_buffers():
-        if name in full:
-            part = divided[name].cut(full[name]) if name in divided else full[name]
-            if part.shape != buffer.shape:
-                continue
-            if not torch.equal(part.to_dense(), buffer.to_dense()):  # some are sparse
-                buffer.copy_(part)
+    A hook of the model's own may change parameters as they are loaded, and a constructor
+    draw buffers that no state dict holds.
+    """
+    local = to_local(model, full)
+    for name, own in named_tensors(model):
+        part = local.get(name, own)
+        is_other = not torch.equal(part.to_dense(), own.to_dense())  # some are sparse
+        if is_other and part.shape == own.shape:
+            own.copy_(part)
 
 
 def drawing_apart() -> AbstractContextManager[None]:

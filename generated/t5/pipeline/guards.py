@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch import Tensor, nn, optim
+from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .copies import compare_gradients, note_gradients
@@ -19,50 +16,23 @@ from .shards import are_alike, named_world, parts_in, rank, world_size
 
 # What these do to an element depends on nothing that another rank has.
 BY_ELEMENT = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    torch.optim.SparseAdam,
-)
-
-
-def guard(module: Any) -> None:
-    """Guards a module that holds parts against what takes them for the whole."""
-    look_again(module)
-    module.register_state_dict_post_hook(note_whose_parts)
-    module.register_load_state_dict_post_hook(look_again)
-    if world_size() > 1:
-        watch_registrations()
-
-
-def look_again(module: Any, *_: object) -> None:
-    """Has the next run of a layer look at its weights: they are new."""
-    module.known_parts = None
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
+)  # fmt: skip
 
 
 @cache
 def watch_registrations() -> tuple[Any, ...]:
     """From the first call on, what is put into a module is looked at first."""
     return (
-        register_module_module_registration_hook(refuse_wrappers),
-        register_module_parameter_registration_hook(refuse_reworked),
+        hooks.register_module_module_registration_hook(refuse_wrappers),
+        hooks.register_module_parameter_registration_hook(refuse_reworked),
         register_optimizer_step_pre_hook(look_at_optimizer),
     )
 
 
 def look_at_optimizer(optimizer: Any, *_: object) -> None:
-    """Before an optimizer's step: looks whether it may take parts for weights.
-
-    Raises:
-        RuntimeError: It shares out the tensor-parallel ranks' parameters among them.
-    """
+    """Before an optimizer's step: looks whether it may take parts for weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -76,8 +46,8 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
     if not (isinstance(optimizer, BY_ELEMENT) or shares_out):
         warnings.warn(
-            f"`{type(optimizer).__name__}` is given this rank's parts of split weights: if "
-            "it does not go element by element, as AdamW does, it takes other steps than "
+            f"`{type(optimizer).__name__}` is given this rank's parts of split weights: "
+            "unless it goes element by element, as AdamW does, it takes other steps than "
             "for the original model",
             stacklevel=2,
         )
@@ -114,12 +84,11 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     if parametrized or is_adapter(module, before):
         refuse_beside_part(name, parent)
     can_save = hasattr(type(parent), "save_pretrained")
-    is_wrapper = isinstance(vars(parent).get("process_group"), dist.ProcessGroup)
-    if not (can_save or is_wrapper) or not parts_in(module):
-        return  # a slice of a list of layers, say, which a `forward` may take
-    if can_save:
-        vars(parent)["save_pretrained"] = partial(save_whole, parent)
-    refuse_replicas(parent)
+    # A slice of a list of layers, which a `forward` may take, is not looked into.
+    if (can_save or "process_group" in vars(parent)) and parts_in(module):
+        if can_save:
+            vars(parent)["save_pretrained"] = partial(save_whole, parent)
+        refuse_replicas(parent)
 
 
 def refuse_replicas(holder: Any) -> None:
@@ -130,9 +99,8 @@ def refuse_replicas(holder: Any) -> None:
     if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
         raise RuntimeError(
             f"`{type(holder).__name__}` would take the tensor-parallel ranks for replicas "
-            "and copy one rank's parts over the others': give it the data-parallel group, "
-            "or without replicas train the model itself (for Trainer and accelerate see "
-            "slapo-rewrite's examples/trainer)"
+            "and copy parts over others: give it the data-parallel group, or train the "
+            "model itself (for Trainer and accelerate see slapo-rewrite's examples/trainer)"
         )
 
 
@@ -161,46 +129,33 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     if not is_compiling and layer.known_parts == here:  # as in each run but the first
         compare_gradients()
         return
-    part_size = shard.local_size()
-    if weight.shape[shard.axis] != part_size:
-        raise RuntimeError(
-            f"a weight of shape {list(weight.shape)} has come in the place of this rank's "
-            f"part, {part_size} long: replace and tie embeddings in the original, in one "
-            "process, and load what it saves"
-        )
+    shard.sizes_with(weight)
     is_dtensor = hasattr(weight, "full_tensor")
     if is_compiling or is_dtensor or weight.is_meta or world.supposed:
         return
     if dist.get_backend(world.group) == "fake":
         return
     is_known, layer.known_parts = layer.known_parts is not None, here
-    if ids is not None and not are_alike(summary(ids.reshape(-1).double())):
+    if ids is not None and not are_alike(ids.reshape(-1)):
         raise RuntimeError(
             "the ranks look up other ids each, and those that share layers take the same "
             "batch: give each the batch of its data-parallel rank (for Trainer and "
-            "accelerate, which take all ranks for replicas, see slapo-rewrite's "
-            "examples/trainer)"
+            "accelerate see slapo-rewrite's examples/trainer)"
         )
-    if is_known or part_size == shard.size:
+    if is_known or shard.local_size() == shard.size:
         return
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # what is constant may well be alike
     table, norm = weight.reshape(len(weight), -1), weight.float().norm().double()
-    lines = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
-    if are_alike(torch.cat([norm.reshape(1), *map(summary, lines)])):
+    sums = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
+    if are_alike(torch.cat([norm.reshape(1), *sums])):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
             "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
             "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
             "with `loading.build`"
         )
-
-
-def summary(line: Tensor) -> Tensor:
-    """What tells numbers apart, by place too, as do the rows of an identity: (3,)."""
-    places = torch.arange(len(line)).to(line)
-    return torch.stack([line.new_tensor(len(line)), line.sum(), line @ places])
 
 
 def note_whose_parts(
@@ -221,9 +176,8 @@ def note_whose_parts(
         # transformers asks a model on the meta device what it is to read.
         if part.is_meta and not is_made:
             raise RuntimeError(
-                "`from_pretrained` reads whole tensors, and this rank holds parts: build "
-                "the model and use `loading.load_pretrained(model, path)`, of a model "
-                "rewritten `--with load_pretrained`"
+                "`from_pretrained` reads whole tensors, and this rank holds parts: use "
+                "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
         # The checkpoint asks the one first; the other keeps both out of pickles.
         vars(part).update(__create_write_items__=_refuse_checkpoint, __getstate__=dict)
@@ -233,7 +187,7 @@ def _refuse_checkpoint(name: str, part: Tensor) -> None:
     """Stops torch.distributed.checkpoint from keeping one rank's part as the whole."""
     raise RuntimeError(
         f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's part only: save `loading.full_state_dict(model)`, on every rank, or the "
+        "rank's only: save `loading.full_state_dict(model)`, on every rank, or the "
         "`sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
     )
 
@@ -244,24 +198,8 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
         raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: use "
-            "`loading.save_pretrained(model, path)` on every rank, of a model rewritten "
-            "`--with save_pretrained`; or let one rank write with "
-            "`state_dict=loading.full_state_dict(model)`, which every rank calls"
+            "`model.save_pretrained` would write this rank's parts only: let one rank "
+            "write with `state_dict=loading.full_state_dict(model)`, which all call, or "
+            "use `loading.save_pretrained` of a model rewritten `--with save_pretrained`"
         )
     return type(model).save_pretrained(model, *args, **kwargs)
-
-
-def own_size(name: str) -> Any:
-    """A size of this rank's part, which only the layer's constructor sets."""
-
-    def set_size(layer: Any, size: int) -> None:
-        if vars(layer).get(name, size) != size and world_size() > 1:
-            raise RuntimeError(
-                f"`{name}` is this rank's part and would no longer fit those of the "
-                "others: call `resize_token_embeddings` on the original, in one process, "
-                "and load what it saves"
-            )
-        vars(layer)[name] = size
-
-    return property(lambda layer: vars(layer)[name], set_size)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .shards import Shard, sum_parts
+from .shards import Shard, rank, sum_parts
 from .tensor_parallel import all_reduce, gather
 
 
@@ -69,56 +69,40 @@ def vocabulary_of(head: Any) -> int:
 
 
 def cross_entropy_of_parts(
-    input: Tensor,
-    target: Tensor,
-    vocab_size: int,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    input: Tensor, target: Tensor, vocab_size: int, **options: Any
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of logits of which each rank has a part."""
     shard = Shard(min(1, input.dim() - 1), vocab_size)
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
     if shard.is_full(input):
-        return nn.functional.cross_entropy(
-            input,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-    held = shard.local_size()
-    if input.shape[shard.axis] != held:
-        raise RuntimeError(
-            f"the logits have {input.shape[shard.axis]} classes, but this rank's part of "
-            f"{vocab_size} is {held}"
-        )
+        return nn.functional.cross_entropy(input, target, **options)
+    held = shard.sizes_with(input)[rank()]
     logits = input.movedim(shard.axis, -1).reshape(-1, held)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     logits = logits - sum_parts(logits.detach().amax(-1, True), dist.ReduceOp.MAX)
 
-    ignored = (target == ignore_index).reshape(-1)
+    ignored = (target == options["ignore_index"]).reshape(-1)
     classes = target.reshape(-1).masked_fill(ignored, 0)
     column, elsewhere = shard.looked_up(classes)
     apply: Callable[..., tuple[Tensor, Tensor]] = _LogSumAndTarget.apply
     log_sum, at_target = apply(logits, column.unsqueeze(-1), elsewhere)
 
+    weight, smoothing = options.get("weight"), options.get("label_smoothing")
     weight = logits.new_ones(vocab_size) if weight is None else weight.to(logits.dtype)
     counts = weight[classes].masked_fill(ignored, 0)
     losses = (log_sum - at_target).masked_fill(ignored, 0) * counts
-    if label_smoothing:
+    if smoothing:
         own_weight = replace(shard, axis=0).cut(weight)
         even = weight.sum() * log_sum - all_reduce(logits @ own_weight)
         even = even.masked_fill(ignored, 0) / vocab_size
-        losses = (1 - label_smoothing) * losses + label_smoothing * even
-    if reduction == "none":
+        losses = (1 - smoothing) * losses + smoothing * even
+    if options["reduction"] == "none":
         return losses.view_as(target).to(input.dtype)
-    loss = losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    loss = losses.sum()
+    if options["reduction"] == "mean":
+        loss = loss / counts.sum()
     return loss.to(input.dtype)
 
 
@@ -126,12 +110,6 @@ def vocab_parallel_criterion(
     criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, *, head: nn.Module
 ) -> Tensor:
     """`criterion(input, target)` of logits of which `head` gives each rank a part."""
-    return cross_entropy_of_parts(
-        input,
-        target,
-        vocabulary_of(head),
-        criterion.weight,
-        ignore_index=criterion.ignore_index,
-        reduction=criterion.reduction,
-        label_smoothing=criterion.label_smoothing,
-    )
+    names = ("weight", "ignore_index", "reduction", "label_smoothing")
+    options = {name: getattr(criterion, name) for name in names}
+    return cross_entropy_of_parts(input, target, vocabulary_of(head), **options)

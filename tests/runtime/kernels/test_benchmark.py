@@ -12,7 +12,7 @@ import torch
 from benchmark import kernel_choice, kernels, report
 from benchmark.kernel_cases import KERNELS
 from slapo_rewrite.fusion.backends import Table
-from slapo_rewrite.model.kernel_samples import Maker, sampled
+from slapo_rewrite.model.kernel_samples import SAMPLES, Maker
 from tests.golden import ROOT
 from tests.runtime.kernels.picked import PUBLIC
 
@@ -105,7 +105,7 @@ def test_a_table_to_choose_by_is_made_and_read(tmp_path, capsys):
     kernels.main(["--choose", "--tiny", "--only", "residual", "--output", str(path)])
     table = Table.read(path)
     assert table.name == "gpu" and table.device and table.measured
-    functions = {name for name in sampled() if name.startswith("residual")}
+    functions = {name for name in SAMPLES if name.startswith("residual")}
     dtypes = ("bfloat16", "float32")
     assert {(row.kernel, row.dtype) for row in table.rows} == set(product(functions, dtypes))
     for row in table.rows:
@@ -118,7 +118,7 @@ def test_a_table_to_choose_by_is_made_and_read(tmp_path, capsys):
 
 
 def test_every_function_is_measured_at_some_width():
-    for function in sampled():
+    for function in SAMPLES:
         assert all(width > 0 for width in kernel_choice.widths(function, tiny=False))
         given = kernel_choice.backends(function, compiled=False)
         assert [*given] == ["eager", "triton", "eager again"]

@@ -15,7 +15,7 @@ from slapo_rewrite.emit import kernels
 from slapo_rewrite.emit.used_definitions import bound_names
 from slapo_rewrite.fusion.kernel_forms import in_torch, kernel_function
 from slapo_rewrite.fusion.registry import rules
-from slapo_rewrite.model.kernel_samples import Maker, results, sampled, samples
+from slapo_rewrite.model.kernel_samples import SAMPLES, Maker, results, samples
 from tests.rewriting import imported
 from tests.runtime.kernels.test_picked import path_env
 
@@ -25,7 +25,7 @@ CALLED = sorted({LEAD + name for rule in rules().values() for name in rule.kerne
 
 def test_all_that_rules_call_has_both_forms_and_inputs():
     assert [name for name in CALLED if in_torch(name) is None] == []
-    assert sorted(name.rpartition(".")[2] for name in CALLED) == sorted(sampled())
+    assert sorted(name.rpartition(".")[2] for name in CALLED) == sorted(SAMPLES)
     assert in_torch(f"{LEAD}plain.is_plain") is None
     assert in_torch("torch.nn.functional.gelu") is None
 
@@ -49,7 +49,7 @@ def defined(text: str) -> set[str]:
 
 
 def test_each_stands_alone_and_launches_nothing(tmp_path):
-    for name in sampled():
+    for name in SAMPLES:
         eager, compiled = (kernels.picked([], *given).text for given in (([name],), ([], [name])))
         assert "triton" not in eager and "autograd.Function" not in eager
         assert f"@torch.compile\ndef {name}(" in compiled and compiled.count("@torch.compile") == 1
