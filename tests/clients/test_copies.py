@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_ as clip_by_torch
 
 from slapo_rewrite.runtime import loading, shards
@@ -28,11 +32,11 @@ def make() -> nn.Module:
     )
 
 
-def train(model: nn.Module, clip: Callable[[nn.Module], None], skipped: int = STEPS) -> None:
+def train(model: Any, clip: Callable[[nn.Module], None], skipped: int = STEPS) -> None:
     """A few steps; the optimizer leaves one out."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        model(torch.randn(8, 6)).square().sum().backward()
+        model(torch.randn(8, 6, dtype=next(model.parameters()).dtype)).square().sum().backward()
         clip(model)
         if step != skipped:
             optimizer.step()
@@ -57,12 +61,21 @@ def check_what_trains_alike() -> None:
         torch.manual_seed(0)
         model = loading.build(make)
         train(model, clip)
-        train(copy.deepcopy(model), clip)
+        other = copy.deepcopy(model)
+        train(other, clip)
+        assert hasattr(other[1].weight, "model_parallel")  # as DeepSpeed asks it for its norm
+        train(model.double(), clip)
 
 
-def check_what_does_not(clip: Callable[[nn.Module], None], skipped: int) -> None:
+def check_what_does_not(clip: Callable[[nn.Module], None], skipped: int, with_fsdp: bool) -> None:
     torch.manual_seed(0)
+    if with_fsdp:
+        sizes = dist.get_world_size() // 2, 2
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+        shards.set_group(mesh["tensor"].get_group())
     model = loading.build(make)
+    if with_fsdp:
+        fully_shard(model, mesh=mesh["data"])
     with pytest.raises(RuntimeError, match=r"trained otherwise .* by `tensor_parallel.clip"):
         train(model, clip, skipped if shards.rank() == 0 else STEPS)
 
@@ -86,7 +99,12 @@ def test_what_trains_as_in_one_process_is_not_refused(world: int) -> None:
 def test_ranks_that_train_copies_otherwise_are_refused(
     clip: Callable[[nn.Module], None], skipped: int
 ) -> None:
-    run(check_what_does_not, 2, clip, skipped)
+    run(check_what_does_not, 2, clip, skipped, False)
+
+
+@pytest.mark.processes
+def test_so_they_are_beside_fsdp2() -> None:
+    run(check_what_does_not, 4, by_torch, STEPS, True)
 
 
 @pytest.mark.processes

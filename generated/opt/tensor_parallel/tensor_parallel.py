@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .guards import check_parts, note_whose_parts, watch_registrations
+from .guards import check_parts, mark_parts, note_whose_parts, watch_registrations
 from .shards import Shard, in_world, named_world, rank, sum_parts, world_size
 from .shards import part_size as part_size
 from .shards import set_group as set_group
@@ -80,11 +80,11 @@ def record_shard(module: Any, name: str, shard: Shard) -> None:
         module.sharded_parameters, module.known_parts = {}, None
         module.register_state_dict_post_hook(note_whose_parts)
         module.register_load_state_dict_pre_hook(_cut_full_tensors)
-        module.register_load_state_dict_post_hook(_mark_parameters)
+        module.register_load_state_dict_post_hook(mark_parts)
         if world_size() > 1:
             watch_registrations()
     module.sharded_parameters[name] = shard
-    _mark_parameters(module)
+    mark_parts(module)
 
 
 def _cut_full_tensors(
@@ -113,22 +113,6 @@ def _cut_full_tensors(
             )
 
 
-def _mark_parameters(module: Any, *loaded: object) -> None:
-    """Marks sharded parameters, also those that loading has replaced.
-
-    DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
-    else on the first rank only.
-    """
-    if loaded:
-        module.known_parts = None  # its next run looks at the weights
-    for name, shard in module.sharded_parameters.items():
-        parameter = getattr(module, name)
-        # Where it is None, another pipeline stage holds it.
-        if parameter is not None and not hasattr(parameter, "model_parallel"):
-            before = [shard.ranges(r) for r in range(rank())]  # of these one counts
-            parameter.model_parallel = shard.ranges(rank()) not in before
-
-
 def clip_grad_norm_(
     model: nn.Module | Iterable[Tensor],
     max_norm: float,
@@ -145,7 +129,7 @@ def clip_grad_norm_(
     if isinstance(model, nn.Module):
         for module in model.modules():
             if hasattr(module, "sharded_parameters"):
-                _mark_parameters(module)
+                mark_parts(module)
         model = model.parameters()
     parameters: list[Any] = [model] if isinstance(model, Tensor) else list(model)
     if world_size() > 1 and not any(hasattr(p, "model_parallel") for p in parameters):

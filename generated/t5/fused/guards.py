@@ -4,6 +4,7 @@
 import warnings
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ BY_ELEMENT = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
 )  # fmt: skip
+layers_run: WeakSet[Any] = WeakSet()
 
 
 @cache
@@ -35,13 +37,17 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     """Before an optimizer's step: looks whether it may take parts for weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
+    is_new = not vars(optimizer).get("knows_parts")
+    if is_new:
+        optimizer.knows_parts = True
+        for layer in layers_run:  # FSDP2 has put other parameters in
+            mark_parts(layer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(hasattr(p, "model_parallel") for p in parameters):
         return
     note_gradients(parameters)
-    if vars(optimizer).get("knows_parts"):
+    if not is_new:
         return
-    optimizer.knows_parts = True
     refuse_replicas(optimizer)
     shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
     if not (isinstance(optimizer, BY_ELEMENT) or shares_out):
@@ -136,6 +142,8 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     if dist.get_backend(world.group) == "fake":
         return
     is_known, layer.known_parts = layer.known_parts is not None, here
+    layers_run.add(layer)
+    mark_parts(layer)
     if ids is not None and not are_alike(ids.reshape(-1)):
         raise RuntimeError(
             "the ranks look up other ids each, and those that share layers take the same "
@@ -156,6 +164,22 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
             "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
             "with `loading.build`"
         )
+
+
+def mark_parts(module: Any, *loaded: object) -> None:
+    """Marks sharded parameters, also those that loading or a copy has put in their place.
+
+    DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
+    else on the first rank only.
+    """
+    if loaded:
+        module.known_parts = None  # its next run looks at the weights
+    for name, shard in module.sharded_parameters.items():
+        parameter = getattr(module, name)
+        # Where it is None, another pipeline stage holds it.
+        if parameter is not None and not hasattr(parameter, "model_parallel"):
+            before = [shard.ranges(r) for r in range(rank())]  # of these one counts
+            parameter.model_parallel = shard.ranges(rank()) not in before
 
 
 def note_whose_parts(

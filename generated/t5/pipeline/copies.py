@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .shards import named_world, world_size
 
@@ -24,10 +25,16 @@ def note_gradients(parameters: Iterable[Any]) -> None:
     if group in norms:
         return
     given = [p.grad for p in parameters if not hasattr(p, "model_parallel")]
-    copies = [g for g in given if g is not None and not hasattr(g, "full_tensor")]
-    if copies := [g for g in copies if g.layout is torch.strided]:
-        each = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in copies]
-        norms[group] = torch.stack(each).tolist()
+    dense = [g for g in given if g is not None and g.layout is torch.strided]
+    # FSDP2's are of a slice, which is the same one on all of these ranks.
+    if copies := [g.to_local() if hasattr(g, "to_local") else g for g in dense]:
+        norms[group] = torch.stack([_norm(g) for g in copies]).tolist()
+
+
+def _norm(x: Tensor) -> Tensor:
+    precise = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=precise)
+    return norm.float()
 
 
 def compare_gradients() -> None:
