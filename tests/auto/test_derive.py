@@ -681,6 +681,50 @@ def test_what_each_head_has_is_split_with_the_heads(tmp_path):
     assert found.share > 0.9
 
 
+SPELLED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(width))
+        self.v_bias = nn.Parameter(torch.zeros(width))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        qkv = F.linear(input=x, weight=self.qkv.weight, bias=bias)
+        q, k, v = qkv.reshape(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(2, 3)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+
+def test_a_layer_whose_call_is_spelled_out_is_split_with_its_biases(tmp_path):
+    """`F.linear` with the layer's weight, and a bias that is put together of others."""
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "attention.qkv")
+    assert {
+        'attention.qkv "weight", axis=0, parts=3',
+        'attention ["q_bias", "v_bias"], axis=0',
+        'attention.out "weight", axis=1',
+    } <= shards(derived(tmp_path, SPELLED, step).text)
+
+
 BY_DISTANCE = """
 import torch
 from torch import nn
