@@ -725,6 +725,50 @@ def test_a_layer_whose_call_is_spelled_out_is_split_with_its_biases(tmp_path):
     } <= shards(derived(tmp_path, SPELLED, step).text)
 
 
+SCAN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Scan(nn.Module):
+    def __init__(self, width, state):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+        self.select, self.step = nn.Linear(2 * width, 2 * state), nn.Linear(state, 2 * width)
+        self.decay = nn.Parameter(torch.rand(2 * width, state))
+        with torch.no_grad():
+            self.step.bias.copy_(torch.rand(2 * width))
+
+    def forward(self, x):
+        x, gate = self.enter(x).chunk(2, dim=-1)
+        small, write = self.select(x).chunk(2, dim=-1)
+        step = F.softplus(small @ self.step.weight.T + self.step.bias).unsqueeze(-1)
+        states = (step * self.decay.exp() * write.unsqueeze(-2)).cumsum(1)
+        return self.leave(states.sum(-1) * x * gate.sigmoid())
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.scan = Scan(width, 8)
+
+    def forward(self, x):
+        return x + self.scan(x)
+"""
+
+
+def test_a_layer_whose_weight_is_read_past_its_call_is_split_with_what_it_meets(tmp_path):
+    """So are what a state-space block has for each feature of one half of what comes in."""
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "scan.enter")
+    assert {
+        'scan.enter ["weight", "bias"], axis=0, parts=2',
+        'scan.step ["weight", "bias"], axis=0',
+        'scan "decay", axis=0',
+        'scan.{select,leave} "weight", axis=1',
+    } <= shards(derived(tmp_path, SCAN, step).text)
+
+
 BY_DISTANCE = """
 import torch
 from torch import nn
