@@ -137,11 +137,23 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
     for statement in statements(tuple(method.body)):
         if found := _changing(statement, given):
             return found
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            # The name means what is given, or no longer does.
-            means_it = root_of(statement.value) in given and not is_size(statement.value)
-            (given.add if means_it else given.discard)(statement.targets[0].id)
+        if isinstance(statement, ast.Assign):
+            # The names mean what is given, or no longer do.
+            before = given
+            for target, value in _assigned(statement):
+                means_it = root_of(value) in before and not is_size(value)
+                given = given | bound_in(target) if means_it else given - bound_in(target)
     return None
+
+
+def _assigned(statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment binds, with what to: of tuples each element with its own."""
+    for target in statement.targets:
+        match target, statement.value:
+            case ast.Tuple(elts=elts), ast.Tuple(elts=values) if len(elts) == len(values):
+                yield from zip(elts, values, strict=True)
+            case _:
+                yield target, statement.value
 
 
 def changes_of_file(
