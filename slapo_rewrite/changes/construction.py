@@ -17,7 +17,7 @@ from slapo_rewrite.changes.elements import membership
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.places import AtSite, Place
-from slapo_rewrite.changes.written_parts import cut_what_is_written
+from slapo_rewrite.changes.reads import cut_what_is_written
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.build import (
     code,

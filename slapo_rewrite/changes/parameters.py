@@ -13,9 +13,8 @@ from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.changes.packed_axes import length_of, place_blocks
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtParameter, AtReads, AtSite
-from slapo_rewrite.changes.reads import values_read
+from slapo_rewrite.changes.reads import cut_what_is_written, values_read
 from slapo_rewrite.changes.state import Shard
-from slapo_rewrite.changes.written_parts import cut_what_is_written
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import accessor

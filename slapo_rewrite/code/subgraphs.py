@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import blocks, statements
-from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.dataflow import assigned_in, bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import local_names
@@ -140,20 +140,11 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
         if isinstance(statement, ast.Assign):
             # The names mean what is given, or no longer do.
             before = given
-            for target, value in _assigned(statement):
+            for target, bound_to in assigned_in(statement):
+                value = bound_to or statement.value
                 means_it = root_of(value) in before and not is_size(value)
                 given = given | bound_in(target) if means_it else given - bound_in(target)
     return None
-
-
-def _assigned(statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What an assignment binds, with what to: of tuples each element with its own."""
-    for target in statement.targets:
-        match target, statement.value:
-            case ast.Tuple(elts=elts), ast.Tuple(elts=values) if len(elts) == len(values):
-                yield from zip(elts, values, strict=True)
-            case _:
-                yield target, statement.value
 
 
 def changes_of_file(
