@@ -310,6 +310,16 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             "something that is split, or asks torch.distributed",
         ),
         (
+            MLP.replace(
+                "= nn.Identity()\n",
+                "= nn.Identity()\n        ranks = 1 + torch.distributed.is_initialized()\n"
+                "        self.own = nn.Parameter(torch.zeros(12 // ranks))\n",
+            ),
+            PAIR,
+            "SR305",
+            "or by what asks torch.distributed: its shape is (6,) on a rank of two, and (12,)",
+        ),
+        (
             TWO_OF_A_CLASS,
             PAIR.replace('["', '["one.'),
             "SR305",
