@@ -36,6 +36,7 @@ class Passage:
     paths: set[str] = field(default_factory=set)  # the modules that the pattern stands for
     rows: int = 0  # how many rows it was given in all, each a vector of features
     width: int = 0  # how many numbers it was given in all
+    made: int = 0  # how many features its result has
     # Sizes of the pieces that its result was taken apart into, each once.
     pieces: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -166,6 +167,8 @@ class _Recorder(TorchFunctionMode):
         self.model, self.flow, self.depth = model, Flow(apart=apart), 0
         self._made: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []
+        self._spelled: dict[int, Any] = {}  # what is noted of a layer's call, by its weight
+        self._slices: dict[int, set[tuple[int, int, int]]] = {}  # what was taken of features
 
     def of(self, tensor: torch.Tensor) -> frozenset[str]:
         """The layers that a tensor is made of."""
@@ -181,6 +184,13 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.depth and func is nn.functional.linear:
+            weight = kwargs["weight"] if "weight" in kwargs else args[1]
+            enter, leave = self._spelled.get(id(weight), (None, None))
+            if enter is not None:  # `F.linear(x, self.qkv.weight)`, which is a call of the layer
+                enter(None, args, kwargs)
+                leave(None, args, output := func(*args, **kwargs))
+                return output
         output = func(*args, **kwargs)
         if not self.depth:
             made = self._sources((args, kwargs))
@@ -193,6 +203,8 @@ class _Recorder(TorchFunctionMode):
                     self._note_pieces(next(iter(made)), args[0], output)
                 elif len(made) == 1 and name == "__getitem__" and type(args[1]) is int:
                     self._note_equal(next(iter(made)), len(args[0]))  # `qkv[0]`
+                elif len(made) == 1 and name == "__getitem__" and type(args[1]) is tuple:
+                    self._note_slice(next(iter(made)), args[0], args[1])  # `qkv[..., :d]`
         return output
 
     def _note_pieces(self, layer: str, tensor: torch.Tensor, pieces: Any) -> None:
@@ -205,6 +217,21 @@ class _Recorder(TorchFunctionMode):
                 known.append(sizes)
         if len({*shapes}) == 1:
             self._note_equal(layer, len(shapes))
+
+    def _note_slice(self, layer: str, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
+        last, size = index[-1] if index else None, tensor.shape[-1]
+        is_whole = len(index) == tensor.dim() or any(each is Ellipsis for each in index)
+        passage = self.flow.layers[layer]
+        if size != passage.made or not is_whole or not isinstance(last, slice):
+            return  # one head, or another axis
+        ends = self._slices.setdefault(id(tensor), set())
+        ends.add(last.indices(size))
+        ordered = sorted(ends)
+        follow = [(0, 0, 1), *ordered, (size, size, 1)]
+        if all(one[1] == other[0] and other[2] == 1 for one, other in itertools.pairwise(follow)):
+            sizes = tuple(stop - start for start, stop, _ in ordered)
+            if len(sizes) > 1 and sizes not in passage.pieces:
+                passage.pieces.append(sizes)
 
     def _note_equal(self, layer: str, count: int) -> None:
         known = self.flow.layers[layer].pieces
@@ -220,6 +247,7 @@ class _Recorder(TorchFunctionMode):
                 pattern = pattern_of(self.model, path, self.flow.apart)
                 if is_table(module) or any(map(is_column, (splits_of(module) or {}).values())):
                     watched.append((module, *self._of_layer(module, pattern, path)))
+                    self._spelled[id(module.weight)] = watched[-1][1:]
                 else:
                     watched.append((module, self._of_other(pattern), None))
         with calls_watched(watched):
@@ -246,6 +274,8 @@ class _Recorder(TorchFunctionMode):
             self.depth -= 1
             if not self.depth:
                 self._note(output, frozenset() if looks_up else frozenset({pattern}))
+                if (result := next(iter(tensors(output)), None)) is not None and result.dim():
+                    kinds[pattern].made = result.shape[-1]
 
         return enter, leave
 

@@ -439,7 +439,10 @@ class Search:
         return [*filter(self._is_given_none, beside)] if parent else []
 
     def _is_given_none(self, pattern: str) -> bool:
-        is_known = pattern in self.flow.tables or self.flow.between.get(pattern)
+        flow = self.flow
+        if pattern not in {*flow.layers, *flow.tables, *flow.between}:
+            return True  # not called: what it holds is read by others
+        is_known = pattern in flow.tables or flow.between.get(pattern)
         return not is_known and splits_of(self.modules[pattern][0]) is None
 
     def _for_each_head(
@@ -452,7 +455,8 @@ class Search:
             producers: The layers of the component that give parts.
             axis: Which axis counts heads, the first one or the last.
         """
-        widths = [self._sizes(pattern)[1] for pattern in producers]
+        widths = {self._sizes(pattern)[1] for pattern in producers}
+        widths |= {size for p in producers for parts in self._parts(p) for size in parts}
         found: dict[tuple[str, int], list[str]] = {}
         for at in homes:
             for name, own in self._first_of[at].live.named_parameters(recurse=False):

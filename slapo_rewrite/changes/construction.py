@@ -17,6 +17,7 @@ from slapo_rewrite.changes.elements import membership
 from slapo_rewrite.changes.imports import Function, Imports
 from slapo_rewrite.changes.late import Late
 from slapo_rewrite.changes.places import AtSite, Place
+from slapo_rewrite.changes.reads import cut_what_is_written
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.build import (
     code,
@@ -27,6 +28,7 @@ from slapo_rewrite.code.build import (
     with_keywords,
 )
 from slapo_rewrite.code.dataflow import names_in, uses_of
+from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.auto_classes import Lookup
 from slapo_rewrite.model.construction_sites import Site
@@ -128,6 +130,17 @@ class UseParallelLayer(Construction):
     def becomes(self, site: Site) -> str:
         """The layer."""
         return f"`{site.path}` becomes a {self.layer.name}"
+
+    def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
+        """Makes it, and has a rank take its part of what is written into its parameters."""
+        super().write(text, here)
+        assert isinstance(here[0].place, AtSite)
+        site = text.classes.sites[here[0].place.start]
+        if not site.loops:
+            name = "weight" if self.layer.name.startswith("Row") else None  # its bias is whole
+            cut_what_is_written(
+                text, lambda node, method: site.path in module_paths(node, method), name
+            )
 
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
         """The layer with the original's arguments, and its own."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
-import itertools
 from collections.abc import Iterator
 
 from slapo_rewrite.code.arguments import parameters
+from slapo_rewrite.code.dataflow import assigned_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import position
@@ -27,7 +27,7 @@ class Late:
             n for n in ast.walk(function) if isinstance(n, ast.stmt) and not hasattr(n, "body")
         )
         for each in simple:
-            for target, value in _assignments(each):
+            for target, value in assigned_in(each):
                 name = ast.unparse(target)
                 self.bound.setdefault(name, []).append((each, value))
 
@@ -120,20 +120,6 @@ class Late:
         written = Writer().visit(copy.deepcopy(value))
         assert isinstance(written, ast.expr)
         return None if failed else written
-
-
-def _assignments(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """The targets of a statement with what each is bound to, as far as that can be told."""
-    match statement:
-        case ast.Assign(targets=targets, value=value):
-            for target in targets:
-                if not isinstance(target, ast.Tuple):
-                    yield target, value
-                    continue
-                values = value.elts if isinstance(value, ast.Tuple) else []
-                yield from itertools.zip_longest(target.elts, values[: len(target.elts)])
-        case ast.AnnAssign(target=target, value=value) | ast.AugAssign(target=target, value=value):
-            yield target, value if isinstance(statement, ast.AnnAssign) else None
 
 
 def names_read(value: ast.expr) -> Iterator[str]:

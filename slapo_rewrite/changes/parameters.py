@@ -13,7 +13,7 @@ from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.changes.packed_axes import length_of, place_blocks
 from slapo_rewrite.changes.placement import Placement
 from slapo_rewrite.changes.places import AtParameter, AtReads, AtSite
-from slapo_rewrite.changes.reads import values_read
+from slapo_rewrite.changes.reads import cut_what_is_written, values_read
 from slapo_rewrite.changes.state import Shard
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import end_position
@@ -70,6 +70,8 @@ class ShardParameter(BehindParameter):
         more += f", multiple_of={self.multiple_of}" if self.multiple_of else ""
         why = f"cut `{self.name}` to this rank's part"
         self.insert(text, place, "shard_parameter", more, why)
+        if not isinstance(place, AtSite):
+            cut_what_is_written(text, lambda node, _: is_name(node, "self"), self.name)
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:

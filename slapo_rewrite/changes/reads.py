@@ -1,11 +1,14 @@
-"""Where methods read what belongs to other modules: sizes of split layers, and parameters."""
+"""Where methods read or write what belongs to other modules: sizes, and parameters."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from slapo_rewrite.changes.class_hierarchy import ClassHierarchy
+from slapo_rewrite.changes.class_text import ClassText
+from slapo_rewrite.code.build import call
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import within
@@ -35,6 +38,31 @@ def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
     """The places where a method reads the numbers of an attribute of that name."""
     about = set(map(id, _asked_about(method)))
     return (node for node in _read(method, name) if id(node) not in about)
+
+
+def cut_what_is_written(
+    text: ClassText, is_owner: Callable[[ast.expr, ast.FunctionDef], bool], name: str | None = None
+) -> None:
+    """Writes a rank's part of what methods copy into parameters: `self.proj.bias.copy_(values)`.
+
+    Args:
+        text: The class.
+        is_owner: Whether an expression in a method is the module that holds the parameters.
+        name: The parameter's name; None for all of the module's, of which some may be whole.
+    """
+    for method in text.methods():
+        for node in ast.walk(method):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(
+                        ast.Attribute(ast.Attribute() as into, "data") | (ast.Attribute() as into),
+                        "copy_",
+                    ),
+                    args=[value],
+                ) if name in (None, into.attr) and is_owner(into.value, method):
+                    function = text.helper("tensor_parallel", "own_part")
+                    made = partial(call, function, ast.unparse(into.value), f'"{into.attr}"')
+                    text.replace(value, made, f"cut what is written into `{into.attr}`")
 
 
 def _read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Set
+import itertools
+from collections.abc import Iterator, Set
 
 # Functions of Python that leave what they are given as it is.
 _READING = {"len", "set", "list", "tuple", "sorted", "min", "max", "sum", "any", "all", "bool"}
@@ -23,6 +24,20 @@ def read_in(*nodes: ast.AST) -> Set[str]:
 def bound_in(*nodes: ast.AST) -> Set[str]:
     """The names that some nodes bind."""
     return names_in(*nodes, context=ast.Store)
+
+
+def assigned_in(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """The targets of a statement with what each is bound to, as far as that can be told."""
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                if not isinstance(target, ast.Tuple):
+                    yield target, value
+                    continue
+                values = value.elts if isinstance(value, ast.Tuple) else []
+                yield from itertools.zip_longest(target.elts, values[: len(target.elts)])
+        case ast.AnnAssign(target=target, value=value) | ast.AugAssign(target=target, value=value):
+            yield target, value if isinstance(statement, ast.AnnAssign) else None
 
 
 def parameters_in(node: ast.AST) -> Set[str]:

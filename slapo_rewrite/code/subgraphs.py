@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import blocks, statements
-from slapo_rewrite.code.dataflow import bound_in, read_in
+from slapo_rewrite.code.dataflow import assigned_in, bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import local_names
@@ -137,10 +137,13 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
     for statement in statements(tuple(method.body)):
         if found := _changing(statement, given):
             return found
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            # The name means what is given, or no longer does.
-            means_it = root_of(statement.value) in given and not is_size(statement.value)
-            (given.add if means_it else given.discard)(statement.targets[0].id)
+        if isinstance(statement, ast.Assign):
+            # The names mean what is given, or no longer do.
+            before = given
+            for target, bound_to in assigned_in(statement):
+                value = bound_to or statement.value
+                means_it = root_of(value) in before and not is_size(value)
+                given = given | bound_in(target) if means_it else given - bound_in(target)
     return None
 
 

@@ -258,7 +258,8 @@ def _resized(own: Any, other: Any, parts: Mapping[str, tuple[int, int]]) -> str 
         if name in parts or tensor is None or there is None or there.shape == tensor.shape:
             continue
         shapes = f"{tuple(there.shape)} on a rank of two, and {tuple(tensor.shape)} whole"
-        return f"its `{name}` is made of what is split: its shape is {shapes}"
+        made = "is made of what is split, or by what asks torch.distributed"
+        return f"its `{name}` {made}: its shape is {shapes}"
     return None
 
 

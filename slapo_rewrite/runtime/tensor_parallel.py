@@ -257,6 +257,12 @@ def shard_parameter(
     record_shard(module, name, shard)
 
 
+def own_part(module: Any, name: str, values: Tensor) -> Tensor:
+    """This rank's part of what is written into `module.<name>`, if it has only a part."""
+    shard = getattr(module, "sharded_parameters", {}).get(name)
+    return values if shard is None or not shard.is_full(values) else shard.cut(values)
+
+
 def on_first_rank(x: Tensor) -> Tensor:
     """The tensor on the first rank, zeros of its shape on the others."""
     return x if rank() == 0 else torch.zeros_like(x)

@@ -297,6 +297,11 @@ class Flow:
             return
         if partial is not None:
             self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
+            if name in _MULTIPLYING and len(inputs) == 1 and 0 in _numbers(args, kwargs):
+                # `0 * sum(p.sum() for p in ...)`, which gives what is not used a gradient.
+                for output in outputs:
+                    self.set(output, State())
+                return
         # A size that was given as a tensor is no operand any more, and is the last.
         sharded = [_split(t, shape) for t, shape in zip(inputs, whole, strict=False)]
         summed = False
@@ -477,8 +482,7 @@ class Flow:
         """Refuses an operation on summands that does not give summands of its result."""
         count = sum(s.kind == PARTIAL for s in states)
         floating = sum(t.is_floating_point() or t.is_complex() for t in inputs)
-        given = (*args, *kwargs.values())
-        plain = any(isinstance(a, (int, float)) and not isinstance(a, bool) for a in given)
+        plain = any(_numbers(args, kwargs))  # Python's `sum` begins with 0
         beside = [s.kind for s in states if s.kind != PARTIAL]
         written = _WRITING.get(name)
         if written is not None:
@@ -565,6 +569,12 @@ def _leave_whole(read: State) -> str:
 def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:
     """The line of a schedule that makes an axis whole, the last one counted from the right."""
     return f'.sync("{mode}", "all_gather", axis={-1 if axis == rank - 1 else axis})'
+
+
+def _numbers(args: Any, kwargs: Any) -> list[float]:
+    """The plain numbers that an operation is given."""
+    given = (*args, *kwargs.values())
+    return [a for a in given if isinstance(a, (int, float)) and not isinstance(a, bool)]
 
 
 def _split(tensor: torch.Tensor, whole: Shape) -> list[int]:

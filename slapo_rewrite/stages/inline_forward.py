@@ -148,7 +148,7 @@ class Flattening:
                 values[name] = Constant(False)
             elif default is not None:
                 values[name] = names.value(default)
-                if isinstance(default, (ast.List, ast.Dict, ast.Set)):
+                if isinstance(default, (ast.List, ast.Dict, ast.Set, ast.UnaryOp)):
                     made.append((name, default))
             else:
                 raise self.refused(
@@ -180,7 +180,7 @@ class Flattening:
         parameters += [name for name in self.loss.names if name not in parameters]
         for name, default in made:  # which nothing stands for but its name
             target = ast.copy_location(ast.Name(name, ast.Store()), default)
-            if not stays_as_it_is(function, target):
+            if not (isinstance(default, ast.UnaryOp) or stays_as_it_is(function, target)):
                 raise self.refused(
                     f"`{name}` is one object for all steps, which may change here",
                     scope,

@@ -259,7 +259,7 @@ class PipelineText:
         texts = [forward_text(self.stages, stage) for stage in self.stages.stages]
         for text in (*texts, loss_text(self.stages)):
             tree = ast.parse(text)
-            for name in sorted((names_in(tree) - bound_in(tree)) & taken):
+            for name in sorted((names_in(tree) - bound_in(tree) - parameters_in(tree)) & taken):
                 if self.files.origin(name) is not None:
                     home = self.files.origins.get(name, (self.files.main.file.path.name,))[0]
                     raise errors.NameTaken(

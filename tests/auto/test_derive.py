@@ -681,6 +681,94 @@ def test_what_each_head_has_is_split_with_the_heads(tmp_path):
     assert found.share > 0.9
 
 
+SPELLED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(width))
+        self.v_bias = nn.Parameter(torch.zeros(width))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        qkv = F.linear(input=x, weight=self.qkv.weight, bias=bias)
+        q, k, v = qkv.reshape(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(2, 3)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention = Attention(width, heads)
+
+    def forward(self, x):
+        return x + self.attention(x)
+"""
+
+
+def test_a_layer_whose_call_is_spelled_out_is_split_with_its_biases(tmp_path):
+    """`F.linear` with the layer's weight, and a bias that is put together of others."""
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "attention.qkv")
+    assert {
+        'attention.qkv "weight", axis=0, parts=3',
+        'attention ["q_bias", "v_bias"], axis=0',
+        'attention.out "weight", axis=1',
+    } <= shards(derived(tmp_path, SPELLED, step).text)
+
+
+SCAN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Scan(nn.Module):
+    def __init__(self, width, state):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+        self.select, self.step = nn.Linear(2 * width, 2 * state), nn.Linear(state, 2 * width)
+        self.decay = nn.Parameter(torch.rand(2 * width, state))
+        with torch.no_grad():
+            self.step.bias.copy_(torch.rand(2 * width))
+
+    def forward(self, x):
+        x, gate = self.enter(x).chunk(2, dim=-1)
+        small, write = self.select(x).chunk(2, dim=-1)
+        step = F.softplus(small @ self.step.weight.T + self.step.bias).unsqueeze(-1)
+        states = (step * self.decay.exp() * write.unsqueeze(-2)).cumsum(1)
+        return self.leave(states.sum(-1) * x * gate.sigmoid())
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.scan = Scan(width, 8)
+
+    def forward(self, x):
+        return x + self.scan(x)
+"""
+
+
+def test_a_layer_whose_weight_is_read_past_its_call_is_split_with_what_it_meets(tmp_path):
+    """So are what a state-space block has for each feature of one half of what comes in."""
+    step = STEP.replace("WIDTH", "1024").replace("attention.query", "scan.enter")
+    assert {
+        'scan.enter ["weight", "bias"], axis=0, parts=2',
+        'scan.step ["weight", "bias"], axis=0',
+        'scan "decay", axis=0',
+        'scan.{select,leave} "weight", axis=1',
+    } <= shards(derived(tmp_path, SCAN, step).text)
+
+
 BY_DISTANCE = """
 import torch
 from torch import nn

@@ -99,6 +99,19 @@ def test_pieces_tell_how_a_result_is_packed():
     assert (8, 8, 8) in flow.layers["qkv"].pieces and not flow.layers["out"].pieces
 
 
+class Sliced(Packed):
+    def forward(self, x):
+        qkv = self.qkv(x)
+        q, k, v = qkv[..., :8], qkv[:, 8:16].contiguous(), qkv[..., 16:]
+        return self.out(q[..., :4].repeat(1, 2) * k + v)
+
+
+def test_slices_that_follow_one_another_tell_how_a_result_is_packed():
+    """And not those of what it was made into: halves that are rotated are of one head."""
+    flow = flow_of(Sliced(), {"x": torch.randn(2, 8)}, Sliced())
+    assert flow.layers["qkv"].pieces == [(8, 8, 8)]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_elements_of_a_list_are_one(depth):
     flow, pairs = found(Stack(*(MLP() for _ in range(depth))))

@@ -449,6 +449,51 @@ def test_what_a_model_remembers_of_an_earlier_segment_is_passed_on(tmp_path, nam
     assert f"changes `{name}` in place, and would do so twice" in words
 
 
+SUMMED = """import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, w=8):
+        super().__init__()
+        self.first, self.second = nn.Linear(w, w), nn.Linear(w, w)
+
+    def attend(self, x):
+        return self.first(x), x.mean()
+
+    def forward(self, x):
+        residual = x
+        x, noted = self.attend(x)
+        x += residual
+        return x + self.second(x).relu() * noted
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+def test_what_a_call_gives_beside_others_is_no_argument_any_more(tmp_path):
+    schedule = SCHEDULE + '    s["blocks.*"].checkpoint()\n'
+    assert "checkpoint" in changed_lines(rewritten(tmp_path, SUMMED, schedule))
+
+
+@pytest.mark.parametrize(
+    "bound", ["x, noted = x, x.mean()", "(x, noted), more = x, 1", "noted, x = x, residual"]
+)
+def test_an_argument_that_is_bound_again_beside_others_is_one(bound, tmp_path):
+    source = SUMMED.replace("x, noted = self.attend(x)", bound)
+    schedule = SCHEDULE + '    s["blocks.*"].checkpoint()\n'
+    assert "changes `x` in place" in refused(tmp_path, source, schedule, "SR305")
+
+
 HOOKED = """\
 import torch
 from transformers import CLIPVisionConfig

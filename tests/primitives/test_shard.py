@@ -190,7 +190,23 @@ WITH_HEADS = """\
         head.sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
 """
 UNTIED = "".join(line for line in TIED.splitlines(keepends=True) if ".weight" not in line)
+WRITTEN = MLP.replace(
+    "nn.Linear(12, 10)\n",
+    """nn.Linear(12, 10)
+        self.scale = nn.Parameter(torch.ones(12))
+        with torch.no_grad():
+            self.fc_in.bias.copy_(torch.arange(12.0))
+            eye = torch.eye(12, 10)
+            self.fc_in.weight.data.copy_(eye)
+            self.fc_out.bias.copy_(torch.arange(10.0))
+            self.scale.copy_(torch.arange(12.0).cos())
+""",
+).replace("self.norm(F", "self.scale * self.norm(F")
+SCALED = PAIR + '    s.shard("scale", axis=0)\n'
+
+
 CASES = {
+    "written": Case(WRITTEN, FLOATS + SCALED),
     "mlp": Case(MLP, FLOATS + PAIR),
     "conv1d": Case(CONV1D, FLOATS + '    column(s["fc_in"], 1)\n    row(s["fc_out"], 0)\n'),
     "conv": Case(BOTTLENECK, IMAGES + CHANNELS),
@@ -294,6 +310,16 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             "something that is split, or asks torch.distributed",
         ),
         (
+            MLP.replace(
+                "= nn.Identity()\n",
+                "= nn.Identity()\n        ranks = 1 + torch.distributed.is_initialized()\n"
+                "        self.own = nn.Parameter(torch.zeros(12 // ranks))\n",
+            ),
+            PAIR,
+            "SR305",
+            "or by what asks torch.distributed: its shape is (6,) on a rank of two, and (12,)",
+        ),
+        (
             TWO_OF_A_CLASS,
             PAIR.replace('["', '["one.'),
             "SR305",
@@ -318,6 +344,17 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_numbers(folder, world):
     run(compare, world, folder, CASES)
+
+
+def test_of_what_a_constructor_writes_a_rank_takes_its_part(tmp_path):
+    changed = changed_lines(rewritten(tmp_path, WRITTEN, FLOATS + SCALED))
+    for line in (
+        'self.fc_in.bias.copy_(own_part(self.fc_in, "bias", torch.arange(12.0)))',
+        'self.fc_in.weight.data.copy_(own_part(self.fc_in, "weight", eye))',
+        'self.scale.copy_(own_part(self, "scale", torch.arange(12.0).cos()))',
+    ):
+        assert f"+            {line}\n" in changed
+    assert "fc_out.bias" not in changed
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,14 @@ def test_a_list_that_is_given_by_default_is_made_where_it_is_read(tmp_path):
     assert "    wanted = [1, 3]\n    wanted = set(wanted)\n" in method(text, 1, "forward")
 
 
+def test_a_number_below_zero_that_is_given_by_default_has_its_name(tmp_path):
+    lines = ["x = self.first(x) * which", "x = self.inner(x) * (which == 0)"]
+    source = written(*lines).replace("x, y)", "x, y, which=-1)")
+    text = rewritten(tmp_path, source, CUT).files["pipeline.py"]
+    for number in (0, 1):
+        assert "    which = -1\n" in method(text, number, "forward")
+
+
 @pytest.mark.parametrize(
     "line", ["wanted.append(x)", "wanted[0] = x", "wanted += [1]", "f(wanted)"]
 )

@@ -521,6 +521,15 @@ def test_a_name_that_pipeline_py_has_for_something_else(tmp_path):
     assert "`batch` of" in text and "means something else in pipeline.py" in text
 
 
+def test_what_a_script_binds_may_be_called_as_arguments_of_stages(tmp_path):
+    """As in a file that trains its model where it is run."""
+    source = written("x = self.first(x)", "x = self.inner(x)")
+    source += '\n\nif __name__ == "__main__":\n    x = y = last_output = None\n'
+    schedule = for_torch(SCHEDULE.format(cut='s["first"]'))
+    files = rewritten(tmp_path, source, schedule).files
+    assert "pipeline.py" in files
+
+
 @pytest.mark.parametrize("name", ["held", "loss"])
 def test_an_attribute_that_stages_have_for_something_else(tmp_path, name):
     source = written("x = self.first(x)", "x = self.inner(x)").replace(

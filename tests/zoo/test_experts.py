@@ -377,3 +377,56 @@ def test_the_sum_that_experts_want_is_inferred(tmp_path):
     synced = schedule.replace("s.infer_sync()", 's["experts"].sync("bwd_post", "all_reduce")')
     words = refused(tmp_path, WEIGHTED, synced, "SR104")
     assert 's["experts"].sync("fwd_post", "all_reduce")' in words
+
+
+# An expert that no word chose gets a gradient of zeros, as data parallel training asks for.
+UNUSED = """import torch
+from torch import nn
+
+
+class Expert(nn.Module):
+    def __init__(self, w=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(w, 2 * w), nn.Linear(2 * w, w, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, w=8, n=2):
+        super().__init__()
+        self.first, self.gate = nn.Linear(w, w), nn.Linear(w, n)
+        self.experts = nn.ModuleList([Expert(w) for _ in range(n + 1)])
+
+    def forward(self, x):
+        x = self.first(x)
+        chosen = self.gate(x).softmax(-1)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if i < len(self.experts) - 1:
+                y = y + expert(x) * chosen[:, i : i + 1]
+            else:
+                y[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+        return x + y
+"""
+SPLIT_EACH = (
+    STEP
+    + """\
+    s["experts.*.up"].shard(["weight", "bias"], axis=0)
+    s["experts.*.down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+)
+
+
+def test_experts_that_are_not_chosen_may_be_read_for_a_gradient_of_zeros(tmp_path):
+    cases = {"unused": Case(UNUSED, SPLIT_EACH)}
+    prepare(tmp_path, cases)
+    run(compare, 2, tmp_path, cases)
+
+
+@pytest.mark.parametrize("number", ["1e-3", "chosen[0, 0]"])
+def test_what_is_read_of_them_otherwise_is_a_summand(number, tmp_path):
+    source = UNUSED.replace("+= 0 *", f"+= {number} *")
+    assert "add" in refused(tmp_path, source, SPLIT_EACH, "SR104")
