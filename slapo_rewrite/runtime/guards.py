@@ -89,6 +89,11 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     before = next((c for n, c in parent.named_children() if n == name), None)
     if parametrized or is_adapter(module, before):
         refuse_beside_part(name, parent)
+    if hasattr(before, "sharded_parameters") and is_made_of(before, module):
+        raise RuntimeError(
+            f"`{name}` would be made of this rank's part alone: resize embeddings of the "
+            "original, in one process, and load what it saves"
+        )
     can_save = hasattr(type(parent), "save_pretrained")
     # A slice of a list of layers, which a `forward` may take, is not looked into.
     if (can_save or "process_group" in vars(parent)) and parts_in(module):
@@ -116,6 +121,17 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
         return False
     held = layer in module.modules()
     return held and not {*module.parameters()} <= {*layer.parameters()}
+
+
+def is_made_of(layer: Any, module: nn.Module) -> bool:
+    """Whether a whole layer, which takes a split one's place, begins with its weights."""
+    part, new = getattr(layer, "weight", None), getattr(module, "weight", None)
+    if not (type(part) is type(new) is nn.Parameter) or layer in module.modules():
+        return False
+    if hasattr(module, "sharded_parameters") or part[:1].shape != new[:1].shape:
+        return False
+    plain = part.any() and not new.is_meta
+    return bool(plain) and torch.equal(part[:1], new[:1].to(part))
 
 
 def check_parts(layer: Any, ids: Tensor | None = None) -> None:

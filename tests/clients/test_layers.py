@@ -176,6 +176,22 @@ def check_optimizers():
         assert torch.equal(before, layer.weight)
 
 
+def check_other_layers():
+    """A layer may take a split one's place, but not with its weights, as a resized head does."""
+    model = nn.Sequential(nn.ReLU(), tp.ColumnParallelLinear(6, 12))
+    split = model[1]
+    for other in (nn.Linear(6, 16), nn.Identity(), nn.Linear(3, 2), tp.ColumnParallelLinear(6, 8)):
+        model[1], model[1] = other, split
+    resized = nn.Linear(6, 16)
+    with torch.no_grad():
+        resized.weight[: len(split.weight)] = split.weight
+    if tp.world_size() == 1:
+        model[1] = resized
+        return
+    with pytest.raises(RuntimeError, match="`1` would be made of this rank's part alone"):
+        model[1] = resized
+
+
 def test_a_weight_is_read_once_a_call():
     """That of `spectral_norm` is another each time that it is read."""
     for layer in tp.ColumnParallelLinear(6, 12), tp.RowParallelLinear(6, 12):
@@ -195,6 +211,7 @@ def run_checks():
     check_distributed_checkpoint()
     check_batches()
     check_optimizers()
+    check_other_layers()
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.processes)])

@@ -89,6 +89,11 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
     before = next((c for n, c in parent.named_children() if n == name), None)
     if parametrized or is_adapter(module, before):
         refuse_beside_part(name, parent)
+    if hasattr(before, "sharded_parameters") and is_made_of(before, module):
+        raise RuntimeError(
+            f"`{name}` would be made of this rank's part alone: resize embeddings of the "
+            "original, in one process, and load what it saves"
+        )
     can_save = hasattr(type(parent), "save_pretrained")
     # A slice of a list of layers, which a `forward` may take, is not looked into.
     if (can_save or "process_group" in vars(parent)) and parts_in(module):
@@ -118,6 +123,17 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
     return held and not {*module.parameters()} <= {*layer.parameters()}
 
 
+def is_made_of(layer: Any, module: nn.Module) -> bool:
+    """Whether a whole layer, which takes a split one's place, begins with its weights."""
+    part, new = getattr(layer, "weight", None), getattr(module, "weight", None)
+    if not (type(part) is type(new) is nn.Parameter) or layer in module.modules():
+        return False
+    if hasattr(module, "sharded_parameters") or part[:1].shape != new[:1].shape:
+        return False
+    plain = part.any() and not new.is_meta
+    return bool(plain) and torch.equal(part[:1], new[:1].to(part))
+
+
 def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     """Refuses to run a layer in another group than its own, or of which ranks have copies.
 
@@ -131,7 +147,8 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
         shard.check_group()
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
-    here = size, world.ranks, world.supposed, weight.shape, layer.training
+    # A copy of a layer has what that one knew.
+    here = id(layer), size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:  # as in each run but the first
         compare_gradients()
         return
