@@ -121,6 +121,14 @@ def test_a_command_that_there_is_not(run: Run, capsys):
     assert "did you mean `slapo-rewrite tree`?" in capsys.readouterr().err
     assert main(["net.py", "--diff"]) == 2
     assert "or auto: slapo-rewrite --help" in capsys.readouterr().err
+    assert main(["rewrite", "net.py", "--schedule", "s.py"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "auto:Modl", "--diff"]) == 2
+    assert "did you mean `Model`?" in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "auto:Other", "--diff"]) == 2
+    assert "it defines Attention, Model" in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "auto:nte.py", "--diff"]) == 2
+    assert "No such file or directory\n  = help: did you mean `net.py`?" in capsys.readouterr().err
 
 
 def test_an_output_that_is_a_file(run: Run, capsys):

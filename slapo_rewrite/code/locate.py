@@ -127,7 +127,7 @@ def near_files(path: Path) -> str | None:
     """A hint that offers the Python files beside one that is missing, those with a like name."""
     folder = path.parent if path.parent.is_dir() else Path()
     names = {p.stem: str(p) for p in folder.glob("*.py")}
-    near = errors.nearest(path.name.removesuffix(".py"), names)
+    near = errors.nearest(path.name.removesuffix(".py"), names, 0.6)
     return errors.offered(names[n] for n in near)
 
 
