@@ -443,6 +443,30 @@ def test_inputs_that_the_model_does_not_take(run: Run):
     assert "see that the model runs with what `inputs(model)`" in text and "net.py" not in text
 
 
+@pytest.mark.parametrize(
+    "body", ["s['layers.*'].checkpoint()", "s['head'].shard('weight', axis=0); s.infer_sync()"]
+)
+@pytest.mark.parametrize(
+    ("old", "new", "words", "place"),
+    [
+        ("inputs(model)", "inputs()", "`inputs` is called with one argument, the model", 8),
+        ("def inputs", "async def inputs", "`inputs` is a generator or a coroutine", 8),
+        ('return {"ids"', "yield {'ids'", "`inputs` is a generator or a coroutine", 8),
+        ('{"ids": torch.randint(30, (2, 5))}', "[2, 5]", "`inputs` returns list, not a dict", 8),
+        ("(2, 5))", "(2, -5))", "`inputs` raises RuntimeError: ", 9),
+        ("loss(outputs)", "loss()", "`loss` is called with one argument, the outputs", 12),
+        ("loss(outputs)", "loss(outputs, y)", "`loss` in the schedule takes `y`, which", 12),
+        ("outputs.square", "outputs.loss.square", "`loss` raises AttributeError: ", 13),
+        (".mean()", "", "the step gives no loss but [2, 5, 30]", 12),
+    ],
+)
+def test_inputs_and_a_loss_that_are_none(run: Run, old, new, words, place, body):
+    schedule = MODEL.replace(old, new)
+    assert schedule != MODEL
+    text = run("", schedule=f"{schedule}    {body}\n")
+    assert f"error[SR201]: {words}" in text and f"s.py:{place}:" in text
+
+
 def test_a_package_that_the_source_imports_and_that_is_not_there(run: Run):
     (run.folder / "net.py").write_text("import nothere.at_all\n" + SOURCE)
     text = run("pass")

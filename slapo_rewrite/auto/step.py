@@ -82,7 +82,7 @@ class Step:
         """What the text defines."""
         names: dict[str, Any] = {}
         exec(compile(self.text(), "<schedule>", "exec", dont_inherit=True), names)
-        check_functions(names, self.title)
+        check_functions(names, self.title, lambda name: None)
         return types.SimpleNamespace(**names)
 
 

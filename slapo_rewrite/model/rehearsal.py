@@ -369,7 +369,7 @@ def _references(small: _Small) -> list[_Reference]:
     """
     ways = (False,) if hasattr(small.schedule, "inputs") else (True, False)
     found: list[_Reference] = []
-    why = ""
+    why: DoesNotRunError | None = None
     for whole in ways:
         try:
             reference = _reference(small, whole)
@@ -378,19 +378,19 @@ def _references(small: _Small) -> list[_Reference]:
                 continue
             raise
         except DoesNotRunError as error:
-            why = str(error)
+            why = error
             continue
         found += [reference] if reference is not None else []
         if reference is not None and reference.dtype == torch.float64:
             break
     if why and not found:
-        raise DoesNotRunError(f"does not run: {why}")
+        raise DoesNotRunError(f"does not run: {why}") from why.__cause__
     return found
 
 
 def _reference(small: _Small, whole: bool) -> _Reference | None:
     """A step of the original's small model; None where one with a mask says nothing."""
-    fails: list[str] = []
+    fails: list[Exception] = []
     for dtype in LIMIT:
         try:
             model, drawn = small.drawn()
@@ -408,13 +408,13 @@ def _reference(small: _Small, whole: bool) -> _Reference | None:
         except TooLargeError:
             raise
         except Exception as error:  # whatever the user's model does
-            fails.append(first_line(error))
+            fails.append(error)
             continue
         # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
         if not whole or all(bool(g.isfinite().all()) for g in want.gradients.values()):
             return _Reference(small, drawn, weights, inputs, dtype, want)
     if len(fails) == len(LIMIT):
-        raise DoesNotRunError(fails[0])
+        raise DoesNotRunError(first_line(fails[0])) from fails[0]
     return None
 
 
@@ -521,6 +521,8 @@ def _goals(
     try:
         loss = small_model.loss_of(schedule, outputs, inputs)
     except Exception:  # there need not be one, and the schedule's may want other outputs
+        if want is None and hasattr(schedule, "loss"):  # than those of the original
+            raise
         loss = None
     return loss, loss if loss is not None else _goal(outputs, want.outputs if want else outputs)
 
