@@ -67,8 +67,19 @@ from slapo_rewrite.stages.written_text import (
     written_out,
 )
 
-# Stands for an expression whose names mean something else by now.
-OUTDATED = ""
+
+class Outdated(str):
+    """Stands, without a text, for an expression of which a name means something else by now."""
+
+    def __new__(cls, name: str) -> Outdated:
+        """The name is that one."""
+        outdated = super().__new__(cls)
+        outdated.name = name
+        return outdated
+
+    name: str
+
+
 _CLOSED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Keyword arguments that decorators take for themselves: what a result is wrapped in.
 FOR_DECORATORS = {"return_dict"}
@@ -369,7 +380,10 @@ class Flattening:
         match value:
             case ast.BinOp(left=ast.Name(id=left), op=ast.BitOr(), right=ast.Name(id=right)):
                 if (one := known(left)) and (other := known(right)):
-                    texts = {**self.current(one, scope, value), **self.current(other, scope, value)}
+                    texts = {
+                        **self.current(one.texts, scope, value),
+                        **self.current(other.texts, scope, value),
+                    }
                     return KnownKwargs(texts, {**one.values, **other.values})
             case ast.DictComp(generators=[only]):
                 match only:
@@ -627,7 +641,7 @@ class Flattening:
         for name in dict.fromkeys(altered_in(node, {})):
             known = scope.names.values.get(name)
             if isinstance(known, KnownKwargs):
-                texts = self.current(known, scope, node)
+                texts = self.current(known.texts, scope, node)
                 pairs = ", ".join(f"{key!r}: {text}" for key, text in texts.items())
                 self.out.append(Line(f"{scope.spelled(name)} = {{{pairs}}}", scope.file.at(node)))
                 scope.names.values[name] = Unknown(True)
@@ -671,7 +685,7 @@ class Flattening:
                 text = ""
                 if isinstance(value, Constant):
                     text = repr(value.value)
-                elif isinstance(value, KnownObject) and OUTDATED not in value.texts.values():
+                elif isinstance(value, KnownObject) and all(value.texts.values()):
                     text = written_out(value)
                 if text:
                     self.out.append(Line(f"{scope.spelled(name)} = {text}", scope.file.at(node)))
@@ -686,7 +700,7 @@ class Flattening:
         for name, value in scope.names.values.items():
             if isinstance(value, KnownObject | KnownKwargs):
                 texts = {
-                    key: OUTDATED if written in names_in(ast.parse(text)) else text
+                    key: Outdated(written) if written in names_in(ast.parse(text)) else text
                     for key, text in value.texts.items()
                 }
                 if texts != value.texts:
@@ -711,7 +725,7 @@ class Flattening:
                 if isinstance(extra, KnownKwargs) and isinstance(node.args[0], ast.Constant):
                     key = str(node.args[0].value)
                     if key in extra.texts:
-                        return self.current(extra, scope, node)[key]
+                        return self.current(extra.texts, scope, node)[key]
                     return self.text(node.args[1], scope) if len(node.args) > 1 else "None"
         if (inner := self.callee(node, scope)) is not None:
             return enclosed(self.inlined(node, *inner, scope).text)
@@ -724,7 +738,7 @@ class Flattening:
                 changed = True
                 by_name += [
                     (f"{name}={text}", "")
-                    for name, text in self.current(value, scope, keyword.value).items()
+                    for name, text in self.current(value.texts, scope, keyword.value).items()
                     if not is_default(name, value.values[name], taken)
                 ]
             elif keyword.arg is not None and is_default(keyword.arg, value, taken):
@@ -981,7 +995,7 @@ class Flattening:
                 extra = scope.names.value(keyword.value)
                 if not isinstance(extra, KnownKwargs):
                     raise self.refused("what `**` stands for here is not known", scope, node)
-                given_texts = self.current(extra, scope, keyword.value)
+                given_texts = self.current(extra.texts, scope, keyword.value)
                 arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
             else:
                 arguments.append((keyword.arg, self.result(keyword.value, scope)))
@@ -1102,8 +1116,7 @@ class Flattening:
         if isinstance(value, Unknown) and value.steps and isinstance(node.ctx, ast.Load):
             return accessor(scope.names.path_of([*value.steps]))
         if isinstance(value, KnownObject) and isinstance(node.ctx, ast.Load):
-            if OUTDATED in value.texts.values():
-                raise self.refused("what this was made of has another value by now", scope, node)
+            self.current(value.texts, scope, node)
             return written_out(value)
         return scope.written.get(node.id)
 
@@ -1113,7 +1126,7 @@ class Flattening:
         if isinstance(base, KnownKwargs):
             match node:
                 case ast.Subscript(slice=ast.Constant(value=str(key)), ctx=ast.Load()):
-                    return self.current(base, scope, node).get(key)
+                    return self.current(base.texts, scope, node).get(key)
         if not isinstance(base, KnownObject):
             return None
         name: str | None = None
@@ -1123,10 +1136,7 @@ class Flattening:
             name = field_at(base.cls, base.values, node.slice.value)
         if name is None:
             return None
-        text = base.texts.get(name, "None")
-        if text == OUTDATED:
-            raise self.refused("what this was made of has another value by now", scope, node)
-        return text
+        return self.current({name: base.texts.get(name, "None")}, scope, node)[name]
 
     def first_fields(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
         """The expressions that the first elements of a known object are: of `outputs[:2]`, two."""
@@ -1141,14 +1151,17 @@ class Flattening:
                 return tuple(text for text in found if text) if all(found) else ()
         return ()
 
-    def current(self, extra: KnownKwargs, scope: Scope, node: ast.AST) -> Mapping[str, str]:
-        """The elements of a dictionary, where they are what they were."""
-        for name, text in extra.texts.items():
-            if text == OUTDATED:
+    def current(self, texts: Mapping[str, str], scope: Scope, node: ast.AST) -> Mapping[str, str]:
+        """The expressions of which something was made, where their names mean what they meant."""
+        for text in texts.values():
+            if isinstance(text, Outdated):
                 raise self.refused(
-                    f"what `{name}` was made of has another value by now", scope, node
+                    f"this was made of `{text.name}`, which has another value by now",
+                    scope,
+                    node,
+                    f"give that value a name of its own: another than `{text.name}`",
                 )
-        return extra.texts
+        return texts
 
     def is_all_of_it(self, node: ast.Subscript, scope: Scope) -> bool:
         """Whether a slice of layers ends where the list does, as `__init__` makes it."""

@@ -145,7 +145,9 @@ def test_a_number_that_a_name_stands_for_decides_nothing(tmp_path):
 def test_what_is_handed_on_is_what_it_was(tmp_path):
     lines = ['kwargs = {"input": x, "other": x}', "x = self.first(x)", "x = self.inner(x)"]
     source = written(*lines, "x = torch.add(**kwargs)")
-    assert "`input` was made of has another value" in refused(tmp_path, source, CUT, "SR310")
+    assert "this was made of `x`, which has another value" in refused(
+        tmp_path, source, CUT, "SR310"
+    )
 
 
 def test_tuples_stay_tuples(tmp_path):
@@ -299,7 +301,8 @@ def test_the_first_fields_of_a_record_are_its_values(tmp_path):
 
 def test_fields_that_change_places_are_refused(tmp_path):
     text = refused(tmp_path, of_a_record("z, x = found[:2]; w = z"), CUT, "SR310")
-    assert "has another value by now" in text
+    assert "this was made of `x`, which has another value by now" in text
+    assert "give that value a name of its own: another than `x`" in text
 
 
 WANTED = ["wanted = set(wanted)", "x = self.first(x)", "if 3 in wanted:", "    x = x * 2"]
