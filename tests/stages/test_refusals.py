@@ -521,7 +521,7 @@ def test_a_name_that_pipeline_py_has_for_something_else(tmp_path):
     assert "`batch` of" in text and "means something else in pipeline.py" in text
 
 
-@pytest.mark.parametrize("name", ["held", "loss"])
+@pytest.mark.parametrize("name", ["held", "step_loss"])
 def test_an_attribute_that_stages_have_for_something_else(tmp_path, name):
     source = written("x = self.first(x)", "x = self.inner(x)").replace(
         "        self.inner =", f"        self.{name} = 1\n        self.inner ="
