@@ -33,6 +33,7 @@ from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, alone, on_ranks
 from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import (
+    HalfPrecisionError,
     OtherNumbersError,
     OtherStartError,
     OtherUpdateError,
@@ -197,7 +198,7 @@ def _check_mixed(reference: _Reference, output: Emitted) -> None:
         step = _step(reference.small.schedule, model, inputs, None)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
+        raise HalfPrecisionError(1, "", 1.0, f"it fails in half precision: {words}") from error
     want = reference.want
     pairs = [*result_pairs(want.evaluated, step.evaluated, "")]
     pairs += [*result_pairs(want.outputs, step.outputs, "")]
@@ -205,7 +206,7 @@ def _check_mixed(reference: _Reference, output: Emitted) -> None:
     for name, one, other in pairs:
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         if both and bool(one.isfinite().all()) and not bool(other.isfinite().all()):
-            raise OtherNumbersError(1, name, 1.0, "something overflows in half precision:")
+            raise HalfPrecisionError(1, name, 1.0, "something overflows in half precision:")
 
 
 def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[int, ...]:
@@ -521,7 +522,9 @@ def _goals(
     try:
         loss = small_model.loss_of(schedule, outputs, inputs)
     except Exception:  # there need not be one, and the schedule's may want other outputs
-        if want is None and hasattr(schedule, "loss"):  # than those of the original
+        # Than the original's, that is, or targets that it alone is given.
+        takes = small_model.loss_parameters(schedule).keys()
+        if want is None and hasattr(schedule, "loss") and takes <= inputs.keys():
             raise
         loss = None
     return loss, loss if loss is not None else _goal(outputs, want.outputs if want else outputs)
