@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,16 @@ def test_no_such_source_or_schedule(run: Run, capsys):
     assert "did you mean `bert`?" in capsys.readouterr().err
     assert main(["transformers.models.bert.modeling_brt", "--schedule", "bert", "-o", "out"]) == 2
     assert "transformers.models.bert.modeling_bert" in capsys.readouterr().err
+
+
+def test_a_module_of_a_folder_that_is_not_searched(run: Run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p not in ("", str(run.folder))])
+    (run.folder / "parts").mkdir()
+    (run.folder / "parts" / "made_here.py").write_text(SOURCE)
+    (run.folder / "s.py").write_text(MODEL + "    s['layers.*'].checkpoint()\n")
+    assert main(["parts.made_here", "--schedule", "s.py", "--diff"]) == 2
+    assert "= help: give its file: parts/made_here.py" in capsys.readouterr().err
+    assert main(["parts/made_here.py", "--schedule", "s.py", "--diff"]) == 0
 
 
 def test_unknown_path(run: Run):

@@ -83,9 +83,9 @@ def locate(source: str) -> tuple[Path, str]:
         )
     found = _find_module(source)
     if found is None:
-        raise errors.SourceError(
-            f"there is no module `{source}`", hint=_near_modules(source) or near_files(path)
-        )
+        here = file_below(Path(), source.split("."))  # not looked for, as by a script of Python's
+        near = f"give its file: {here}" if here else _near_modules(source) or near_files(path)
+        raise errors.SourceError(f"there is no module `{source}`", hint=near)
     return found, source
 
 
