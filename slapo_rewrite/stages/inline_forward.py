@@ -597,12 +597,13 @@ class Flattening:
         match target:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
                 if isinstance(known := scope.names.values.get(name), KnownKwargs):
-                    known = self.filled(known, name, key, result, scope)
-                    scope.names.values[name] = known
-                    self.emit(f"{known.texts[key]} = {result.text}", node, scope)
+                    self.fill(known, name, key, result, scope, node)
                     return
             case ast.Attribute(value=ast.Name(id=name), attr=key):
-                if isinstance(scope.names.values.get(name), KnownObject):
+                if isinstance(known := scope.names.values.get(name), KnownObject):
+                    if self.is_here_alone(known, name, scope):
+                        self.fill(known, name, key, result, scope, node)
+                        return
                     raise self.refused(
                         f"`{name}.{key}` of a record changes after that was made",
                         scope,
@@ -621,10 +622,25 @@ class Flattening:
         bound = {scope.spelled(name) for target in targets for name in names_in(target)}
         return not bound.isdisjoint(names_in(ast.parse(text)))
 
-    def filled(
-        self, known: KnownKwargs, name: str, key: str, result: Result, scope: Scope
-    ) -> KnownKwargs:
-        """A dictionary with one more element, which gets a name of its own."""
+    def is_here_alone(self, known: KnownObject, name: str, scope: Scope) -> bool:
+        """Whether nothing else is that object, or holds it, nor is it where it may not be."""
+        if self.depth or name in {a.arg for a in all_arguments(scope.function)}:
+            return False
+        held = [*scope.names.values.values()]
+        several = (of for of in held if isinstance(of, KnownObject | KnownKwargs))
+        held += [each for of in several for each in of.values.values()]
+        return sum(each is known for each in held) == 1
+
+    def fill(
+        self,
+        known: KnownKwargs | KnownObject,
+        name: str,
+        key: str,
+        result: Result,
+        scope: Scope,
+        node: ast.stmt,
+    ) -> None:
+        """Gives a dictionary or a record an element, or another one: it gets a name of its own."""
         new = re.sub(r"\W", "_", f"{scope.spelled(name)}_{key}")
         while new in local_names(scope.function) | scope.after:
             new += "_"
@@ -634,7 +650,10 @@ class Flattening:
             value = Unknown(True, value.cls, value.values)
         elif isinstance(value, Constant):
             value = Unknown(value != NONE)
-        return KnownKwargs({**known.texts, key: new}, {**known.values, key: value})
+        known = scope.names.values[name] = replace(
+            known, texts={**known.texts, key: new}, values={**known.values, key: value}
+        )
+        self.emit(f"{new} = {result.text}", node, scope)
 
     def spell_out(self, node: ast.stmt, scope: Scope) -> None:
         """Writes down dictionaries that a statement may or may not alter."""
@@ -876,7 +895,7 @@ class Flattening:
             method = self.method_of(scope.names.live, scope.names.path, name)
         except errors.CannotCut:
             return None
-        if not method.function.decorator_list and self.leads_to_cut(method, set()):
+        if self.leads_to_cut(method, set()):
             return method, scope.prefix
         given = values_given(node)
         if not any(isinstance(scope.names.value(v), Constant) for v in given):

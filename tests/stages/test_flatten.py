@@ -305,6 +305,45 @@ def test_fields_that_change_places_are_refused(tmp_path):
     assert "give that value a name of its own: another than `x`" in text
 
 
+FEATURES = """\
+    @torch.{decorator}()
+    def features(self, x):
+        found = BaseModelOutput(last_hidden_state=self.first(x))
+{lines}
+        return found
+
+    def forward(self, x, y):
+"""
+SET_ANEW = ["found.last_hidden_state = found.last_hidden_state * 2"]
+ALIASED = ["other = found", "found.last_hidden_state = other.last_hidden_state * 2"]
+
+
+def with_features(decorator: str, *lines: str) -> str:
+    """A model of which a decorated method makes a record and sets a field of that anew."""
+    text = of_a_record("x, w = found[:2]").replace("x = self.first(x)", "found = self.features(x)")
+    text = text.replace("x = self.inner(x + w)", "x = self.inner(found.last_hidden_state)")
+    kept = [each for each in text.split("\n") if "z = x * 2" not in each and "w =" not in each]
+    kept = [each for each in kept if "found = Base" not in each]
+    body = "\n".join(f"        {line}" for line in lines)
+    made = FEATURES.format(decorator=decorator, lines=body)
+    return "\n".join(kept).replace("    def forward(self, x, y):\n", made)
+
+
+def test_a_method_with_a_decorator_may_set_a_field_anew(tmp_path):
+    text = rewritten(tmp_path, with_features("enable_grad", *SET_ANEW), CUT).files["pipeline.py"]
+    assert "found_last_hidden_state = self.first(x) * 2\n" in method(text, 0, "forward")
+
+
+def test_a_field_that_is_set_anew_is_no_other_records(tmp_path):
+    text = refused(tmp_path, with_features("enable_grad", *ALIASED), CUT, "SR310")
+    assert "`found.last_hidden_state` of a record changes after that was made" in text
+
+
+def test_what_a_decorator_does_is_noticed(tmp_path):
+    text = refused(tmp_path, with_features("no_grad", *SET_ANEW), CUT, "SR310")
+    assert "the stages do not compute what the model computes" in text
+
+
 WANTED = ["wanted = set(wanted)", "x = self.first(x)", "if 3 in wanted:", "    x = x * 2"]
 
 
