@@ -99,7 +99,7 @@ def _parsed(name: str, arguments: list[str]) -> argparse.Namespace:
     try:
         return PARSERS[name]().parse_args(arguments[bool(name) :])
     except errors.UsageError:
-        meant = errors.nearest(arguments[0], COMMANDS) if arguments and not name else []
+        meant = errors.nearest(arguments[0], COMMANDS, 0.6) if arguments and not name else []
         if not meant or os.path.exists(arguments[0]) or not arguments[0].isalpha():
             raise
         raise errors.UsageError(

@@ -289,15 +289,15 @@ def unwritable(path: object, error: OSError) -> OutputUnwritable:
     return OutputUnwritable(f"cannot write `{path}`: {error.strerror or error}")
 
 
-def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The names in `known` most like `asked`, best first."""
+def nearest(asked: str, known: Iterable[str], least: float = 0.3) -> list[str]:
+    """The names in `known` most like `asked`, three at most, best first, none below `least`."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(asked, names, n=count, cutoff=0.6)
+    close = difflib.get_close_matches(asked, names, n=3, cutoff=0.6)
     tail = asked.rsplit(".", 1)[-1]
     close += [n for n in names if n.rsplit(".", 1)[-1] == tail and n not in close]
     if not close:
-        close = difflib.get_close_matches(asked, names, n=count, cutoff=0.3)
-    return close[:count]
+        close = difflib.get_close_matches(asked, names, n=3, cutoff=least)
+    return close[:3]
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str | None:

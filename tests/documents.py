@@ -98,8 +98,12 @@ def blocks(text: str) -> list[Block]:
 
 
 def without_figures(text: str) -> list[str]:
-    """The words of each line: errors differ from machine to machine in their last digits."""
-    return [" ".join(re.sub(r"\S*\d\S*", "", line).split()) for line in text.strip().splitlines()]
+    """The words of each line: errors differ from machine to machine in their last digits.
+
+    The code of a refusal is a word.
+    """
+    figures = re.compile(r"(?!\S*SR\d{3}\b)\S*\d\S*")
+    return [" ".join(figures.sub("", line).split()) for line in text.strip().splitlines()]
 
 
 def without_schedule(text: str) -> str:

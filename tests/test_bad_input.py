@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,14 @@ def test_a_command_that_there_is_not(run: Run, capsys):
     assert "did you mean `slapo-rewrite tree`?" in capsys.readouterr().err
     assert main(["net.py", "--diff"]) == 2
     assert "or auto: slapo-rewrite --help" in capsys.readouterr().err
+    assert main(["rewrite", "net.py", "--schedule", "s.py"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "auto:Modl", "--diff"]) == 2
+    assert "did you mean `Model`?" in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "auto:Other", "--diff"]) == 2
+    assert "it defines Attention, Model" in capsys.readouterr().err
+    assert main(["net.py", "--schedule", "auto:nte.py", "--diff"]) == 2
+    assert "No such file or directory\n  = help: did you mean `net.py`?" in capsys.readouterr().err
 
 
 def test_an_output_that_is_a_file(run: Run, capsys):
@@ -143,6 +152,16 @@ def test_no_such_source_or_schedule(run: Run, capsys):
     assert "did you mean `bert`?" in capsys.readouterr().err
     assert main(["transformers.models.bert.modeling_brt", "--schedule", "bert", "-o", "out"]) == 2
     assert "transformers.models.bert.modeling_bert" in capsys.readouterr().err
+
+
+def test_a_module_of_a_folder_that_is_not_searched(run: Run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p not in ("", str(run.folder))])
+    (run.folder / "parts").mkdir()
+    (run.folder / "parts" / "made_here.py").write_text(SOURCE)
+    (run.folder / "s.py").write_text(MODEL + "    s['layers.*'].checkpoint()\n")
+    assert main(["parts.made_here", "--schedule", "s.py", "--diff"]) == 2
+    assert "= help: give its file: parts/made_here.py" in capsys.readouterr().err
+    assert main(["parts/made_here.py", "--schedule", "s.py", "--diff"]) == 0
 
 
 def test_unknown_path(run: Run):
@@ -433,6 +452,29 @@ def test_inputs_that_the_model_does_not_take(run: Run):
     text = run("", schedule=schedule + "    s.infer_sync()\n")
     assert "unexpected keyword argument 'tokens'" in text
     assert "see that the model runs with what `inputs(model)`" in text and "net.py" not in text
+
+
+@pytest.mark.parametrize(
+    "body", ["s['layers.*'].checkpoint()", "s['head'].shard('weight', axis=0); s.infer_sync()"]
+)
+@pytest.mark.parametrize(
+    ("old", "new", "words", "place"),
+    [
+        ("inputs(model)", "inputs()", "`inputs` is called with one argument, the model", 8),
+        ("def inputs", "async def inputs", "`inputs` is a generator or a coroutine", 8),
+        ('return {"ids"', "yield {'ids'", "`inputs` is a generator or a coroutine", 8),
+        ('{"ids": torch.randint(30, (2, 5))}', "[2, 5]", "`inputs` returns list, not a dict", 8),
+        ("(2, 5))", "(2, -5))", "`inputs` raises RuntimeError: ", 9),
+        ("loss(outputs)", "loss()", "`loss` is called with one argument, the outputs", 12),
+        ("outputs.square", "outputs.loss.square", "`loss` raises AttributeError: ", 13),
+        (".mean()", "", "the step gives no loss but [2, 5, 30]", 12),
+    ],
+)
+def test_inputs_and_a_loss_that_are_none(run: Run, old, new, words, place, body):
+    schedule = MODEL.replace(old, new)
+    assert schedule != MODEL
+    text = run("", schedule=f"{schedule}    {body}\n")
+    assert f"error[SR201]: {words}" in text and f"s.py:{place}:" in text
 
 
 def test_a_package_that_the_source_imports_and_that_is_not_there(run: Run):

@@ -151,7 +151,7 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
         if wanted not in named:
             raise errors.ScheduleError(
                 f"`{source}` defines no module class `{wanted}`",
-                hint=errors.did_you_mean(wanted, named) or None,
+                hint=errors.did_you_mean(wanted, named) or "it defines " + ", ".join(named),
             )
         classes = [named[wanted]]
     reasons: dict[str, str] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import __version__, errors
-from slapo_rewrite.code.locate import locate
+from slapo_rewrite.code.locate import locate, near_files
 from slapo_rewrite.emit.diff_cache import folder
 
 # The last line of a file that was worked out: of what, and what the lines above it were.
@@ -75,7 +75,9 @@ def _said_in(wanted: str) -> str:
     try:
         return Path(wanted).read_text(encoding="utf-8")
     except OSError as error:
-        raise errors.ScheduleError(f"cannot read `{wanted}`: {error}") from None
+        raise errors.ScheduleError(
+            f"cannot read `{wanted}`: {error.strerror or error}", hint=near_files(Path(wanted))
+        ) from None
 
 
 def _digest(text: str) -> str:

@@ -82,7 +82,7 @@ class Step:
         """What the text defines."""
         names: dict[str, Any] = {}
         exec(compile(self.text(), "<schedule>", "exec", dont_inherit=True), names)
-        check_functions(names, self.title)
+        check_functions(names, self.title, lambda name: None)
         return types.SimpleNamespace(**names)
 
 
@@ -152,7 +152,7 @@ def tried(
             inputs = small_model.step_inputs(schedule, model)
             if step.inputs is not None:
                 _check_small(inputs)
-            outputs = model(**inputs)
+            outputs = model(**small_model.model_inputs(schedule, model, inputs))
     except Exception as error:
         raise DoesNotRun(in_a_line(error)) from error
     if step.loss is not None:

@@ -57,7 +57,7 @@ def carried_over(
                 if is_method and not any(n in SWITCHING or is_in_place(n) for n in called):
                     continue  # of the model's own, and followed itself
                 if is_method and not called.isdisjoint(SWITCHING):
-                    words = f"switches the mode of `{shown}`, in which it is left"
+                    words = f"switches the mode of `{shown}` and of what is inside"
                     return Obstacle(statement, words, "checkpoint modules inside this one")
                 words = f"changes `{shown}` in place, and would do so twice"
                 return Obstacle(statement, words, "change a copy of it")

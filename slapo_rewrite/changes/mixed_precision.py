@@ -112,7 +112,8 @@ class CastOperand(Change):
         raise errors.Unsupported(
             "what is to be cast here cannot be told apart from what is beside it",
             **text.where(place),
-            hint="write it as a call with its arguments one by one, or as `a @ b`",
+            hint="write it as a call with its arguments one by one, or as `a @ b`; or have the "
+            "module that is called stay in float32, by `keep`",
         )
 
 

@@ -312,11 +312,18 @@ def _place_argument(
     if not paths:
         source = to.states.get(change.source or "")
         also = [s.cause.at for s in source.shards] if source else []
+        where = "a function of no class"
+        hint = "keep the size in an integer attribute of the module, and pass it"
+        for name in home.file.classes:
+            methods = [method.name for method in home.file.methods(name)]
+            if home.classes.holds(name, place.line) and len(methods) > len({*methods}):
+                where = f"`{name}`, which has a method in several ways: another than the last runs"
+                hint = "put the way that runs last in the text, or take the others out"
         raise errors.UnfollowableSize(
-            "this number would be a rank's share, and stands in a function of no class",
+            f"this number would be a rank's share, and stands in {where}",
             at=to.files.span(place),
             also=also[:1],
-            hint="keep the size in an integer attribute of the module, and pass it",
+            hint=hint,
         )
     whole = to.followed.replicated_calls - to.followed.sharded_calls
     paths = [path for path in paths if (place, path) not in whole]

@@ -83,9 +83,9 @@ def locate(source: str) -> tuple[Path, str]:
         )
     found = _find_module(source)
     if found is None:
-        raise errors.SourceError(
-            f"there is no module `{source}`", hint=_near_modules(source) or near_files(path)
-        )
+        here = file_below(Path(), source.split("."))  # not looked for, as by a script of Python's
+        near = f"give its file: {here}" if here else _near_modules(source) or near_files(path)
+        raise errors.SourceError(f"there is no module `{source}`", hint=near)
     return found, source
 
 
@@ -127,7 +127,7 @@ def near_files(path: Path) -> str | None:
     """A hint that offers the Python files beside one that is missing, those with a like name."""
     folder = path.parent if path.parent.is_dir() else Path()
     names = {p.stem: str(p) for p in folder.glob("*.py")}
-    near = errors.nearest(path.name.removesuffix(".py"), names)
+    near = errors.nearest(path.name.removesuffix(".py"), names, 0.6)
     return errors.offered(names[n] for n in near)
 
 

@@ -109,6 +109,8 @@ class Construction:
                 draft.warnings.append(TOO_LARGE)
                 return
             except NotComparedError as error:
+                if error.__cause__ and (own := self.project.schedule.blamed(error.__cause__)):
+                    raise own from None
                 draft.warnings.append(
                     f"nothing was compared with the original, whose small model {error}"
                 )

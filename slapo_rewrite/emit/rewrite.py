@@ -191,7 +191,7 @@ class _Emission:
         try:
             made: dict[str, Any] = schedule.guarded(make, "`inputs`")
         except ValueError as error:
-            raise errors.ScheduleError(str(error)) from error
+            raise schedule.blamed(error) or errors.ScheduleError(str(error)) from error
         return made
 
     def _small(self) -> tuple[Any, dict[str, Any]]:

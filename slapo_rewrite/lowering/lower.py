@@ -12,7 +12,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slapo_rewrite import errors
@@ -347,6 +347,8 @@ class _Lowering:
         if before is not None and (gather := before.remedy) and gather.operation == "all_gather":
             since = f"what `{gather.path}` gives was gathered, since {before}"
             hint = f"{hint}; {since}" if hint else since
+            if before.place is not None:
+                places.insert(1, replace(self.files.span(before.place), note="gathered for this"))
         return errors.UnfollowableSize(
             str(error).replace("``", "`s`"),
             at=places[0] if places else None,

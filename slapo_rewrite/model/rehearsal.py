@@ -33,6 +33,7 @@ from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, alone, on_ranks
 from slapo_rewrite.model.small_arguments import supply
 from slapo_rewrite.model.step_results import (
+    HalfPrecisionError,
     OtherNumbersError,
     OtherStartError,
     OtherUpdateError,
@@ -197,7 +198,7 @@ def _check_mixed(reference: _Reference, output: Emitted) -> None:
         step = _step(reference.small.schedule, model, inputs, None)
     except Exception as error:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise OtherNumbersError(1, "", 1.0, f"it fails in half precision: {words}") from error
+        raise HalfPrecisionError(1, "", 1.0, f"it fails in half precision: {words}") from error
     want = reference.want
     pairs = [*result_pairs(want.evaluated, step.evaluated, "")]
     pairs += [*result_pairs(want.outputs, step.outputs, "")]
@@ -205,7 +206,7 @@ def _check_mixed(reference: _Reference, output: Emitted) -> None:
     for name, one, other in pairs:
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         if both and bool(one.isfinite().all()) and not bool(other.isfinite().all()):
-            raise OtherNumbersError(1, name, 1.0, "something overflows in half precision:")
+            raise HalfPrecisionError(1, name, 1.0, "something overflows in half precision:")
 
 
 def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[int, ...]:
@@ -369,7 +370,7 @@ def _references(small: _Small) -> list[_Reference]:
     """
     ways = (False,) if hasattr(small.schedule, "inputs") else (True, False)
     found: list[_Reference] = []
-    why = ""
+    why: DoesNotRunError | None = None
     for whole in ways:
         try:
             reference = _reference(small, whole)
@@ -378,19 +379,19 @@ def _references(small: _Small) -> list[_Reference]:
                 continue
             raise
         except DoesNotRunError as error:
-            why = str(error)
+            why = error
             continue
         found += [reference] if reference is not None else []
         if reference is not None and reference.dtype == torch.float64:
             break
     if why and not found:
-        raise DoesNotRunError(f"does not run: {why}")
+        raise DoesNotRunError(f"does not run: {why}") from why.__cause__
     return found
 
 
 def _reference(small: _Small, whole: bool) -> _Reference | None:
     """A step of the original's small model; None where one with a mask says nothing."""
-    fails: list[str] = []
+    fails: list[Exception] = []
     for dtype in LIMIT:
         try:
             model, drawn = small.drawn()
@@ -408,13 +409,13 @@ def _reference(small: _Small, whole: bool) -> _Reference | None:
         except TooLargeError:
             raise
         except Exception as error:  # whatever the user's model does
-            fails.append(first_line(error))
+            fails.append(error)
             continue
         # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
         if not whole or all(bool(g.isfinite().all()) for g in want.gradients.values()):
             return _Reference(small, drawn, weights, inputs, dtype, want)
     if len(fails) == len(LIMIT):
-        raise DoesNotRunError(fails[0])
+        raise DoesNotRunError(first_line(fails[0])) from fails[0]
     return None
 
 
@@ -521,6 +522,10 @@ def _goals(
     try:
         loss = small_model.loss_of(schedule, outputs, inputs)
     except Exception:  # there need not be one, and the schedule's may want other outputs
+        # Than the original's, that is, or targets that it alone is given.
+        takes = small_model.loss_parameters(schedule).keys()
+        if want is None and hasattr(schedule, "loss") and takes <= inputs.keys():
+            raise
         loss = None
     return loss, loss if loss is not None else _goal(outputs, want.outputs if want else outputs)
 

@@ -258,18 +258,28 @@ def _module(built: Any, by: str) -> nn.Module:
     return built
 
 
+class NotGivenError(ValueError):
+    """A function of the schedule, which it names, gives something else than it should."""
+
+    def __init__(self, function: str, words: str) -> None:
+        super().__init__(words)
+        self.function = function
+
+
 def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any]:
     """The keyword arguments of one training step, by the schedule's `inputs(model)` if it has that.
 
     Else for a Hugging Face model token ids, a mask with padding at the end of the second row, and
-    labels, as far as its `forward` takes them; for any other a `ValueError`.
+    labels, as far as its `forward` takes them; for any other, or other inputs, a `ValueError`.
     """
     if hasattr(schedule, "inputs"):
         seed_torch(seed)
         inputs = schedule.inputs(model)
         if not isinstance(inputs, Mapping):
             made = type(inputs).__name__
-            raise TypeError(f"`inputs` returns {made}, not a dictionary of keyword arguments")
+            raise NotGivenError(
+                "inputs", f"`inputs` returns {made}, not a dictionary of keyword arguments"
+            )
         return dict(inputs)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -361,16 +371,18 @@ def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Ten
     takes = loss_parameters(schedule)
     for name, parameter in takes.items():
         if name not in inputs and parameter.default is parameter.empty:
-            raise ValueError(
-                f"`loss` in the schedule takes `{name}`, which inputs(model) does not give"
+            raise NotGivenError(
+                "loss",
+                f"`loss` in the schedule takes `{name}`, which inputs(model) does not give",
             )
     more = {name: inputs[name] for name in takes if name in inputs}
     loss = choose(outputs, **more) if choose else _own_loss(outputs)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(
+        raise NotGivenError(
+            "loss",
             f"the step gives no loss but {shown}: let inputs(model) in the schedule ask for one "
-            "(labels), or define loss(outputs)"
+            "(labels), or define loss(outputs)",
         )
     return loss
 

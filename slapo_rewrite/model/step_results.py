@@ -57,6 +57,15 @@ class OtherStartError(OtherNumbersError):
     )
 
 
+class HalfPrecisionError(OtherNumbersError):
+    """With its casts the output does not run, or something in it overflows."""
+
+    hint = (
+        "nothing was written; keep in float32 what makes these values, a module or an operation: "
+        '.autocast(keep=["PATH", "matmul"])'
+    )
+
+
 class OtherUpdateError(OtherNumbersError):
     """The output computes something else where its backward pass updates parameters."""
 

@@ -334,7 +334,7 @@ def _nothing(planned: Planned) -> errors.RewriteError:
     if wanted.memory < 2**20:  # of a GPU
         raise errors.UsageError(
             f"`--memory` of {shown_size(wanted.memory)} holds no model",
-            hint="a number without a unit is one of bytes: write 80GiB, say",
+            hint="write what a GPU has, 80GiB say: a number without a unit is one of bytes",
         )
     return errors.NothingFits(
         f"nothing fits {have}: the smallest, {described(least.way)}, needs {gib(least.memory)} a "

@@ -22,6 +22,7 @@ from slapo_rewrite.code.locate import near_files
 from slapo_rewrite.code.syntax import extent
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
+from slapo_rewrite.model.small_model import NotGivenError
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"
@@ -120,15 +121,7 @@ class ScheduleFile:
                     f"`{path}` defines no function `{wanted}`",
                     hint=f"write `def {wanted}({'m' if wanted == 'model' else 's'}): ...` in it",
                 )
-            function = getattr(module, wanted)
-            if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-                line = function.__code__.co_firstlineno
-                raise errors.ScheduleError(
-                    f"`{wanted}` is a generator or a coroutine: calling it runs nothing",
-                    at=errors.Span.of_line(str(path), line, text.splitlines()[line - 1]),
-                    hint="write a plain function, without `yield` and `async`",
-                )
-        check_functions(vars(module), path)
+        check_functions(vars(module), path, schedule.definition)
         return schedule
 
     def guarded(self, action: Callable[[], Any], what: str) -> Any:
@@ -163,6 +156,19 @@ class ScheduleFile:
             elif not any(Path(path).is_relative_to(folder) for folder in _LIBRARIES):
                 ours = False
         return ours
+
+    def blamed(self, error: BaseException) -> errors.ScheduleError | None:
+        """What is to be said of an error, if it is one of the file's own `inputs` or `loss`."""
+        if isinstance(error, NotGivenError):
+            return errors.ScheduleError(str(error), at=self.definition(error.function))
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for name in ("inputs", "loss"):
+            if getattr(getattr(self.module, name, None), "__code__", None) in frames:
+                return errors.ScheduleError(
+                    f"`{name}` raises {type(error).__name__}: {error}",
+                    at=self.span_of(error.__traceback__),
+                )
+        return None
 
     def span_of(self, error: types.TracebackType | None) -> Span | None:
         """The innermost place of a traceback that lies in this file."""
@@ -238,7 +244,7 @@ class ScheduleFile:
     def definition(self, name: str) -> Span | None:
         """The head of a function of the file."""
         for node in self.tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return Span.of_line(str(self.path), node.lineno, self.lines[node.lineno - 1])
         return None
 
@@ -272,20 +278,48 @@ class ScheduleFile:
             ) from None
 
 
-def check_functions(defined: Mapping[str, Any], path: object) -> None:
-    """Refuses what has the name of a function that a schedule may define, and is none.
+# The functions that a schedule may define, with what each is given.
+_GIVEN = {
+    "model": "module", "inputs": "model", "verify_model": "module",
+    "schedule": "selection", "loss": "outputs", "space": "knobs",
+}  # fmt: skip
+
+
+def check_functions(
+    defined: Mapping[str, Any], path: object, definition: Callable[[str], Span | None]
+) -> None:
+    """Refuses what has the name of a function that a schedule may define, and is not such a one.
 
     Raises:
         ScheduleError: There is such a thing: `from transformers import *` gives a module `loss`.
     """
-    for name in ("inputs", "loss", "verify_model", "space"):
-        if name in defined and not callable(defined[name]):
-            kind = type(defined[name]).__name__
+    for name, given in _GIVEN.items():
+        if name not in defined:
+            continue
+        function = defined[name]
+        if not callable(function):
+            kind = type(function).__name__
             raise errors.ScheduleError(
                 f"`{name}` in `{path}` is not a function, but of type {kind}",
                 hint=f"that name says what a schedule gives: define `{name}`, or name what is "
                 "there otherwise (an import of all names may have brought it)",
             )
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise errors.ScheduleError(
+                f"`{name}` is a generator or a coroutine: calling it runs nothing",
+                at=definition(name),
+                hint="write a plain function, without `yield` and `async`",
+            )
+        has_more = name in ("schedule", "loss", "space")  # knobs, and inputs that are targets
+        with contextlib.suppress(ValueError):  # one that is not written in Python
+            signature = inspect.signature(function)
+            try:
+                (signature.bind_partial if has_more else signature.bind)(None)
+            except TypeError as error:
+                raise errors.ScheduleError(
+                    f"`{name}` is called with one argument, the {given}: {error}",
+                    at=definition(name),
+                ) from None
 
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -324,7 +358,10 @@ def convert(annotation: Any, text: str) -> Any:
             raise ValueError(f"it must be {kind}") from None
     if annotation is str:
         return text
-    raise ValueError(f"knobs of type {annotation} cannot be set from the command line")
+    if annotation is types.NoneType:
+        raise ValueError("its default says no type: annotate it, as `int | None` say")
+    kind = getattr(annotation, "__name__", annotation)
+    raise ValueError(f"knobs of type {kind} cannot be set from the command line")
 
 
 def syntax_span(error: SyntaxError, path: str) -> Span:

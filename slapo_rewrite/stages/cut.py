@@ -189,10 +189,10 @@ def planned(trial: Trial, planner: Planner) -> Stages:
 def check_attributes(model: Any, file: SourceFile) -> None:
     """Refuses a model with an attribute that is called as something that stages have (`NameTaken`).
 
-    The last one has a method `loss`, in the place of which the model's own would be called, or
+    The last one has a method `step_loss`, in the place of which the model's own would be called, or
     which would be called in the place of that.
     """
-    for name in sorted({*vars(Stage), *Stage.__annotations__, "loss"}):
+    for name in sorted({*vars(Stage), *Stage.__annotations__, "step_loss"}):
         if not name.startswith("_") and hasattr(model, name):
             raise errors.NameTaken(
                 f"`{type(model).__name__}` has an attribute `{name}`, which is one of its stages'",
@@ -235,7 +235,7 @@ def run(text: str, world: Mapping[str, Any]) -> Any:
     """The function that a text defines, among the names of the model's file; its text with it."""
     scene = dict(world)
     exec(compile(text, "<stage>", "exec"), scene)
-    function = scene["loss" if text.startswith("def loss") else "forward"]
+    function = scene["step_loss" if text.startswith("def step_loss") else "forward"]
     function.__doc__ = text
     scene.update(world)  # in a class it hides nothing that is called like it
     return function

@@ -67,8 +67,19 @@ from slapo_rewrite.stages.written_text import (
     written_out,
 )
 
-# Stands for an expression whose names mean something else by now.
-OUTDATED = ""
+
+class Outdated(str):
+    """Stands, without a text, for an expression of which a name means something else by now."""
+
+    def __new__(cls, name: str) -> Outdated:
+        """The name is that one."""
+        outdated = super().__new__(cls)
+        outdated.name = name
+        return outdated
+
+    name: str
+
+
 _CLOSED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Keyword arguments that decorators take for themselves: what a result is wrapped in.
 FOR_DECORATORS = {"return_dict"}
@@ -369,7 +380,10 @@ class Flattening:
         match value:
             case ast.BinOp(left=ast.Name(id=left), op=ast.BitOr(), right=ast.Name(id=right)):
                 if (one := known(left)) and (other := known(right)):
-                    texts = {**self.current(one, scope, value), **self.current(other, scope, value)}
+                    texts = {
+                        **self.current(one.texts, scope, value),
+                        **self.current(other.texts, scope, value),
+                    }
                     return KnownKwargs(texts, {**one.values, **other.values})
             case ast.DictComp(generators=[only]):
                 match only:
@@ -583,12 +597,13 @@ class Flattening:
         match target:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
                 if isinstance(known := scope.names.values.get(name), KnownKwargs):
-                    known = self.filled(known, name, key, result, scope)
-                    scope.names.values[name] = known
-                    self.emit(f"{known.texts[key]} = {result.text}", node, scope)
+                    self.fill(known, name, key, result, scope, node)
                     return
             case ast.Attribute(value=ast.Name(id=name), attr=key):
-                if isinstance(scope.names.values.get(name), KnownObject):
+                if isinstance(known := scope.names.values.get(name), KnownObject):
+                    if self.is_here_alone(known, name, scope):
+                        self.fill(known, name, key, result, scope, node)
+                        return
                     raise self.refused(
                         f"`{name}.{key}` of a record changes after that was made",
                         scope,
@@ -607,10 +622,25 @@ class Flattening:
         bound = {scope.spelled(name) for target in targets for name in names_in(target)}
         return not bound.isdisjoint(names_in(ast.parse(text)))
 
-    def filled(
-        self, known: KnownKwargs, name: str, key: str, result: Result, scope: Scope
-    ) -> KnownKwargs:
-        """A dictionary with one more element, which gets a name of its own."""
+    def is_here_alone(self, known: KnownObject, name: str, scope: Scope) -> bool:
+        """Whether nothing else is that object, or holds it, nor is it where it may not be."""
+        if self.depth or name in {a.arg for a in all_arguments(scope.function)}:
+            return False
+        held = [*scope.names.values.values()]
+        several = (of for of in held if isinstance(of, KnownObject | KnownKwargs))
+        held += [each for of in several for each in of.values.values()]
+        return sum(each is known for each in held) == 1
+
+    def fill(
+        self,
+        known: KnownKwargs | KnownObject,
+        name: str,
+        key: str,
+        result: Result,
+        scope: Scope,
+        node: ast.stmt,
+    ) -> None:
+        """Gives a dictionary or a record an element, or another one: it gets a name of its own."""
         new = re.sub(r"\W", "_", f"{scope.spelled(name)}_{key}")
         while new in local_names(scope.function) | scope.after:
             new += "_"
@@ -620,14 +650,17 @@ class Flattening:
             value = Unknown(True, value.cls, value.values)
         elif isinstance(value, Constant):
             value = Unknown(value != NONE)
-        return KnownKwargs({**known.texts, key: new}, {**known.values, key: value})
+        known = scope.names.values[name] = replace(
+            known, texts={**known.texts, key: new}, values={**known.values, key: value}
+        )
+        self.emit(f"{new} = {result.text}", node, scope)
 
     def spell_out(self, node: ast.stmt, scope: Scope) -> None:
         """Writes down dictionaries that a statement may or may not alter."""
         for name in dict.fromkeys(altered_in(node, {})):
             known = scope.names.values.get(name)
             if isinstance(known, KnownKwargs):
-                texts = self.current(known, scope, node)
+                texts = self.current(known.texts, scope, node)
                 pairs = ", ".join(f"{key!r}: {text}" for key, text in texts.items())
                 self.out.append(Line(f"{scope.spelled(name)} = {{{pairs}}}", scope.file.at(node)))
                 scope.names.values[name] = Unknown(True)
@@ -671,7 +704,7 @@ class Flattening:
                 text = ""
                 if isinstance(value, Constant):
                     text = repr(value.value)
-                elif isinstance(value, KnownObject) and OUTDATED not in value.texts.values():
+                elif isinstance(value, KnownObject) and all(value.texts.values()):
                     text = written_out(value)
                 if text:
                     self.out.append(Line(f"{scope.spelled(name)} = {text}", scope.file.at(node)))
@@ -686,7 +719,7 @@ class Flattening:
         for name, value in scope.names.values.items():
             if isinstance(value, KnownObject | KnownKwargs):
                 texts = {
-                    key: OUTDATED if written in names_in(ast.parse(text)) else text
+                    key: Outdated(written) if written in names_in(ast.parse(text)) else text
                     for key, text in value.texts.items()
                 }
                 if texts != value.texts:
@@ -711,7 +744,7 @@ class Flattening:
                 if isinstance(extra, KnownKwargs) and isinstance(node.args[0], ast.Constant):
                     key = str(node.args[0].value)
                     if key in extra.texts:
-                        return self.current(extra, scope, node)[key]
+                        return self.current(extra.texts, scope, node)[key]
                     return self.text(node.args[1], scope) if len(node.args) > 1 else "None"
         if (inner := self.callee(node, scope)) is not None:
             return enclosed(self.inlined(node, *inner, scope).text)
@@ -724,7 +757,7 @@ class Flattening:
                 changed = True
                 by_name += [
                     (f"{name}={text}", "")
-                    for name, text in self.current(value, scope, keyword.value).items()
+                    for name, text in self.current(value.texts, scope, keyword.value).items()
                     if not is_default(name, value.values[name], taken)
                 ]
             elif keyword.arg is not None and is_default(keyword.arg, value, taken):
@@ -862,7 +895,7 @@ class Flattening:
             method = self.method_of(scope.names.live, scope.names.path, name)
         except errors.CannotCut:
             return None
-        if not method.function.decorator_list and self.leads_to_cut(method, set()):
+        if self.leads_to_cut(method, set()):
             return method, scope.prefix
         given = values_given(node)
         if not any(isinstance(scope.names.value(v), Constant) for v in given):
@@ -981,7 +1014,7 @@ class Flattening:
                 extra = scope.names.value(keyword.value)
                 if not isinstance(extra, KnownKwargs):
                     raise self.refused("what `**` stands for here is not known", scope, node)
-                given_texts = self.current(extra, scope, keyword.value)
+                given_texts = self.current(extra.texts, scope, keyword.value)
                 arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
             else:
                 arguments.append((keyword.arg, self.result(keyword.value, scope)))
@@ -1102,8 +1135,7 @@ class Flattening:
         if isinstance(value, Unknown) and value.steps and isinstance(node.ctx, ast.Load):
             return accessor(scope.names.path_of([*value.steps]))
         if isinstance(value, KnownObject) and isinstance(node.ctx, ast.Load):
-            if OUTDATED in value.texts.values():
-                raise self.refused("what this was made of has another value by now", scope, node)
+            self.current(value.texts, scope, node)
             return written_out(value)
         return scope.written.get(node.id)
 
@@ -1113,7 +1145,7 @@ class Flattening:
         if isinstance(base, KnownKwargs):
             match node:
                 case ast.Subscript(slice=ast.Constant(value=str(key)), ctx=ast.Load()):
-                    return self.current(base, scope, node).get(key)
+                    return self.current(base.texts, scope, node).get(key)
         if not isinstance(base, KnownObject):
             return None
         name: str | None = None
@@ -1123,10 +1155,7 @@ class Flattening:
             name = field_at(base.cls, base.values, node.slice.value)
         if name is None:
             return None
-        text = base.texts.get(name, "None")
-        if text == OUTDATED:
-            raise self.refused("what this was made of has another value by now", scope, node)
-        return text
+        return self.current({name: base.texts.get(name, "None")}, scope, node)[name]
 
     def first_fields(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
         """The expressions that the first elements of a known object are: of `outputs[:2]`, two."""
@@ -1141,14 +1170,17 @@ class Flattening:
                 return tuple(text for text in found if text) if all(found) else ()
         return ()
 
-    def current(self, extra: KnownKwargs, scope: Scope, node: ast.AST) -> Mapping[str, str]:
-        """The elements of a dictionary, where they are what they were."""
-        for name, text in extra.texts.items():
-            if text == OUTDATED:
+    def current(self, texts: Mapping[str, str], scope: Scope, node: ast.AST) -> Mapping[str, str]:
+        """The expressions of which something was made, where their names mean what they meant."""
+        for text in texts.values():
+            if isinstance(text, Outdated):
                 raise self.refused(
-                    f"what `{name}` was made of has another value by now", scope, node
+                    f"this was made of `{text.name}`, which has another value by now",
+                    scope,
+                    node,
+                    f"give that value a name of its own: another than `{text.name}`",
                 )
-        return extra.texts
+        return texts
 
     def is_all_of_it(self, node: ast.Subscript, scope: Scope) -> bool:
         """Whether a slice of layers ends where the list does, as `__init__` makes it."""

@@ -51,7 +51,7 @@ def loss_text(stages: Stages, depth: Depth | None = None) -> str:
     single = map(stages.spelled, stages.single_numbers(stages.stages[-1]))
     unpacked += [f"({name},) = {name}" for name in single]
     body = [*unpacked, *more, *lines, *([f"return {result}"] if result else [])]
-    return defined(f"def loss(self, {first}, {second}):", body)
+    return defined(f"def step_loss(self, {first}, {second}):", body)
 
 
 def arguments(names: Sequence[str], together: str) -> tuple[str, list[str]]:

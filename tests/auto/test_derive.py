@@ -1541,3 +1541,11 @@ def test_a_library_that_remembers_sizes_is_not_asked_of_another_run(tmp_path, mo
     monkeypatch.syspath_prepend(folder)
     found = derived(tmp_path, OF_A_LIBRARY, STEP.replace("WIDTH", "1024"))
     assert found.share > 0.9
+
+
+def test_the_loss_of_a_file_takes_targets_that_the_model_is_not_given(tmp_path):
+    step = STEP_OF_TORCH.replace("(2, 5))}", '(2, 5)), "y": torch.randn(2, 5, 64)}')
+    step = step.replace("loss(outputs)", "loss(outputs, y)").replace(
+        "outputs.sq", "(outputs - y).sq"
+    )
+    assert ".shard(" in derived(tmp_path, OF_TORCH, step).text

@@ -223,7 +223,8 @@ def test_what_switches_a_mode_is_refused(tmp_path, switched, helper):
         "        return x + self.down(h)", f"        {called}\n        return x + self.down(h)"
     )
     words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
-    assert f"`{'turn' if helper else 'forward'}` switches the mode of `{switched}`" in words
+    turned = "turn" if helper else "forward"
+    assert f"`{turned}` switches the mode of `{switched}` and of what is inside: " in words
     assert "checkpoint modules inside this one" in words
 
 

@@ -14,7 +14,7 @@ from slapo_rewrite import errors
 from slapo_rewrite.changes import recomputation
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model import rehearsal
-from slapo_rewrite.model.rehearsal import _references, _Small
+from slapo_rewrite.model.rehearsal import DoesNotRunError, _references, _Small
 from slapo_rewrite.model.simulated_ranks import on_ranks
 from slapo_rewrite.model.step_results import Step, worst
 from slapo_rewrite.runtime import guards
@@ -91,14 +91,19 @@ def test_a_module_that_the_schedule_brings_along_draws_its_own_weights(tmp_path)
     rewritten(tmp_path, DRAWING.replace("ASKED", "False"), schedule + lines)
 
 
-def test_a_schedules_loss_that_fails_leaves_outputs_and_gradients_to_compare():
+def test_a_schedules_loss_that_fails_on_the_original_is_no_step():
     schedule = types.SimpleNamespace(
         model=lambda m: m.Linear(4, 3),
         inputs=lambda model: {"input": torch.randn(2, 4)},
         loss=lambda outputs: outputs["loss"],
     )
+    with pytest.raises(DoesNotRunError) as raised:
+        _references(_Small(schedule, nn))  # type: ignore[arg-type]
+    assert isinstance(raised.value.__cause__, IndexError)
+    schedule.loss = lambda outputs, y: (outputs - y).square().mean()
+    given = {"input": torch.randn(2, 4), "y": torch.randn(2, 3)}  # the target is not the model's
+    schedule.inputs = lambda model: given
     (reference,) = _references(_Small(schedule, nn))  # type: ignore[arg-type]
-    assert reference is not None
     assert reference.want.loss is None
     assert all(gradient.any() for gradient in reference.want.gradients.values())
 

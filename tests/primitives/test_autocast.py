@@ -696,3 +696,23 @@ def test_a_whole_layer_that_works_on_parts_adds_up_its_gradients(made, dtype, tm
     name = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype] + "ReplicatedLinear"
     assert f"class {name}(ReplicatedLinear" in output.files["mixed_parallel.py"]
     assert f"({name}):" in output.diff() or f"{name}(8, 4)" in output.diff()
+
+
+KEPT_FOR = {
+    "SR106": ("h = torch.zeros(2, 4, 8).index_copy(1, torch.tensor([0]), self.a(x)[:, :1])", ""),
+    "SR305": ("h = self.b(x)", "self.b = nn.utils.spectral_norm(nn.Linear(8, 8))"),
+}
+
+
+@pytest.mark.parametrize("code", KEPT_FOR)
+def test_what_is_to_be_kept_is_said_and_helps(tmp_path, code):
+    """What `torch.autocast` does not run either, and what a hook computes."""
+    line, made = KEPT_FOR[code]
+    text = source(f"{line}\nreturn self.norm(h)", made)
+    words = refused(tmp_path, text, ONE % "", code)
+    assert "`keep`" in words or '.autocast(keep=["PATH", "matmul"])' in words
+    kept = "b" if made else "a"
+    text = text.replace("self.norm(h)", "self.norm(h) + self.c(x)").replace(
+        "self.norm =", "self.c = nn.Linear(8, 8)\n        self.norm ="
+    )
+    assert "self.c = BFloat16" in changed_lines(rewritten(tmp_path, text, ONE % f'keep=["{kept}"]'))

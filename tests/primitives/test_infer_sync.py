@@ -315,6 +315,57 @@ def test_a_refusal_behind_a_gather_says_what_made_it_necessary(tmp_path):
     text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
     assert "`block.mlp.down` is split over its inputs, but its input is whole" in text
     assert "what `block.mlp.up` gives was gathered, since `Act` works on a part" in text
+    assert "^ gathered for this\n" in text and "Act.apply(" in text
+
+
+IN_TWO_WAYS = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=8, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    if TAKEN:
+
+        def forward(self, x):
+            B, T, C = x.shape
+            q, k = (m(x).view(B, T, self.heads, C // self.heads) for m in (self.q, self.k))
+            return self.out((q * k).reshape(B, T, C))
+
+    else:
+
+        def forward(self, x):
+            return self.out(self.q(x) * self.k(x))
+"""
+OF_TWO_WAYS = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 4, 8)}
+
+
+def schedule(s):
+    s["{q,k}"].shard(["weight", "bias"], axis=0)
+    s["out"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def test_a_method_that_the_text_has_in_two_ways(tmp_path):
+    text = refused(tmp_path, IN_TWO_WAYS.replace("TAKEN", "True"), OF_TWO_WAYS, "SR104")
+    assert "stands in `Net`, which has a method in several ways: another than the last" in text
+    assert "put the way that runs last in the text" in text
+    assert rewritten(tmp_path, IN_TWO_WAYS.replace("TAKEN", "False"), OF_TWO_WAYS).diff()
 
 
 RESIDUAL = """\

@@ -145,7 +145,9 @@ def test_a_number_that_a_name_stands_for_decides_nothing(tmp_path):
 def test_what_is_handed_on_is_what_it_was(tmp_path):
     lines = ['kwargs = {"input": x, "other": x}', "x = self.first(x)", "x = self.inner(x)"]
     source = written(*lines, "x = torch.add(**kwargs)")
-    assert "`input` was made of has another value" in refused(tmp_path, source, CUT, "SR310")
+    assert "this was made of `x`, which has another value" in refused(
+        tmp_path, source, CUT, "SR310"
+    )
 
 
 def test_tuples_stay_tuples(tmp_path):
@@ -299,7 +301,47 @@ def test_the_first_fields_of_a_record_are_its_values(tmp_path):
 
 def test_fields_that_change_places_are_refused(tmp_path):
     text = refused(tmp_path, of_a_record("z, x = found[:2]; w = z"), CUT, "SR310")
-    assert "has another value by now" in text
+    assert "this was made of `x`, which has another value by now" in text
+    assert "give that value a name of its own: another than `x`" in text
+
+
+FEATURES = """\
+    @torch.{decorator}()
+    def features(self, x):
+        found = BaseModelOutput(last_hidden_state=self.first(x))
+{lines}
+        return found
+
+    def forward(self, x, y):
+"""
+SET_ANEW = ["found.last_hidden_state = found.last_hidden_state * 2"]
+ALIASED = ["other = found", "found.last_hidden_state = other.last_hidden_state * 2"]
+
+
+def with_features(decorator: str, *lines: str) -> str:
+    """A model of which a decorated method makes a record and sets a field of that anew."""
+    text = of_a_record("x, w = found[:2]").replace("x = self.first(x)", "found = self.features(x)")
+    text = text.replace("x = self.inner(x + w)", "x = self.inner(found.last_hidden_state)")
+    kept = [each for each in text.split("\n") if "z = x * 2" not in each and "w =" not in each]
+    kept = [each for each in kept if "found = Base" not in each]
+    body = "\n".join(f"        {line}" for line in lines)
+    made = FEATURES.format(decorator=decorator, lines=body)
+    return "\n".join(kept).replace("    def forward(self, x, y):\n", made)
+
+
+def test_a_method_with_a_decorator_may_set_a_field_anew(tmp_path):
+    text = rewritten(tmp_path, with_features("enable_grad", *SET_ANEW), CUT).files["pipeline.py"]
+    assert "found_last_hidden_state = self.first(x) * 2\n" in method(text, 0, "forward")
+
+
+def test_a_field_that_is_set_anew_is_no_other_records(tmp_path):
+    text = refused(tmp_path, with_features("enable_grad", *ALIASED), CUT, "SR310")
+    assert "`found.last_hidden_state` of a record changes after that was made" in text
+
+
+def test_what_a_decorator_does_is_noticed(tmp_path):
+    text = refused(tmp_path, with_features("no_grad", *SET_ANEW), CUT, "SR310")
+    assert "the stages do not compute what the model computes" in text
 
 
 WANTED = ["wanted = set(wanted)", "x = self.first(x)", "if 3 in wanted:", "    x = x * 2"]

@@ -49,7 +49,7 @@ def chained(folder: str, names: tuple[str, ...]) -> list[tuple[float, float, dic
         value, labels = pipeline.batch(**inputs)
         for stage in stages:
             value = stage(value)
-        loss = stages[-1].loss(value, labels)
+        loss = stages[-1].step_loss(value, labels)
         loss.backward()
         had: dict[str, torch.Tensor] = {}
         for stage in stages:

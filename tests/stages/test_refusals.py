@@ -530,7 +530,7 @@ def test_what_a_script_binds_may_be_called_as_arguments_of_stages(tmp_path):
     assert "pipeline.py" in files
 
 
-@pytest.mark.parametrize("name", ["held", "loss"])
+@pytest.mark.parametrize("name", ["held", "step_loss"])
 def test_an_attribute_that_stages_have_for_something_else(tmp_path, name):
     source = written("x = self.first(x)", "x = self.inner(x)").replace(
         "        self.inner =", f"        self.{name} = 1\n        self.inner ="

@@ -60,12 +60,37 @@ def forward(self, x):
     return logits"""
     )
     assert (
-        method(text, 1, "loss")
+        method(text, 1, "step_loss")
         == """\
-def loss(self, logits, targets):
+def step_loss(self, logits, targets):
     return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))"""
     )
     assert black.format_str(text, mode=black.Mode()) == text
+
+
+def test_a_model_may_call_its_criterion_loss(tmp_path):
+    source = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.loss = nn.MSELoss()
+
+    def forward(self, x, y):
+        x = self.first(x)
+        return self.loss(self.last(x), y)
+"""
+    given = '{"x": torch.randn(2, 4), "y": torch.randn(2, 4)}'
+    schedule = (
+        "import torch\ndef model(m):\n    return m.Net()\n"
+        f"def inputs(model):\n    return {given}\ndef loss(outputs):\n    return outputs\n"
+        "def schedule(s):\n    s['first'].cut_pipeline_stage()\n"
+    )
+    text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
+    assert "return self.loss(" in method(text, 1, "step_loss")
 
 
 def test_masks_and_rotary_tables_are_worked_out_again(tmp_path):
@@ -240,9 +265,9 @@ def forward(self, x, /, *, weight, **_):
     return last_output, weight"""
     )
     assert (
-        method(text, 1, "loss")
+        method(text, 1, "step_loss")
         == """\
-def loss(self, outputs, y):
+def step_loss(self, outputs, y):
     last_output, weight = outputs
     return (weight * (last_output - y)).mean()"""
     )
@@ -265,7 +290,7 @@ def test_for_torch_a_single_number_is_handed_to_the_loss_in_a_row(tmp_path):
     source = source.replace("self.last = nn.Linear", "self.last = Scored")
     text = rewritten(tmp_path, source, FOR_TORCH.format(cut='s["first"]')).files["pipeline.py"]
     assert method(text, 1, "forward").endswith("return last_output_0[None], last_output_1")
-    assert "    (last_output_0,) = last_output_0\n" in method(text, 1, "loss")
+    assert "    (last_output_0,) = last_output_0\n" in method(text, 1, "step_loss")
 
 
 def test_for_torch_what_an_argument_says_of_the_loss_is_done_in_the_last_stage(tmp_path):
@@ -278,7 +303,7 @@ def test_for_torch_what_an_argument_says_of_the_loss_is_done_in_the_last_stage(t
     schedule = FOR_TORCH.replace('"y": torch', '"halved": True, "y": torch')
     text = rewritten(tmp_path, source, schedule.format(cut='s["inner"]["a"]')).files["pipeline.py"]
     assert method(text, 1, "forward").endswith("x = x / 2\n    return x[None]")
-    assert "halved" not in method(text, 1, "loss")
+    assert "halved" not in method(text, 1, "step_loss")
 
 
 COST = """\
@@ -296,7 +321,7 @@ def test_what_forward_hands_on_by_kwargs_reaches_the_loss(tmp_path):
     schedule = SCHEDULE.format(cut='s["first"]')
     schedule = schedule.replace("(2, 1)}", '(2, 1), "count": torch.tensor(3)}')
     text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
-    assert "return cost(last_output, y, count=count)" in method(text, 1, "loss")
+    assert "return cost(last_output, y, count=count)" in method(text, 1, "step_loss")
     assert 'inputs=("x",), labels=("y", "count"))' in text
     schedule = schedule.replace("torch.tensor(3)", "3")
     said = refused(tmp_path, source, schedule, "SR310")
@@ -330,9 +355,9 @@ def forward(self, x):
     return last_output"""
     )
     assert (
-        method(text, 1, "loss")
+        method(text, 1, "step_loss")
         == """\
-def loss(self, last_output, y):
+def step_loss(self, last_output, y):
     return loss({"z": last_output}, y)"""
     )
     assert "from .modules import loss\n" in text and 'labels=("y",)' in text
@@ -344,7 +369,7 @@ def test_a_loss_that_needs_no_labels_has_some(tmp_path):
     source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x).sum()")
     schedule = FOR_TORCH.format(cut='s["first"]').replace(', "y": torch.randn(2, 1)', "")
     text = rewritten(tmp_path, source, schedule).files["pipeline.py"]
-    assert "def loss(self, last_output, _x):" in text
+    assert "def step_loss(self, last_output, _x):" in text
     assert 'inputs={"x": "x"}, label="x")' in text
 
 
@@ -354,7 +379,7 @@ def test_for_torch_a_loss_of_an_argument_that_is_called_as_the_result(tmp_path):
         "x = self.last(x)\n        return F.l1_loss(x, z[:, :1])",
     )
     text = rewritten(tmp_path, source, FOR_TORCH.format(cut='s["first"]')).files["pipeline.py"]
-    assert method(text, 1, "loss").startswith("def loss(self, x, given_x):")
+    assert method(text, 1, "step_loss").startswith("def step_loss(self, x, given_x):")
 
 
 def test_what_is_called_for_each_element_is_not_called_before():
