@@ -91,7 +91,7 @@ class Pipeline:
         self.lay_out(topology)
 
         def loss(outputs: Any, labels: Any) -> Any:
-            return stage.loss(outputs, labels)
+            return stage.step_loss(outputs, labels)
 
         module = PipelineModule(
             [self.layer(n, *args, **kwargs) for n in range(len(self.stages))],

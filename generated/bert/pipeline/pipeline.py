@@ -62,7 +62,7 @@ class BertForMaskedLMStage1(BertForMaskedLMStage):
             )
         return prediction_scores
 
-    def loss(self, prediction_scores, labels):
+    def step_loss(self, prediction_scores, labels):
         loss_fct = CrossEntropyLoss()  # -100 index = padding token
         return vocab_parallel_criterion(
             loss_fct,

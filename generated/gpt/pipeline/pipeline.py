@@ -51,7 +51,7 @@ class GPTStage1(GPTStage):
             logits = whole_logits(logits, self.lm_head)
         return logits
 
-    def loss(self, logits, targets):
+    def step_loss(self, logits, targets):
         return vocab_parallel_cross_entropy(
             logits.view(-1, logits.size(-1)), targets.view(-1), head=self.lm_head
         )

@@ -84,7 +84,7 @@ class GPTNeoForCausalLMStage1(GPTNeoForCausalLMStage):
             logits = whole_logits(logits, self.lm_head)
         return logits
 
-    def loss(self, logits, labels):
+    def step_loss(self, logits, labels):
         return causal_lm_loss(
             logits=logits, labels=labels, vocab_size=self.config.vocab_size
         )

@@ -82,7 +82,7 @@ class LlamaForCausalLMStage1(LlamaForCausalLMStage):
             logits = whole_logits(logits, self.lm_head)
         return logits
 
-    def loss(self, logits, labels):
+    def step_loss(self, logits, labels):
         return causal_lm_loss(
             logits=logits, labels=labels, vocab_size=self.config.vocab_size
         )

@@ -108,7 +108,7 @@ class OPTForCausalLMStage1(OPTForCausalLMStage):
             logits = whole_logits(logits, self.lm_head)
         return logits
 
-    def loss(self, logits, labels):
+    def step_loss(self, logits, labels):
         return causal_lm_loss(
             logits=logits, labels=labels, vocab_size=self.config.vocab_size
         )

@@ -58,7 +58,7 @@ class RobertaForMaskedLMStage1(RobertaForMaskedLMStage):
             prediction_scores = whole_logits(prediction_scores, self.lm_head.decoder)
         return prediction_scores
 
-    def loss(self, prediction_scores, labels):
+    def step_loss(self, prediction_scores, labels):
         # move labels to correct device
         labels = labels.to(prediction_scores.device)
         loss_fct = CrossEntropyLoss()

@@ -369,7 +369,7 @@ class Schedule:
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         """The model's own loss. It is only asked for where the last stage is."""
-        return unwrapped(self.stages[-1]).loss(outputs, labels)  # type: ignore[no-any-return]
+        return unwrapped(self.stages[-1]).step_loss(outputs, labels)  # type: ignore[no-any-return]
 
 
 def sum_shared_gradients(

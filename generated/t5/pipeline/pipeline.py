@@ -152,7 +152,7 @@ class T5ForConditionalGenerationStage1(T5ForConditionalGenerationStage):
             lm_logits = whole_logits(lm_logits, self.lm_head)
         return lm_logits
 
-    def loss(self, lm_logits, labels):
+    def step_loss(self, lm_logits, labels):
         loss_fct = CrossEntropyLoss(ignore_index=-100)
         # move labels to correct device to enable PP
         labels = labels.to(lm_logits.device)
