@@ -575,13 +575,16 @@ def _without_dropout() -> Iterator[None]:
     functions: Any = torch.nn.functional
     attend = functions.scaled_dot_product_attention
 
-    def keep(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return input
+    def keep(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        share = 1 - p / 2  # so that another rate gives other numbers
+        return input.mul_(share) if inplace and training else input * share if training else input
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("dropout_p", None)
-        result: torch.Tensor = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
-        return result
+        rate = args[4] if args[4:] else kwargs.pop("dropout_p", 0.0)
+        result = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
+        return keep(result, rate)
 
     instead: dict[str, Any] = dict.fromkeys(_DROPPING, keep)
     instead["scaled_dot_product_attention"] = attention
