@@ -316,10 +316,10 @@ class _Reference:
             return frozenset(), {}
         model, file = self._built().train(), self.small.original
         named = dict(model.named_modules())
-        before: dict[str, dict[tuple[str, str], bytes]] = {}
+        before: dict[str, list[dict[tuple[str, str], bytes]]] = {}
 
         def note(path: str, module: nn.Module, *_: object) -> None:
-            before.setdefault(path, held(module, file))
+            before.setdefault(path, []).append(held(module, file))
 
         notes = [(named[p], functools.partial(note, p), None) for p in {*paths} & named.keys()]
         with contextlib.suppress(Exception):  # it may mind being watched, or other weights
@@ -331,7 +331,7 @@ class _Reference:
             with calls_watched(notes):
                 model(**copy.deepcopy(self.inputs))
         changed: dict[str, Changed] = {
-            path: {k for k in had if had[k] != now.get(k)}
+            path: {k for each in had for k in each if each[k] != now.get(k)}
             for path, had in before.items()
             if (now := held(named[path], file))
         }

@@ -679,6 +679,7 @@ HELD = {
     "self.seen.add(len(self.seen)); y = y * len(self.seen)": "`track.seen`",
     "torch.add(self.table, 1, out=self.table); y = y * self.table": "`track.table`",
     "table = self.table; table += 1; y = y * self.table": "`track.table`",
+    "self.clock.turn(); y = y * (1 + self.clock.on)": "`track.clock`",  # and back, by a second call
     "y = self.counted(y)": "`track.counted`",
     "y = y * next_of(self)": "`track.turns`",
     "CLOCK.tick(); y = y * CLOCK.time": "`source_0.CLOCK`",
@@ -695,7 +696,9 @@ def test_what_no_text_shows_to_change_is_seen_as_it_runs(tmp_path, statement):
         .replace(
             "class Track",
             "class Clock:\n    time = 1\n\n    def tick(self):\n        self.time += 1\n\n"
-            "    __call__ = tick\n\n    def once(self):\n        self.first = 3\n\n\n"
+            "    __call__ = tick\n    on = False\n\n"
+            "    def turn(self):\n        self.on = not self.on\n\n"
+            "    def once(self):\n        self.first = 3\n\n\n"
             "CLOCK, OTHER = Clock(), Clock()\n\n\n"
             "def counting():\n    count = [0]\n\n    def counted(y):\n        count[0] += 1\n"
             "        return y * count[0]\n\n    return counted\n\n\n"
@@ -713,6 +716,8 @@ def test_what_no_text_shows_to_change_is_seen_as_it_runs(tmp_path, statement):
     )
     imports = "import itertools\n\nimport torch\nfrom torch.nn import functional as F\n"
     source = source.replace("import torch\n", imports, 1)
+    if "turn" in statement:
+        source = source.replace("x = block(x)", "x = block(block(x))")
     if "OTHER" in statement:
         source = source.replace(statement, "pass").replace(
             "x = block(x)", f"x = block(x); {statement}"
