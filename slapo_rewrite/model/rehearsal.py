@@ -53,9 +53,6 @@ MOST_ELEMENTS = 200_000
 LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
 NOISE = 0.02  # added to every weight, so that no two parts of a constant one are equal
 ROUNDED = torch.finfo(torch.float32).eps  # by which weights are off, to see what rounding does
-_DROPPING = (
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-)
 
 
 Changed = Collection[tuple[str, str]]  # of what modules hold: where, and its name
@@ -575,18 +572,16 @@ def _without_dropout() -> Iterator[None]:
     functions: Any = torch.nn.functional
     attend = functions.scaled_dot_product_attention
 
-    def keep(
-        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
-        share = 1 - p / 2  # so that another rate gives other numbers
-        return input.mul_(share) if inplace and training else input * share if training else input
+    def keep(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        share = 1 - p / 2 if training else 1  # so that another rate gives other numbers
+        return input if share == 1 else input.mul_(share) if inplace else input * share
 
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(*args: Any, **kwargs: Any) -> Any:
         rate = args[4] if args[4:] else kwargs.pop("dropout_p", 0.0)
         result = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
-        return keep(result, rate)
+        return result * (1 - rate / 2)
 
-    instead: dict[str, Any] = dict.fromkeys(_DROPPING, keep)
+    instead: dict[str, Any] = {name: keep for name in vars(functions) if "dropout" in name}
     instead["scaled_dot_product_attention"] = attention
     with mock.patch.multiple(functions, **instead):
         yield
