@@ -93,10 +93,9 @@ def check_held(
         for target, _ in _changes(statement)
         for path in _paths(target, method)
     }
-    inside = {path for path, _ in node.live.named_modules()}
     for place, name in sorted(changed):
         at = next((file.at(method) for file, method in methods if name in words_of(method)), None)
-        if name not in shown and (place in inside or at is not None):
+        if name not in shown and (at is not None or place in dict(node.live.named_modules())):
             raise errors.Unsupported(
                 f"{node.shown} reads `{joined_path(place, name)}`, which changes as the model runs "
                 "and is another by the backward pass, where that is computed again",
@@ -119,8 +118,6 @@ def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
                 name in MUTATING or is_in_place(name)
             ):
                 yield changed, None
-            case ast.Call(func=ast.Name("setattr"), args=[owner, ast.Constant(str(name)), value]):
-                yield ast.Attribute(owner, name, ast.Store()), value
 
 
 def _paths(target: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
@@ -148,14 +145,10 @@ def _is_of_itself(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef
 
 def _reads(node: ast.AST, name: str) -> bool:
     """Whether a text reads attributes of a name; setting an element of one reads none."""
-    nodes = [*ast.walk(node)]
-    set_in = [n.value for n in nodes if isinstance(n, ast.Subscript) and _is_set(n)]
+    nodes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript)]
+    set_in = [n.value for n in nodes if not isinstance(n.ctx, ast.Load)]
     named = (n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name)
-    return any(not _is_set(n) and n not in set_in for n in named)
-
-
-def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
-    return not isinstance(node.ctx, ast.Load)
+    return any(isinstance(n.ctx, ast.Load) and n not in set_in for n in named)
 
 
 def _is_set_first(method: ast.FunctionDef, name: str, is_read_elsewhere: bool) -> bool:

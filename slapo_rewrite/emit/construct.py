@@ -28,6 +28,7 @@ from slapo_rewrite.model.rehearsal import (
     Rehearsed,
     TooLargeError,
     rehearse,
+    worlds,
 )
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
@@ -104,11 +105,14 @@ class Construction:
         """Runs a small model of the output against the original's."""
         draft = self.draft
         # Where nothing changes, a class of transformers only is in another package, and draws so.
-        if not self.sizes or not any(draft.changes.values()):
+        sizes, project = self.sizes, self.project
+        if not sizes and self._called(Recomputed):  # what changes as it runs is looked at alone
+            sizes = worlds(project.schedule.module, project.module, project.tree.root.live)
+        if not sizes or not any(draft.changes.values()):
             return
         with self.project.timed("rehearse"):
             try:
-                rehearsed = self._rehearsed(emitted)
+                rehearsed = self._rehearsed(emitted, sizes)
             except TooLargeError:
                 draft.warnings.append(TOO_LARGE)
                 return
@@ -140,7 +144,7 @@ class Construction:
             words = f"`{cause.text}` does nothing for `{paths[0]}`{others}: training calls modules "
             yield errors.warning(f"{words}inside, and not that itself; select these", cause.at)
 
-    def _rehearsed(self, emitted: Emitted) -> Rehearsed:
+    def _rehearsed(self, emitted: Emitted, sizes: tuple[int, ...]) -> Rehearsed:
         plan, schedule = self.plan, self.project.schedule.module
         draws_alike = not any(state.replacement for state in plan.states.values())
         is_mixed, updates = (
@@ -148,16 +152,16 @@ class Construction:
             for change in (HalfPrecision, StepInBackward)
         )
         depth = needed_depth(plan.directives)
-        given = (schedule, self.original, emitted, self.sizes, depth)
+        given = (schedule, self.original, emitted, sizes, depth)
         recomputed, files = self._called(Recomputed), self.copies.outputs
 
-        def check_changed(path: str, changed: Changed) -> None:
+        def check(path: str, changed: Changed) -> None:
             if path in recomputed:
                 check_held(files, self.project.tree.nodes[path], changed, recomputed[path])
 
         called = self._called(WrapForward, Recomputed)
         try:
-            return rehearse(*given, draws_alike, is_mixed, updates, called, check_changed)
+            return rehearse(*given, draws_alike, is_mixed, updates, called, check, bool(self.sizes))
         except OtherNumbersError as error:
             inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
             near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

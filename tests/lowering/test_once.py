@@ -311,8 +311,8 @@ SET = {
     "self.table = self.table.to(y.dtype)": None,
     "self.last = y.mean() if self.last is None else self.last": None,
     "if not self.training and len(y) > 2: self.step = 5": None,
-    "setattr(self.drop, 'p', self.drop.p / 2)": "changes `self.drop.p` in place",
-    "y = y + (self.last or 0); setattr(self, 'last', y.mean())": "sets `self.last`",
+    "setattr(self.drop, 'p', self.drop.p / 2)": "reads `track.drop.p`",
+    "y = y + (self.last or 0); setattr(self, 'last', y.mean())": "reads `track.last`",
     "setattr(self, 'la' + 'st', y.mean())": "`blocks.0` reads `track.last`",
     "slower(self)": "`blocks.0` reads `track.drop.p`",
     "self.drop.requires_grad_(False)": "changes `self.drop` in place",
@@ -728,6 +728,19 @@ def test_what_no_text_shows_to_change_is_seen_as_it_runs(tmp_path, statement):
     else:
         found = refused(tmp_path, source, schedule, "SR305")
         assert f"`blocks.0` reads {words}, which changes as the model runs" in found
+
+
+def test_what_changes_is_seen_where_nothing_is_compared(tmp_path):
+    """As the schedule brings a module of its own."""
+    clock = "class Clock:\n    seen = (1,)\n\n    def __call__(self):\n        self.seen += (1,)\n"
+    source = NET.format(norm="LayerNorm", update="self.clock(); y = y * len(self.clock.seen)")
+    made = "        self.clock = Clock()\n        self.register_buffer"
+    source = source.replace("class Track", f"{clock}\n\nclass Track")
+    source = source.replace("        self.register_buffer", made, 1)
+    own = "from torch import nn\n\n\nclass Norm(nn.LayerNorm):\n    pass\n\n\n" + SCHEDULE
+    own += '    s["blocks.*.norm"].replace(Norm)\n'
+    words = refused(tmp_path, source, own.format(arguments=""), "SR305")
+    assert "`blocks.0` reads `track.clock`" in words
 
 
 STATEFUL = """\
