@@ -9,15 +9,14 @@ from collections.abc import Collection, Iterator
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.output_files import OutputFiles
-from slapo_rewrite.changes.running_methods import changed_by, running, running_inside
+from slapo_rewrite.changes.running_methods import changed_by, running
 from slapo_rewrite.code.arguments import argument_of, parameters
-from slapo_rewrite.code.dataflow import bound_in, read_in
-from slapo_rewrite.code.effects import is_in_place, stored, words_of
+from slapo_rewrite.code.dataflow import bound_in
+from slapo_rewrite.code.effects import is_in_place, stored
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import is_name, module_paths
-from slapo_rewrite.code.subgraphs import changes_of_file
 from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.tree import Node
@@ -29,8 +28,6 @@ TRANSFORMS = (
     "torch.nn.utils.stateless.",
     "torch.autograd.functional.",
 )
-OVER_MODULES = ("modules", "children", "named_modules", "named_children")
-DEEPEST = 12  # modules in one another, of which any may be meant
 # What changes a module, beside methods whose names end with an underscore.
 CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
 CALLS = ("forward", "__call__", "__init__")
@@ -61,7 +58,6 @@ def check_transformed(
                     )
             if outer is not node:
                 _refuse_set(files, file, function, node, outer, cause)
-                _refuse_global(files, file, function, node, cause)
         if outer is not node:
             around = _Around(files, node, outer, caches, left)
             for file, function in around.methods:
@@ -81,12 +77,6 @@ def _refuse_set(
     relative = with_wildcards(outer.below(node.path))
     for each in ast.walk(function):
         match each:
-            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()) if _is_shared(
-                owner, file, function, node, outer
-            ) and any(name in words_of(method) for _, method in running_inside(files, node)):
-                words = f"`{ast.unparse(each)}` is set while the model runs, and may be another by "
-                words += f"the backward pass, where {node.shown} is computed again and reads it"
-                raise _not_the_same(file, each, words, cause)
             case (
                 ast.Attribute(value=owner, ctx=ast.Store() | ast.Del())
                 | ast.Subscript(value=owner, ctx=ast.Store() | ast.Del())
@@ -101,47 +91,12 @@ def _refuse_set(
                 continue
         if any(_leads_to(relative, path) for path in paths_of(owner, function)):
             words = f"`{ast.unparse(each)}` {words} by the backward pass, where {node.shown} is "
-            raise _not_the_same(file, each, f"{words}computed again", cause)
-
-
-def _is_shared(
-    owner: ast.expr, file: SourceFile, function: ast.FunctionDef, node: Node, outer: Node
-) -> bool:
-    """Whether a module and one around may share what has an attribute: a class, a configuration."""
-    match owner:
-        case ast.Call(func=ast.Name(id="type")) | ast.Attribute(attr="__class__"):
-            return True
-        case ast.Name(id=name) if name != "self" and name not in _names_of(function):
-            return True  # the file's own
-    inside = {*node.live.modules()}
-    apart = {name for name, child in outer.children.items() if child.live not in inside}
-    first = {path.partition(".")[0] for path in module_paths(owner, function)}
-    return bool(first - {"", *apart})
-
-
-def _refuse_global(
-    files: OutputFiles, file: SourceFile, function: ast.FunctionDef, node: Node, cause: Directive
-) -> None:
-    """Refuses what a module around changes of what the file itself holds, and the module reads."""
-    changed = {name for name, _, _ in changes_of_file(file, function, function.body)}
-    if not changed:
-        return
-    for at, method in running_inside(files, node):
-        if at is file and (read := sorted(changed & read_in(method))):
-            words = f"`{function.name}` changes `{read[0]}`, which may be another by the backward "
-            words += f"pass, where {node.shown} is computed again and reads it"
-            raise _not_the_same(file, function, words, cause)
-
-
-def _not_the_same(
-    file: SourceFile, at: ast.AST, words: str, cause: Directive
-) -> errors.RewriteError:
-    return errors.Unsupported(
-        words,
-        at=file.at(at),
-        cause=cause,
-        hint="hand it to the module as an argument, or checkpoint modules beside it",
-    )
+            raise errors.Unsupported(
+                f"{words}computed again",
+                at=file.at(each),
+                cause=cause,
+                hint="hand it to the module as an argument, or checkpoint modules beside it",
+            )
 
 
 def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:
@@ -181,8 +136,6 @@ def paths_of(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
                 if isinstance(loop, ast.For | ast.comprehension) and name in bound_in(loop.target):
                     over = [n for n in ast.walk(loop.iter) if isinstance(n, ast.Attribute)]
                     paths += (f"{path}.0" for n in over for path in module_paths(n, function))
-                    if any(n.attr in OVER_MODULES for n in over):
-                        paths += (".".join("0" * depth) for depth in range(1, DEEPEST))
     return tuple(with_wildcards(path) for path in paths)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from slapo_rewrite import errors
 from slapo_rewrite.changes.around_checkpoint import paths_of
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.running_methods import running, running_inside
@@ -14,8 +15,9 @@ from slapo_rewrite.code.arguments import first_parameter
 from slapo_rewrite.code.blocks import statements
 from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.effects import is_in_place, words_of
-from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.subgraphs import MUTATING, SWITCHING, Obstacle, own_nodes, root_of
+from slapo_rewrite.code.text import joined_path
+from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
 from slapo_rewrite.model.tree import Node
 
@@ -38,7 +40,7 @@ def carried_over(
     keeps_nothing = any(KEEPS_TOKENS in each for each in taken)  # in training, as it is told
     own = [each for _, each in running(files, node)]
     elsewhere = [each for _, each in running_inside(files, around) if each is not method]
-    for statement in statements(method.body) if _is_of(own, method) else ():
+    for statement in statements(method.body) if first_parameter(method) == "self" else ():
         for target, value in _changes(statement):
             paths = _paths(target, method)
             held = [_held(node.live, path) for path in paths]
@@ -76,12 +78,31 @@ def carried_over(
     return None
 
 
-def _is_of(own: Sequence[ast.FunctionDef], method: ast.FunctionDef) -> bool:
-    """Whether the first parameter of a method or function is the module itself."""
-    calls = (n for each in own for n in ast.walk(each) if isinstance(n, ast.Call) and n.args)
-    return first_parameter(method) == "self" or any(
-        is_name(call.func, method.name) and is_name(call.args[0], "self") for call in calls
-    )
+def check_held(
+    files: OutputFiles, node: Node, changed: Iterable[tuple[str, str]], cause: Directive
+) -> None:
+    """Refuses a module that holds what changed as the model ran, by what no text of it shows.
+
+    `changed` names that, and where: a path below the module, or what the file holds.
+    """
+    methods = [*running_inside(files, node)]
+    shown = {  # and looked at by `carried_over`
+        path.rpartition(".")[2]
+        for _, method in methods
+        for statement in statements(method.body if first_parameter(method) == "self" else ())
+        for target, _ in _changes(statement)
+        for path in _paths(target, method)
+    }
+    for place, name in sorted(changed):
+        at = next((file.at(method) for file, method in methods if name in words_of(method)), None)
+        if name not in shown and (at is not None or place in dict(node.live.named_modules())):
+            raise errors.Unsupported(
+                f"{node.shown} reads `{joined_path(place, name)}`, which changes as the model runs "
+                "and is another by the backward pass, where that is computed again",
+                at=at or cause.at,
+                cause=cause,
+                hint="hand it on as an argument, or checkpoint modules that do not read it",
+            )
 
 
 def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -97,10 +118,6 @@ def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
                 name in MUTATING or is_in_place(name)
             ):
                 yield changed, None
-            case ast.Call(func=ast.Name("setattr"), args=[owner, ast.Constant(str(name)), value]):
-                yield ast.Attribute(owner, name, ast.Store()), value
-            case ast.Call(func=ast.Name("setattr"), args=[owner, _, _]):  # any
-                yield ast.Attribute(owner, "*", ast.Store()), None
 
 
 def _paths(target: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
@@ -128,14 +145,10 @@ def _is_of_itself(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef
 
 def _reads(node: ast.AST, name: str) -> bool:
     """Whether a text reads attributes of a name; setting an element of one reads none."""
-    nodes = [*ast.walk(node)]
-    set_in = [n.value for n in nodes if isinstance(n, ast.Subscript) and _is_set(n)]
+    nodes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript)]
+    set_in = [n.value for n in nodes if not isinstance(n.ctx, ast.Load)]
     named = (n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name)
-    return any(not _is_set(n) and n not in set_in for n in named)
-
-
-def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
-    return not isinstance(node.ctx, ast.Load)
+    return any(isinstance(n.ctx, ast.Load) and n not in set_in for n in named)
 
 
 def _is_set_first(method: ast.FunctionDef, name: str, is_read_elsewhere: bool) -> bool:

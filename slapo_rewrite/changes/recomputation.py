@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -26,9 +25,7 @@ from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.subgraphs import (
     Obstacle,
     change_of_given,
-    counted_in_file,
     draw_beside_torch,
-    varies,
     varying,
 )
 from slapo_rewrite.directive import Causes, Directive
@@ -133,29 +130,12 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
     for around, node in within.values():
         for file, method in running(files, node):
             _refuse(file, method, carried_over(files, around, node, method), cause)
-            _refuse(file, method, varying(file, [method]) or _source_in(method, node), cause)
-            _refuse(file, method, counted_in_file(file, method, method.body), cause)
+            _refuse(file, method, varying(file, [method]), cause)
             for call, name in transforms(file, method):
                 if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
                     words = f"calls `{name}`, which torch does not allow where values are kept so"
                     hint = "checkpoint modules that do not differentiate themselves"
                     _refuse(file, method, Obstacle(call, words, hint), cause)
-
-
-def _source_in(method: ast.FunctionDef, node: Node) -> Obstacle | None:
-    """A source of random numbers of Python's or NumPy's that goes on from call to call."""
-    own, held = vars(node.live), vars(sys.modules[node.cls.__module__])
-    for each in ast.walk(method):
-        match each:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                value = own.get(name)
-            case ast.Name(id=name):
-                value = held.get(name)
-            case _:
-                continue
-        if type(value).__module__.startswith(("random", "numpy.random")):
-            return varies(each)
-    return None
 
 
 def _refuse(

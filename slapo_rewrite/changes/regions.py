@@ -26,7 +26,7 @@ from slapo_rewrite.code.layout import fitting_at
 from slapo_rewrite.code.lines import written
 from slapo_rewrite.code.liveness import local_names, part_of
 from slapo_rewrite.code.runs import Run, behind, compound
-from slapo_rewrite.code.subgraphs import Calls, called_names, counted_in_file, obstacle, varying
+from slapo_rewrite.code.subgraphs import Calls, called_names, obstacle, varying
 from slapo_rewrite.code.text import within
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.tree import Node
@@ -235,7 +235,6 @@ class _Regions:
         asking = self.text.asked_by(wanted.causes)
         here = f"this part of `{self.class_name}.{method.name}`"
         found = obstacle(run, inputs) or varying(self.file, run)
-        found = found or counted_in_file(self.file, method, run)
         if found is not None:
             raise errors.Unsupported(
                 f"{here} {found.words}",

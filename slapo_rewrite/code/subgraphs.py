@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import blocks, statements
-from slapo_rewrite.code.dataflow import assigned_in, bound_in, read_in
+from slapo_rewrite.code.dataflow import assigned_in, bound_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.syntax import position
 from slapo_rewrite.code.text import within
 
@@ -98,6 +97,7 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SEEDED = ("seed", "default_rng")
 _NEVER_AGAIN = ("time.", "secrets.", "uuid.", "os.urandom", "torch.seed", "torch.random.seed")
+APART = "name calls on one side of it"
 OF_TORCH = ("torch", "F", "nn")
 # Changes of a module's mode; a second computation ends before it would come to changing it back.
 SWITCHING = ("eval", "train")
@@ -147,50 +147,6 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
     return None
 
 
-def changes_of_file(
-    file: SourceFile, function: ast.FunctionDef, part: Sequence[ast.stmt]
-) -> Iterator[tuple[str, ast.stmt, Obstacle]]:
-    """What a part of a function changes of what the file holds: variables, and classes' attributes.
-
-    Yields:
-        The name that it has in the file, the statement, and what that does.
-    """
-    held = {*bound_in(*(each for each in file.tree.body if isinstance(each, ast.Assign)))}
-    declared = (each for each in statements(function.body) if isinstance(each, ast.Global))
-    said = {name for each in declared for name in each.names}
-    outside = held | said | file.classes.keys() | file.functions.keys()
-    outside -= local_names(function)
-    names: list[str] = []
-
-    def root(expr: ast.expr) -> str | None:
-        if (name := root_of(expr)) not in outside:
-            return None
-        names.append(name)
-        return name
-
-    for statement in statements(part):
-        if found := changing(statement, root):
-            yield names[-1], statement, found
-        elif isinstance(statement, ast.Assign):
-            for name in sorted(bound_in(*own_nodes(statement)) & said):
-                words = f"binds `{name}`, which the file holds"
-                yield name, statement, Obstacle(statement, words, "hand it on as an argument")
-
-
-def counted_in_file(
-    file: SourceFile, function: ast.FunctionDef, part: Sequence[ast.stmt]
-) -> Obstacle | None:
-    """The first thing in a part of a function that would change twice what the file holds.
-
-    What is kept there, of nothing that was there before, is the same when it is kept again.
-    """
-    for name, statement, found in changes_of_file(file, function, part):
-        is_kept = isinstance(statement, ast.Assign) and name not in read_in(statement.value)
-        if not is_kept:
-            return replace(found, words=f"{found.words}, and would do so twice")
-    return None
-
-
 def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
     """The first thing in some statements that gives another value each time.
 
@@ -215,14 +171,9 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
             or _is_unseeded(node, name)
             or any((root := root_of(value)) and root not in own for value in taken)
         ):
-            return varies(node)
+            words = f"takes `{ast.unparse(node)}`, which gives something else the second time"
+            return Obstacle(node, words, "draw by torch, without a generator, or outside of it")
     return None
-
-
-def varies(expr: ast.expr) -> Obstacle:
-    """What is said of an expression that gives another value each time."""
-    words = f"takes `{ast.unparse(expr)}`, which gives something else the second time"
-    return Obstacle(expr, words, "draw by torch, without a generator, or outside of it")
 
 
 def _is_unseeded(call: ast.Call, name: str) -> bool:
@@ -256,18 +207,18 @@ def is_size(value: ast.expr) -> bool:
 
 def _leaving(run: tuple[ast.stmt, ...], statement: ast.stmt) -> Obstacle | None:
     if isinstance(statement, ast.Return) and statement is not run[-1]:
-        return Obstacle(statement, "returns from the middle", "name calls on one side of it")
+        return Obstacle(statement, "returns from the middle", APART)
     if isinstance(statement, ast.Break | ast.Continue) and not any(
         isinstance(loop, ast.For | ast.AsyncFor | ast.While)
         and any(statement is inner for block in blocks(loop) for inner in statements(block))
         for loop in statements(run)
     ):
-        return Obstacle(statement, "leaves a loop around it", "name calls on one side of it")
+        return Obstacle(statement, "leaves a loop around it", APART)
     if isinstance(statement, ast.Global | ast.Nonlocal):
-        return Obstacle(statement, "binds names elsewhere", "name calls on one side of it")
+        return Obstacle(statement, "binds names elsewhere", APART)
     for node in own_nodes(statement):
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
-            return Obstacle(node, "suspends the method", "name calls on one side of it")
+            return Obstacle(node, "suspends the method", APART)
     return None
 
 
@@ -286,9 +237,8 @@ def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obs
         shown = ast.unparse(statement.target)
         operator = ast.unparse(statement).removeprefix(shown).split("=")[0].strip()
         value = ast.unparse(statement.value)
-        hint = f"write `{shown} = {shown} {operator} {value}`"
-        if not isinstance(statement.target, ast.Name):
-            hint = "name calls on one side of it"
+        is_name = isinstance(statement.target, ast.Name)
+        hint = f"write `{shown} = {shown} {operator} {value}`" if is_name else APART
         return Obstacle(statement, words.format(shown), hint)
     for node in own_nodes(statement):
         match node:
@@ -296,9 +246,7 @@ def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obs
                 ast.Attribute(value=changed, ctx=ast.Store() | ast.Del())
                 | ast.Subscript(value=changed, ctx=ast.Store() | ast.Del())
             ) if root(changed):
-                return Obstacle(
-                    node, words.format(ast.unparse(node)), "name calls on one side of it"
-                )
+                return Obstacle(node, words.format(ast.unparse(node)), APART)
             case ast.Call():
                 its, hint = _changed_by(node, root)
                 if its is not None:
@@ -319,9 +267,7 @@ def _changed_by(
         if keyword.arg == "inplace" and is_on and call.args and root(call.args[0]):
             return call.args[0], "take `inplace` out"
     if isinstance(call.func, ast.Attribute) and (is_marked or name in MUTATING):
-        hint = "name calls on one side of it"
-        if name not in MUTATING:
-            hint = f"call `{name.rstrip('_')}`, or {hint}"
+        hint = APART if name in MUTATING else f"call `{name.rstrip('_')}`, or {APART}"
         if root(call.func.value):
             return call.func.value, hint
         if is_marked and root_of(call.func) in OF_TORCH:

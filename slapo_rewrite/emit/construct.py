@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.around_forward import WrapForward
+from slapo_rewrite.changes.carried_over import check_held
+from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.mixed_precision import HalfPrecision
+from slapo_rewrite.changes.recomputation import Recomputed
 from slapo_rewrite.directive import Directive, needed_depth
 from slapo_rewrite.emit.built_output import BuiltOutput
 from slapo_rewrite.emit.draft import Draft, Trial
@@ -20,10 +23,12 @@ from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.rehearsal import (
     MOST_ELEMENTS,
     MOST_OF_SMALL,
+    Changed,
     NotComparedError,
     Rehearsed,
     TooLargeError,
     rehearse,
+    worlds,
 )
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.step_results import OtherNumbersError
@@ -100,11 +105,14 @@ class Construction:
         """Runs a small model of the output against the original's."""
         draft = self.draft
         # Where nothing changes, a class of transformers only is in another package, and draws so.
-        if not self.sizes or not any(draft.changes.values()):
+        sizes, project = self.sizes, self.project
+        if not sizes and self._called(Recomputed):  # what changes as it runs is looked at alone
+            sizes = worlds(project.schedule.module, project.module, project.tree.root.live)
+        if not sizes or not any(draft.changes.values()):
             return
         with self.project.timed("rehearse"):
             try:
-                rehearsed = self._rehearsed(emitted)
+                rehearsed = self._rehearsed(emitted, sizes)
             except TooLargeError:
                 draft.warnings.append(TOO_LARGE)
                 return
@@ -123,21 +131,22 @@ class Construction:
                 "does, and verify the output"
             )
 
-    def _wrapped(self) -> dict[str, Directive]:
-        """The modules around whose `forward` something is to happen, and who asks for it."""
-        asked = {path: state.asks(WrapForward) for path, state in self.plan.states.items()}
+    def _called(self, *kinds: type[Change]) -> dict[str, Directive]:
+        """The modules of which something of these kinds is asked, and who asks for it."""
+        states = self.plan.states.items()
+        asked = {path: [a for k in kinds for a in state.asks(k)] for path, state in states}
         return {path: found[0][1] for path, found in asked.items() if found}
 
     def _idle(self, uncalled: Collection[str]) -> Iterator[str]:
         """Warns of what does nothing, as nobody calls the modules that it is asked of."""
-        wrapped = self._wrapped().items()
+        wrapped = self._called(WrapForward).items()
         found = grouped((cause, path) for path, cause in wrapped if path in uncalled)
         for cause, paths in found.items():
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             words = f"`{cause.text}` does nothing for `{paths[0]}`{others}: training calls modules "
             yield errors.warning(f"{words}inside, and not that itself; select these", cause.at)
 
-    def _rehearsed(self, emitted: Emitted) -> Rehearsed:
+    def _rehearsed(self, emitted: Emitted, sizes: tuple[int, ...]) -> Rehearsed:
         plan, schedule = self.plan, self.project.schedule.module
         draws_alike = not any(state.replacement for state in plan.states.values())
         is_mixed, updates = (
@@ -145,9 +154,16 @@ class Construction:
             for change in (HalfPrecision, StepInBackward)
         )
         depth = needed_depth(plan.directives)
-        given = (schedule, self.original, emitted, self.sizes, depth)
+        given = (schedule, self.original, emitted, sizes, depth)
+        recomputed, files = self._called(Recomputed), self.copies.outputs
+
+        def check(path: str, changed: Changed) -> None:
+            if path in recomputed:
+                check_held(files, self.project.tree.nodes[path], changed, recomputed[path])
+
+        called = self._called(WrapForward, Recomputed)
         try:
-            return rehearse(*given, draws_alike, is_mixed, updates, self._wrapped().keys())
+            return rehearse(*given, draws_alike, is_mixed, updates, called, check, bool(self.sizes))
         except OtherNumbersError as error:
             inside = [path for path in plan.states if path and error.name.startswith(f"{path}.")]
             near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import types
 import warnings
@@ -26,8 +27,9 @@ from torch import nn
 from slapo_rewrite.directive import Share, depth_of
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.model import small_model
-from slapo_rewrite.model.calls import calls_noted
+from slapo_rewrite.model.calls import calls_noted, calls_watched
 from slapo_rewrite.model.emitted import Emitted
+from slapo_rewrite.model.held_state import held
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.results import in_dtype, result_pairs, tensors
 from slapo_rewrite.model.simulated_ranks import PATIENCE_S, UnfitError, alone, on_ranks
@@ -52,9 +54,9 @@ MOST_ELEMENTS = 200_000
 LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
 NOISE = 0.02  # added to every weight, so that no two parts of a constant one are equal
 ROUNDED = torch.finfo(torch.float32).eps  # by which weights are off, to see what rounding does
-_DROPPING = (
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-)
+
+
+Changed = Collection[tuple[str, str]]  # of what modules hold: where, and its name
 
 
 class TooLargeError(Exception):
@@ -90,6 +92,8 @@ def rehearse(
     is_mixed: bool = False,
     updates: bool = False,
     called: Collection[str] = (),
+    check_changed: Callable[[str, Changed], None] = lambda *_: None,
+    is_compared: bool = True,
 ) -> Rehearsed:
     """Runs the output's small model against the original's.
 
@@ -107,7 +111,9 @@ def rehearse(
         is_mixed: Whether the output computes in half precision. It is compared with its casts left
             out, and has to run with them.
         updates: Whether the output's backward pass can update parameters. It is tried so as well.
-        called: The paths of modules that mean something else only where they are called.
+        called: The paths of modules that are asked for something around their calls.
+        check_changed: Is told of each what it holds that is another once the model has run.
+        is_compared: Whether the output means the same, or only that is told.
 
     Raises:
         OtherNumbersError: They differ.
@@ -125,19 +131,22 @@ def rehearse(
                 _check_start(small, None, output)
             raise
         references = [r for r in references if draws_alike or not r.want.draws]
-        if draws_alike and references:
+        if draws_alike and references and is_compared:
             _check_start(small, references[0].drawn, output)
+        watched = [each.watched(called) for each in references]
+        for path, changed in (each for _, found in watched for each in found.items()):
+            check_changed(path, changed)
+        references = references if is_compared else []
         unfit = [_check_step(each, output, sizes) for each in references]
         for each in references if updates else ():
             try:
                 _check_step(each, output, sizes, updates)
             except OtherNumbersError as differs:
                 raise OtherUpdateError(*differs.args) from differs
-        uncalled = [each.uncalled(called) for each in references]
     if is_mixed and references:
         with _quiet(), _without_dropout(), small_model.one_thread():
             _check_mixed(references[0], output)
-    idle = frozenset.intersection(*uncalled) if uncalled else frozenset()
+    idle = frozenset.intersection(*(u for u, _ in watched)) if watched else frozenset()
     return Rehearsed(unfit[0] if unfit and all(unfit) else "", idle)
 
 
@@ -302,16 +311,34 @@ class _Reference:
         }
         return bool(self.buffers)
 
-    def uncalled(self, paths: Collection[str]) -> frozenset[str]:
-        """The modules that the original does not call in training, though it does some inside."""
+    def watched(self, paths: Collection[str]) -> tuple[frozenset[str], dict[str, Changed]]:
+        """Those not called in training, though modules inside are; what others hold that varies."""
         if not paths:
-            return frozenset()
-        model = self._built().train()
+            return frozenset(), {}
+        model, file = self._built().train(), self.small.original
         named = dict(model.named_modules())
-        with calls_noted(named) as ran, contextlib.suppress(Exception):  # it may mind being watched
-            model(**copy.deepcopy(self.inputs))
+        before: dict[str, list[dict[tuple[str, str], bytes]]] = {}
+
+        def note(path: str, module: nn.Module, *_: object) -> None:
+            before.setdefault(path, []).append(held(module, file))
+
+        notes = [(named[p], functools.partial(note, p), None) for p in {*paths} & named.keys()]
+        with contextlib.suppress(Exception):  # it may mind being watched, or other weights
+            with calls_noted(named) as ran:
+                model(**copy.deepcopy(self.inputs))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + NOISE)
+            with calls_watched(notes):
+                model(**copy.deepcopy(self.inputs))
+        changed: dict[str, Changed] = {
+            path: {k for each in had for k in each if each[k] != now.get(k)}
+            for path, had in before.items()
+            if (now := held(named[path], file))
+        }
         idle = named.keys() & {*paths} - {*ran}
-        return frozenset(p for p in idle if any(inner.startswith(f"{p}.") for inner in ran))
+        inside = (p for p in idle if any(inner.startswith(f"{p}.") for inner in ran))
+        return frozenset(inside), changed
 
 
 class _Rank:
@@ -553,15 +580,16 @@ def _without_dropout() -> Iterator[None]:
     functions: Any = torch.nn.functional
     attend = functions.scaled_dot_product_attention
 
-    def keep(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return input
+    def keep(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        share = 1 - p / 2 if training else 1  # so that another rate gives other numbers
+        return input if share == 1 else input.mul_(share) if inplace else input * share
 
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("dropout_p", None)
-        result: torch.Tensor = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
-        return result
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        rate = args[4] if args[4:] else kwargs.pop("dropout_p", 0.0)
+        result = attend(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
+        return result * (1 - rate / 2)
 
-    instead: dict[str, Any] = dict.fromkeys(_DROPPING, keep)
+    instead: dict[str, Any] = {name: keep for name in vars(functions) if "dropout" in name}
     instead["scaled_dot_product_attention"] = attention
     with mock.patch.multiple(functions, **instead):
         yield

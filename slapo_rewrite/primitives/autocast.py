@@ -64,7 +64,7 @@ class Autocast(Primitive):
     `keep` names what stays in float32 all the same: modules, by paths from the selected ones on (a
     router, a head), or operations (`matmul`, `scaled_dot_product_attention`). What was not run in
     a step of training and one in eval mode, as `inputs(model)` has it, has no casts. With "float16"
-    gradients may vanish: train with a `torch.amp.GradScaler`, which "bfloat16" does not need.
+    gradients may vanish: train with torch's `GradScaler`, split layers with `ShardedGradScaler`.
 
     Split layers stay split: what ranks add up or gather of a layer's output is in half precision
     then, gradients of inputs are added up in float32.

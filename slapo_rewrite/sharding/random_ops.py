@@ -25,10 +25,6 @@ from slapo_rewrite.sharding.kv_replication import width
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import Draw, ShardingRequest, ShardingResult, layer_key
 
-_DROPPING = {
-    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_alpha_dropout", "feature_dropout", "native_dropout",
-}  # fmt: skip
 # The file of the method that calls `forward`.
 _CALLING = os.path.join("torch", "nn", "modules", "module.py")
 
@@ -81,7 +77,7 @@ def out_of_step(
 
 def draws(name: str, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws random numbers."""
-    if name in _DROPPING:
+    if "dropout" in name:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
         return bool(given.get("p", 0.5)) and given.get("training", True) is not False
     if name == "scaled_dot_product_attention":

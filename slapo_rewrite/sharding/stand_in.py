@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from slapo_rewrite.model.small_model import seed_torch
 from slapo_rewrite.model.tree import Node, Tree
+from slapo_rewrite.sharding.kv_replication import width
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.types import (
     CannotFollow,
@@ -182,14 +183,24 @@ class StandIn:
                 for h in found.tied_heads
             },
             draws={
-                replace(d, callers=tuple((paths[path], line) for path, line in d.callers))
+                replace(
+                    d,
+                    callers=tuple((paths[path], line) for path, line in d.callers),
+                    source=paths[d.source],
+                    blocks=tuple(self._in_full(d.source, size) for size in d.blocks),
+                )
                 for d in found.draws
-                if not d.blocks
+                if not d.blocks or layer_key(self.small.nodes[d.source]) not in found.units
             },
             cuts={(paths[path], place, number) for path, place, number in found.cuts},
             even=set(),
             is_of_small=True,
         )
+
+    def _in_full(self, path: str, size: int) -> int:
+        """How many of a layer's features there are in the model; 0 where nobody knows."""
+        small, full = self.small.nodes[path].live, self.tree.nodes[self.paths[path]].live
+        return size * width(full) // width(small) if width(small) else 0
 
     def _path(self, path: str | None) -> str | None:
         return None if path is None else self.paths[path]

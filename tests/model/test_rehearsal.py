@@ -12,6 +12,7 @@ from torch.nn.modules import module
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes import recomputation
+from slapo_rewrite.emit import construct
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model import rehearsal
 from slapo_rewrite.model.rehearsal import DoesNotRunError, _references, _Small
@@ -201,8 +202,11 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("noisy", ["x", "x + torch.rand(8)"])
-def test_a_model_that_computes_something_else_each_time_is_compared_from_the_start(noisy, tmp_path):
+def test_a_model_that_computes_something_else_each_time_is_compared_from_the_start(
+    noisy, monkeypatch, tmp_path
+):
     """One that draws random numbers is run in one process, with the same ones."""
+    monkeypatch.setattr(construct, "check_held", lambda *_: None)
     schedule = SPLITTING + "    s['blocks.*'].checkpoint()\n"
     words = refused(tmp_path, TURNING.replace("NOISY", noisy), schedule, "SR106")
     assert "in one process the gradient of" in words
@@ -484,9 +488,60 @@ class Model(nn.Module):
 """
 
 
-def test_a_model_that_is_not_the_same_twice_is_said_not_to_be_compared(tmp_path):
+def test_a_model_that_is_not_the_same_twice_is_said_not_to_be_compared(monkeypatch, tmp_path):
+    monkeypatch.setattr(construct, "check_held", lambda *_: None)
     (warning,) = rewritten(tmp_path, TURNS, f"{SPLITTING}    s['up'].checkpoint()\n").warnings
     assert "computes something else each time that it is built" in warning
+
+
+SLOWER = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.rate, self.drop = nn.Linear(8, 8), torch.tensor(0.2), nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.a(x)
+        x = self.drop(DROPPED).sin()
+        rate = self.rate
+        rate += 0.1
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x)
+"""
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        "F.dropout(x, self.rate.item(), self.training)",
+        "F.dropout(x, self.rate.item(), self.training, inplace=True)",
+        "F.alpha_dropout(x, p=self.rate.item(), training=self.training)",
+        "F.scaled_dot_product_attention(x[None], x[None], x[None], None, self.rate.item())[0]",
+        "F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=self.rate.item())[0]",
+    ],
+)
+def test_the_rate_of_a_dropout_is_compared(dropped, monkeypatch, tmp_path):
+    """Nothing is dropped, and yet another rate gives other numbers."""
+    monkeypatch.setattr(construct, "check_held", lambda *_: None)
+    source, schedule = (
+        SLOWER.replace("DROPPED", dropped),
+        f"{SPLITTING}    s['block'].checkpoint()\n",
+    )
+    assert "the gradient of `block.a." in refused(tmp_path, source, schedule, "SR106")
+    rewritten(tmp_path, source.replace("rate += 0.1", "pass"), schedule)
 
 
 IDLE = """\

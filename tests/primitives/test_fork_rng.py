@@ -218,6 +218,7 @@ def test_parts_of_different_sizes_are_warned_of(tmp_path):
         "torch.empty_like(x).log_normal_()",
         "torch.empty_like(x).geometric_(0.5)",
         "F.gumbel_softmax(x, dim=0)",
+        "torch.distributions.Normal(0, 1).sample(x.shape)",  # the small model alone is followed
     ],
 )
 def test_whatever_draws_for_a_part_is_noticed(drawn, tmp_path):
