@@ -22,7 +22,6 @@ from slapo_rewrite.code.locate import near_files
 from slapo_rewrite.code.syntax import extent
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model.small_model import NotGivenError
 
 # What the schedule file is called as a module.
 MODULE = "schedule_file"
@@ -159,6 +158,9 @@ class ScheduleFile:
 
     def blamed(self, error: BaseException) -> errors.ScheduleError | None:
         """What is to be said of an error, if it is one of the file's own `inputs` or `loss`."""
+        # Only here, where torch is there: it takes long to import.
+        from slapo_rewrite.model.small_model import NotGivenError
+
         if isinstance(error, NotGivenError):
             return errors.ScheduleError(str(error), at=self.definition(error.function))
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -56,7 +56,7 @@ def inputs(model):
 
 
 def loss(outputs):
-    return outputs.square().mean()
+    return sum(each.square().mean() for each in outputs)
 
 
 def policy(ctx, operation):

@@ -130,8 +130,8 @@ def is_made_of(layer: Any, module: nn.Module) -> bool:
         return False
     if hasattr(module, "sharded_parameters") or part[:1].shape != new[:1].shape:
         return False
-    plain = part.any() and not new.is_meta
-    return bool(plain) and torch.equal(part[:1], new[:1].to(part))
+    known = not (part.is_meta or new.is_meta) and bool(part.any())
+    return known and torch.equal(part[:1], new[:1].to(part))
 
 
 def check_parts(layer: Any, ids: Tensor | None = None) -> None:
