@@ -52,6 +52,8 @@ class Flow:
     sources: dict[str, set[str]] = field(default_factory=dict)
     # For each other module with parameters of its own, those whose results reach it.
     between: dict[str, set[str]] = field(default_factory=dict)
+    # The layers whose weights other code reads than that of their calls.
+    read: set[str] = field(default_factory=set)
     # The layers whose results are a part of what the model returns.
     ends: set[str] = field(default_factory=set)
     # The lists whose elements follow one another in a layer, by pattern: each is a node.
@@ -167,7 +169,8 @@ class _Recorder(TorchFunctionMode):
         self.model, self.flow, self.depth = model, Flow(apart=apart), 0
         self._made: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []
-        self._spelled: dict[int, Any] = {}  # what is noted of a layer's call, by its weight
+        # A layer's pattern, and what is noted of its call, by its weight.
+        self._spelled: dict[int, tuple[str, Any, Any]] = {}
         self._slices: dict[int, set[tuple[int, int, int]]] = {}  # what was taken of features
 
     def of(self, tensor: torch.Tensor) -> frozenset[str]:
@@ -175,7 +178,11 @@ class _Recorder(TorchFunctionMode):
         return self._made.get(id(tensor), frozenset())
 
     def _sources(self, values: Any) -> frozenset[str]:
-        return frozenset().union(*(self.of(tensor) for tensor in tensors(values)))
+        found = [*tensors(values)]
+        self.flow.read |= {
+            self._spelled[id(each)][0] for each in found if id(each) in self._spelled
+        }
+        return frozenset().union(*map(self.of, found))
 
     def _note(self, values: Any, made: frozenset[str]) -> None:
         for tensor in tensors(values):
@@ -186,8 +193,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.depth and func is nn.functional.linear:
             weight = kwargs["weight"] if "weight" in kwargs else args[1]
-            enter, leave = self._spelled.get(id(weight), (None, None))
-            if enter is not None:  # `F.linear(x, self.qkv.weight)`, which is a call of the layer
+            if id(weight) in self._spelled:  # `F.linear(x, self.qkv.weight)`, a call of the layer
+                _, enter, leave = self._spelled[id(weight)]
                 enter(None, args, kwargs)
                 leave(None, args, output := func(*args, **kwargs))
                 return output
@@ -247,7 +254,7 @@ class _Recorder(TorchFunctionMode):
                 pattern = pattern_of(self.model, path, self.flow.apart)
                 if is_table(module) or any(map(is_column, (splits_of(module) or {}).values())):
                     watched.append((module, *self._of_layer(module, pattern, path)))
-                    self._spelled[id(module.weight)] = watched[-1][1:]
+                    self._spelled[id(module.weight)] = (pattern, *watched[-1][1:])
                 else:
                     watched.append((module, self._of_other(pattern), None))
         with calls_watched(watched):

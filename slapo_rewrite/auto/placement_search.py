@@ -440,8 +440,8 @@ class Search:
 
     def _is_given_none(self, pattern: str) -> bool:
         flow = self.flow
-        if pattern not in {*flow.layers, *flow.tables, *flow.between}:
-            return True  # not called: what it holds is read by others
+        if pattern in flow.read - flow.layers.keys() - flow.tables.keys():
+            return True  # its weight is used, past its call
         is_known = pattern in flow.tables or flow.between.get(pattern)
         return not is_known and splits_of(self.modules[pattern][0]) is None
 
