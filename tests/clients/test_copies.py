@@ -51,13 +51,20 @@ def by_the_whole(model: nn.Module) -> None:
     clip_grad_norm_(model, 1.0)
 
 
+def rounded(model: nn.Module) -> None:
+    """A gradient that is zero but for rounding, which another order makes another."""
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient.fill_(1e-9 * (1 + shards.rank()))
+
+
 def not_at_all(model: nn.Module) -> None:
     pass
 
 
 def check_what_trains_alike() -> None:
     warnings.simplefilter("error")
-    for clip in (by_the_whole, not_at_all):
+    for clip in (by_the_whole, not_at_all, rounded):
         torch.manual_seed(0)
         model = loading.build(make)
         train(model, clip)

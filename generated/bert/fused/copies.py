@@ -12,6 +12,7 @@ from torch import Tensor
 from .shards import named_world, world_size
 
 ALIKE = 1e-4  # what a GPU adds up in another order differs by less, in proportion
+SMALL = 1e-4  # of the largest: a smaller gradient may be one of rounding alone
 # By process group, how often layers have run: ranks run them alike, but steps of an
 # optimizer they may skip. And the norms of the gradients of copies, at an optimizer's
 # step since the ranks compared them last.
@@ -51,7 +52,9 @@ def compare_gradients() -> None:
         return  # a graph holds no such comparison
     everyones: list[Any] = [None] * world_size()
     dist.all_gather_object(everyones, norms.pop(group, []), group)
-    differ = [max(n) - min(n) > ALIKE * max(n) for n in zip(*everyones, strict=False)]
+    largest = max(map(max, filter(None, everyones)), default=0.0)
+    large = [n for n in zip(*everyones, strict=False) if max(n) > SMALL * largest]
+    differ = [max(n) - min(n) > ALIKE * max(n) for n in large]
     if len({*map(len, everyones)}) > 1 or (differ and all(differ)):
         raise RuntimeError(
             "the ranks have trained otherwise what each has a copy of: they have left out "
