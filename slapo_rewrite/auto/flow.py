@@ -178,11 +178,7 @@ class _Recorder(TorchFunctionMode):
         return self._made.get(id(tensor), frozenset())
 
     def _sources(self, values: Any) -> frozenset[str]:
-        found = [*tensors(values)]
-        self.flow.read |= {
-            self._spelled[id(each)][0] for each in found if id(each) in self._spelled
-        }
-        return frozenset().union(*map(self.of, found))
+        return frozenset().union(*(self.of(tensor) for tensor in tensors(values)))
 
     def _note(self, values: Any, made: frozenset[str]) -> None:
         for tensor in tensors(values):
@@ -200,6 +196,8 @@ class _Recorder(TorchFunctionMode):
                 return output
         output = func(*args, **kwargs)
         if not self.depth:
+            given = {id(tensor) for tensor in tensors((args, kwargs))}
+            self.flow.read |= {self._spelled[each][0] for each in given & self._spelled.keys()}
             made = self._sources((args, kwargs))
             if made:
                 name = getattr(func, "__name__", "")

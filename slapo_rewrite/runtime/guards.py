@@ -20,6 +20,7 @@ BY_ELEMENT = (
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
 )  # fmt: skip
 
+# What holds parts and has run: an optimizer has parameters alone, and not whose they are.
 layers_run: WeakSet[Any] = WeakSet()
 
 

@@ -112,6 +112,18 @@ def test_slices_that_follow_one_another_tell_how_a_result_is_packed():
     assert flow.layers["qkv"].pieces == [(8, 8, 8)]
 
 
+def test_a_weight_that_is_used_past_its_call_is_read():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.called, self.read, self.idle = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.called(x) @ self.read.weight
+
+    assert flow_of(Reading(), {"x": torch.randn(2, 8)}, Reading()).read == {"read"}
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_elements_of_a_list_are_one(depth):
     flow, pairs = found(Stack(*(MLP() for _ in range(depth))))

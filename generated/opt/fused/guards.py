@@ -20,6 +20,7 @@ BY_ELEMENT = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
 )  # fmt: skip
+# What holds parts and has run: an optimizer has parameters alone, and not whose they are.
 layers_run: WeakSet[Any] = WeakSet()
 
 
