@@ -66,9 +66,10 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
     for statement, change in lines.items():
         start, end = file.span(statement)
         indent = statement.col_offset
-        if new := [*change.before, *change.after]:
+        new = [line.causes for line in (*change.before, *change.after)]
+        if new or (statement in anew and _is_crowded(file, statement, anew)):
             indent, breaks = _on_own_lines(file, statement)
-            causes = merged_causes(*(line.causes for line in new))
+            causes = merged_causes(*(new or [change.causes()]))
             for each in breaks:
                 parted.setdefault((each.start, each.end), each.caused_by(causes, PARTED))
         pad = "\n" + " " * indent
@@ -99,6 +100,25 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
     return [*edits, *parted.values()]
 
 
+def _beside(file: SourceFile, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements of a block that share lines with one of them, which is among them."""
+    block = file.block_of(statement)
+    first = last = block.index(statement)
+    while first and block[first - 1].end_lineno == block[first].lineno:
+        first -= 1
+    while last + 1 < len(block) and block[last].end_lineno == block[last + 1].lineno:
+        last += 1
+    return block[first : last + 1]
+
+
+def _is_crowded(file: SourceFile, statement: ast.stmt, anew: Mapping[ast.stmt, Written]) -> bool:
+    """Whether statements do not fit their common line any more, some of them written anew."""
+    beside = _beside(file, statement)
+    texts = [anew[s][2] if s in anew else file.segment(s) for s in beside]
+    width = beside[0].col_offset + len("; ".join(texts))
+    return len(beside) > 1 and width > file.line_length
+
+
 def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[TextEdit]]:
     """The column of a statement once it stands on lines of its own, and the breaks that this takes.
 
@@ -107,14 +127,9 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Text
     if is_alone(file, statement):
         return statement.col_offset, []
     above = next((o for _, o in file.around(statement) if isinstance(o, ast.stmt)), None)
-    block = file.block_of(statement)
-    first = last = block.index(statement)
-    while first and block[first - 1].end_lineno == block[first].lineno:
-        first -= 1
-    while last + 1 < len(block) and block[last].end_lineno == block[last + 1].lineno:
-        last += 1
-    group = [file.span(each) for each in block[first : last + 1]]
-    line = file.offset(block[first].lineno, 0)
+    beside = _beside(file, statement)
+    group = [file.span(each) for each in beside]
+    line = file.offset(beside[0].lineno, 0)
     lead = file.text[line : group[0][0]]
     column, breaks = len(lead), []
     if above is not None and (header := lead.strip()):

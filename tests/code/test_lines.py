@@ -7,18 +7,24 @@ from pathlib import Path
 import pytest
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.edit import Edit, Put
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.lines import Line, Lines, written
 from slapo_rewrite.code.splice import apply_edits
 
 
-def changed(body: str, name: str, **lines: object) -> str:
-    """A method's body, where a statement that binds a name changes so."""
+def changed(body: str, name: str, put: str | None = None, **lines: object) -> str:
+    """A method's body, where a statement that binds a name changes so.
+
+    It binds the name to what is `put` there, if anything is.
+    """
     text = "class A:\n    def f(self, x):\n" + textwrap.indent(textwrap.dedent(body), " " * 8)
     file = SourceFile(Path("a.py"), "a", text, ast.parse(text))
     [statement] = (
         s for s in file.statements if isinstance(s, ast.Assign) and ast.unparse(s.targets) == name
     )
+    if put is not None:
+        lines["inside"] = [(Edit(statement.value, Put(put)), (), "")]
     after, _ = apply_edits(text, written(file, {statement: Lines(**lines)}))
     ast.parse(after)
     return textwrap.dedent(after.split("\n", 2)[2])
@@ -69,6 +75,20 @@ NEW = [Line("new = 1", (), "")]
 def test_lines_beside_statements(body, before, after):
     assert changed(body, "y", before=NEW) == before
     assert changed(body, "y", after=NEW) == after
+
+
+@pytest.mark.parametrize(
+    ("body", "after"),
+    [
+        ("a = x; y = x\n", "a = x; y = {new}\n"),  # it fits
+        ("a = {x}; y = x\n", "a = {x}\ny = {new}\n"),
+        ("y = x; a = {x}; b = x\nc = x\n", "y = {new}\na = {x}\nb = x\nc = x\n"),
+        ("if x: a = {x}; y = x\n", "if x:\n    a = {x}\n    y = {new}\n"),
+    ],
+)
+def test_statements_that_no_longer_fit_their_line(body, after):
+    x, new = "x" * 60, "n" * 40
+    assert changed(body.format(x=x), "y", put=new) == after.format(x=x, new=new)
 
 
 @pytest.mark.parametrize("body", ["a = x; y = x\n", "y = x; a = x\n", "if x: y = x\n"])
