@@ -8,7 +8,7 @@ the last layer is not what it seemed, the check is asked for each of them instea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from slapo_rewrite import errors
@@ -166,6 +166,49 @@ class Inference:
             found[above] = self._with(states.get(above, EMPTY), replace(remedy, path=above))
         return found
 
+    def reading_alike(
+        self, states: States, readers: Iterable[Iterable[str]]
+    ) -> list[tuple[str, frozenset[str]]]:
+        """The modules around layers that read one value, with these layers, the outer ones first.
+
+        Args:
+            states: What is asked.
+            readers: The layers that each add up the gradient of a value, for each value.
+        """
+        found = dict[str, tuple[str, frozenset[str]]]()  # one module of each kind
+        for paths in readers:
+            inside: dict[str, set[str]] = {}
+            for path in paths:
+                if any(map(_is_inferred_sum, states.get(path, EMPTY).syncs)):
+                    for owner in self.tree.nodes[path].owners():
+                        inside.setdefault(owner.path, set()).add(path)
+            # Of those around the same layers the innermost.
+            around = {frozenset(inside[p]): p for p in sorted(inside, key=len)}
+            several = ((p, layers) for layers, p in around.items() if len(layers) > 1)
+            found |= {with_wildcards(path): (path, layers) for path, layers in several}
+        return sorted(found.values(), key=lambda each: len(each[0]))
+
+    def summed_apart(self, states: States, layers: Iterable[str]) -> set[str]:
+        """The layers that each add up a gradient, and those like them; none if it is but one."""
+        apart = {p for p in layers if any(map(_is_inferred_sum, states.get(p, EMPTY).syncs))}
+        like = {p for path in apart for p in self._like(path)} if len(apart) > 1 else ()
+        return {p for p in like if any(map(_is_inferred_sum, states.get(p, EMPTY).syncs))}
+
+    def summed_once(
+        self, states: States, layers: Iterable[str], remedy: MissingCollective | None
+    ) -> States:
+        """What is asked, with one collective in the place of the layers' own sums of gradients.
+
+        As it was where that may not be, or they are not summed apart.
+        """
+        left = dict(states)
+        for path in self.summed_apart(states, layers):
+            syncs = tuple(s for s in states[path].syncs if not _is_inferred_sum(s))
+            left[path] = replace(states[path], syncs=syncs)
+        if left == states:
+            return states
+        return left if remedy is None else self._repaired(left, {}, remedy) or states
+
     def _like(self, path: str) -> list[str]:
         """The modules of a module's class that stand where it does, of this layer or another."""
         like, cls = with_wildcards(path), self.tree.nodes[path].cls
@@ -174,6 +217,11 @@ class Inference:
             for p, node in self.tree.nodes.items()
             if node.cls is cls and with_wildcards(p) == like and self._cause(p)
         ]
+
+    def is_one_place(self, path: str) -> bool:
+        """Whether all modules of a module's class stand where it does, and can go alike."""
+        cls, like = self.tree.nodes[path].cls, {*self._like(path)}
+        return all(p in like for p, node in self.tree.nodes.items() if node.cls is cls)
 
     def passes_on(self, path: str, state: ModuleRequests) -> bool:
         """Whether what a layer gives may go into a loss as the parts that it is.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,11 +48,14 @@ from slapo_rewrite.sharding.types import (
     CannotFollow,
     CannotRun,
     LocalValue,
+    MissingCollective,
     ModuleBoundary,
     ShardedParameter,
     ShardingRequest,
     ShardingResult,
 )
+
+Follow = Callable[[ShardingRequest], ShardingResult]
 
 # Modes in the order of the data: a gradient is summed inside of what is gathered.
 ORDER = ("fwd_pre", "bwd_post", "fwd_post")
@@ -87,8 +90,17 @@ def lower(
     weights, and those of a step of it. `thorough` has the model followed in eval mode and on more
     ranks as well; `records` has what is known of it, and takes what becomes known.
     """
-    lowering = _Lowering(tree, dict(states), directives, before, sources, thorough)
-    return lowering.run(step_inputs, small, records or Records())
+    known = records or Records()
+    # Where of interest is whether it can be done, and not how, nothing need be summed once.
+    for sums_once in (known.has_ways, False):
+        own = dict(states)
+        lowering = _Lowering(tree, own, directives, before, sources, thorough, known, sums_once)
+        try:
+            return lowering.run(step_inputs, small)
+        except errors.RewriteError:  # of a border, say, at which nothing can be written
+            if not lowering.has_summed_once:
+                raise
+    raise AssertionError("not reached")
 
 
 class _Lowering:
@@ -100,13 +112,16 @@ class _Lowering:
         before: Causes,
         sources: Sources,
         thorough: bool,
+        records: Records,
+        sums_once: bool,
     ) -> None:
-        self.tree, self.states, self.thorough = tree, states, thorough
+        self.tree, self.states, self.thorough, self.records = tree, states, thorough, records
+        self.sums_once, self.has_summed_once = sums_once, False
         self.directives, self.before = directives, before
         self.files = OutputFiles(tree, sources)
         self.warnings: list[str] = []
 
-    def run(self, step_inputs: MakeInputs, small: MakeSmall, records: Records) -> Lowered:
+    def run(self, step_inputs: MakeInputs, small: MakeSmall) -> Lowered:
         """Everything, in order."""
         join_inner_layers(self.tree, self.states)
         follow_ties(self.tree, self.states)
@@ -119,9 +134,8 @@ class _Lowering:
         self.files.asked_alike(every)
 
         def followed_itself(asked: ShardingRequest) -> ShardingResult:
-            return propagate(
-                self.tree, asked, step_inputs(), self.files.text_of, records, self.thorough
-            )
+            inputs, text_of = step_inputs(), self.files.text_of
+            return propagate(self.tree, asked, inputs, text_of, self.records, self.thorough)
 
         with alike.reduced():
             self.states = few = {path: every[path] for path in every if path in self.tree.nodes}
@@ -142,7 +156,7 @@ class _Lowering:
             except CannotRun as error:
                 self.states = few
                 with alike.reduced():
-                    followed = self._follow_small(small, error, records.for_small())
+                    followed = self._follow_small(small, error)
         self.states, inferred = named(self.states, len(self.directives))
         with reduced():
             asked = self._asked()
@@ -295,7 +309,7 @@ class _Lowering:
             borders.sort(key=lambda b: ORDER.index(b.mode))
         return found
 
-    def _follow(self, run: Callable[[ShardingRequest], ShardingResult]) -> ShardingResult:
+    def _follow(self, run: Follow) -> ShardingResult:
         """What follows from the sharded sizes, with the syncs that are to be inferred."""
         refused: tuple[CannotFollow, CannotFollow | None] | None = None
         # What failed: from one start all ways of repairing it go alike for a while.
@@ -313,7 +327,7 @@ class _Lowering:
                 failed = next((error for those, error in tried if those == repaired), None)
                 if failed is None:
                     try:
-                        return run(asked) if _needs_following(asked) else ShardingResult()
+                        return self._checked(run, asked)
                     except CannotFollow as error:
                         failed = _without_frames(error)
                         tried.append((repaired, failed))
@@ -328,6 +342,67 @@ class _Lowering:
             refused = refused or (failed, before)
         assert refused is not None
         raise self._unfollowable(*refused) from None
+
+    def _checked(self, run: Follow, asked: ShardingRequest) -> ShardingResult:
+        """What follows; where layers read one value, with one sum of its gradient if that fits.
+
+        As Megatron-LM has it in front of queries, keys and values: at the module around them, or at
+        the value there. All are tried together first, and then each by itself.
+        """
+        if not _needs_following(asked):
+            return ShardingResult()
+        followed = run(asked)
+        if not self.sums_once:
+            return followed
+        groups = self.inference.reading_alike(self.states, followed.readers.values())
+        for some in (groups, *([group] for group in groups)):
+            if not any(self.inference.summed_apart(self.states, layers) for _, layers in some):
+                continue
+            once = self.states
+            for path, layers in some:
+                if path:  # nothing stands around the model itself
+                    remedy = MissingCollective.gradient_of(path)
+                    once = self.inference.summed_once(once, layers, remedy)
+            fits = self._fits(run, once, followed) if once is not self.states else None
+            if fits is None and len(some) == 1 and self.inference.is_one_place(some[0][0]):
+                at_value = self._summed_at_value(run, *some[0])
+                fits = self._fits(run, at_value, followed) if at_value is not None else None
+            followed = fits or followed
+        return followed
+
+    def _fits(
+        self, run: Follow, states: dict[str, ModuleRequests], known: ShardingResult
+    ) -> ShardingResult | None:
+        """What follows if these are asked, and they from then on; None where they do not fit.
+
+        Nor do they where more parameters would meet parts than do as it is `known`.
+        """
+        before, self.states = self.states, states
+        try:
+            followed = run(self._asked())
+            if followed.shared.keys() <= known.shared.keys():
+                self.has_summed_once = True
+                return followed
+        except CannotFollow:
+            pass
+        self.states = before
+        return None
+
+    def _summed_at_value(
+        self, run: Follow, path: str, layers: Set[str]
+    ) -> dict[str, ModuleRequests] | None:
+        """What is asked, with one sum of the gradient of a value inside a module for the layers."""
+        before = self.states
+        self.states = self.inference.summed_once(before, layers, None)
+        try:
+            run(self._asked())
+        except CannotFollow as error:
+            own = (at_statement(self.files, m) for m in error.at_values if m.path == path)
+            value = next(filter(None, own), None)
+        else:
+            value = None
+        self.states = before
+        return self.inference.summed_once(before, layers, value) if value is not None else None
 
     def _unfollowable(
         self, error: CannotFollow, before: CannotFollow | None
@@ -356,9 +431,10 @@ class _Lowering:
             hint=hint,
         )
 
-    def _follow_small(self, small: MakeSmall, error: CannotRun, records: Records) -> ShardingResult:
+    def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""
         before, lead = self.states, "the model does not run on the meta device"
+        records = self.records.for_small()
 
         def followed(asked: ShardingRequest) -> ShardingResult:
             return stand_in.propagate(asked, self.files.text_of, records, self.thorough)

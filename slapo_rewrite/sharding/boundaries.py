@@ -85,6 +85,8 @@ def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
             return
         if keywords.get("reduce_input_gradient", True):
             run.flow.cover(tensor, path)
+            readers = run.followed.readers
+            readers[id(tensor)] = readers.get(id(tensor), frozenset()) | {path}
         else:
             run.flow.meet_shards([tensor], f"`{path}`", path)
 

@@ -286,6 +286,8 @@ class ShardingResult:
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
     # Where parameters are read, if there are any among `shared`.
     readings: set[Reading] = field(default_factory=set)
+    # The split layers that each add up the gradient of the same value, by that value's identity.
+    readers: dict[int, frozenset[str]] = field(default_factory=dict)
     # The all-gathers whose gradient has to be summed over the ranks, by module path and number.
     summed: frozenset[tuple[str, int]] = frozenset()
     # Modules whose output has its first tensor inside of something else.

@@ -368,6 +368,136 @@ def test_a_method_that_the_text_has_in_two_ways(tmp_path):
     assert rewritten(tmp_path, IN_TWO_WAYS.replace("TAKEN", "False"), OF_TWO_WAYS).diff()
 
 
+READING_ONE_VALUE = """\
+import torch
+from torch import nn
+
+
+class Gated(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, 2 * width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        BODY
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.one = Gated(width)
+        self.two = Gated(width)
+
+    def forward(self, x):
+        AROUND
+
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+SPLIT_GATED = """\
+import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {"x": torch.randn(3, 5, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    block = s["blocks.*"]
+    block["{one,two}.{gate,up}"].shard(["weight", "bias"], axis=0)
+    block["{one,two}.down"].shard("weight", axis=1)
+"""
+GATED = "return self.down(self.gate(x).relu() * self.up(x))"
+NORMED = "y = self.norm(x)\n        return self.down(self.gate(y).relu() * self.up(y))"
+ON_TOP = "return x + self.two(self.one(x))"
+BESIDE = "y = self.norm(x)\n        return x + self.one(y) + self.two(y)"
+
+
+def reading_one_value(body: str, around: str) -> str:
+    source = READING_ONE_VALUE.replace("BODY", body).replace("AROUND", around)
+    return source if "self.two(" in around else source.replace("self.two = Gated(width)", "pass")
+
+
+def split_gated(around: str, lines: str) -> str:
+    schedule = SPLIT_GATED + lines
+    return schedule if "self.two(" in around else schedule.replace("{one,two}", "one")
+
+
+SUMMED_ONCE = {
+    "around": (GATED, ON_TOP, '    block["{one,two}"].sync("bwd_post", "all_reduce")\n'),
+    "at a value": (
+        NORMED,
+        "return x + self.one(x)",
+        '    block["one"].sync("bwd_post", "all_reduce", of="y")\n',
+    ),
+    "at a value around": (GATED, BESIDE, '    block.sync("bwd_post", "all_reduce", of="y")\n'),
+    "not of a value read beside": (
+        "return x + self.down(self.gate(x).relu() * self.up(x))",
+        ON_TOP,
+        '    block["**.{gate,up}"].sync("bwd_post", "all_reduce")\n',
+    ),
+    "not of two values": (
+        "return self.down(self.gate(x).relu() * self.up(x * 2))",
+        ON_TOP,
+        '    block["**.{gate,up}"].sync("bwd_post", "all_reduce")\n',
+    ),
+}
+OF_ONE_VALUE = {
+    name: Case(reading_one_value(body, around), split_gated(around, INFER))
+    for name, (body, around, _) in SUMMED_ONCE.items()
+}
+
+
+@pytest.mark.parametrize("name", SUMMED_ONCE)
+def test_layers_that_read_one_value_have_its_gradient_added_up_once(name, tmp_path):
+    body, around, stated = SUMMED_ONCE[name]
+    source = reading_one_value(body, around)
+    down = '    block["**.down"].sync("fwd_post", "all_reduce")\n'
+    inferred = rewritten(tmp_path, source, split_gated(around, INFER))
+    wanted = rewritten(tmp_path, source, split_gated(around, stated + down))
+    assert texts(inferred) == texts(wanted)
+
+
+def test_what_one_of_several_readers_states_is_left_to_it(tmp_path):
+    source = reading_one_value(GATED, ON_TOP)
+    stated = '    block["**.up"].sync("bwd_post", "all_reduce")\n'
+    model = texts(rewritten(tmp_path, source, SPLIT_GATED + stated + INFER))["model"]
+    assert "reduce_input_gradient=False" not in model and "all_reduce_gradient" not in model
+
+
+def check_one_value(folder: Path) -> None:
+    compare(folder, OF_ONE_VALUE)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, long(4)])
+def test_numbers_of_a_gradient_that_is_added_up_once(tmp_path, world):
+    prepare(tmp_path, OF_ONE_VALUE)
+    run(check_one_value, world, tmp_path)
+
+
 RESIDUAL = """\
 import torch
 from torch import nn
