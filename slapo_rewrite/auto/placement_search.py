@@ -315,7 +315,6 @@ class Search:
             why = self._refusal(group)
             if why is None:
                 self._way[shape] = number
-                group = self._summed_once(group, producers & {*group.patterns})
                 return replace(group, parameters=self._size(group.patterns))
             left -= 1
             if one is None:
@@ -519,17 +518,6 @@ class Search:
         if not splits:
             names = [n for n, p in module.named_parameters(recurse=False) if p.dim() and len(p) > 1]
         return Shard(pattern, tuple(names), 0) if names else None
-
-    def _summed_once(self, group: Group, producers: frozenset[str]) -> Group:
-        """The same with one sum of the gradients for all producers of one value, where legal."""
-        values = {frozenset(self.flow.sources.get(p, ())) for p in producers}
-        if len(producers) < 2 or len(values) > 1:
-            return group
-        parent = common_pattern(producers)
-        if not parent or parent not in self.modules or parent.endswith("*"):
-            return group
-        once = replace(group, summed=(parent,))
-        return once if self._legal(once) else group
 
     # -- what stands alone
 

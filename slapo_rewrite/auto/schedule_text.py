@@ -227,8 +227,7 @@ def _reason(group: Group) -> str:
     roles = grouped((shard.pattern, shard.arguments()) for shard in group.shards)
     if len({*map(tuple, roles.values())}) == 1:
         return f"{size}, whose results are put together."
-    once = "; the gradient of what goes in is summed once" if group.summed else ""
-    return f"{size}: outputs are split, then inputs, and what comes out is summed{once}."
+    return f"{size}: outputs are split, then inputs, and what comes out is summed."
 
 
 def _spoken(number: int) -> str:

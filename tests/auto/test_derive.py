@@ -112,9 +112,8 @@ def test_blocks_are_split_as_by_hand(name, split):
     derived = derive(f"transformers.models.{name}.modeling_{name}")
     assert split <= shards(derived.text)
     assert derived.share > (0.75 if name == "jetmoe" else 0.8)  # keys and values stay whole
-    sums = re.findall(r'layers\["\*\.(.*)"\]\.sync\("bwd_post"', derived.text)
-    once = {"bert": ["attention.self"], "llama": ["mlp", "self_attn"]}
-    assert sums == once.get(name, sums), "the gradient of what several layers read"
+    if name in ("bert", "llama"):
+        assert 'layers["' not in "".join(re.findall(r".*sync\(.*", derived.text)), "all is inferred"
 
 
 @pytest.mark.long
