@@ -1,13 +1,18 @@
 """What several ranks hold, put together in one process."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_rewrite.runtime import checkpoints
 from slapo_rewrite.runtime.grouped_query import ReplicatedShard
 from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.runtime.shards import Shard, world_of
+from slapo_rewrite.runtime.tensor_parallel import ColumnParallelLinear
+from tests.processes import run
 
 
 @pytest.mark.parametrize(
@@ -58,3 +63,21 @@ def test_other_stages_and_other_models_are_refused(tmp_path):
         checkpoints.united(files, lambda: Model(width=3))
     with pytest.raises(FileExistsError):
         checkpoints.write_layers(tmp_path, full, [lambda: stage(0)])
+
+
+def written_and_read(folder: Path, ranks: int) -> bool:
+    """What each of the processes that train writes and reads for so many ranks, on its own."""
+    folder /= f"{ranks}_{dist.get_rank()}"
+    full = nn.Linear(4, 7).state_dict()
+    for rank in range(ranks):
+        with world_of(ranks, rank):
+            checkpoints.write_layers(folder, full, [lambda: ColumnParallelLinear(4, 7)], rank)
+    files = checkpoints.layer_files(folder, "weights", 1)
+    read = checkpoints.joined(files, lambda: ColumnParallelLinear(4, 7))
+    return all(torch.equal(read[name], full[name]) for name in full)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_processes_that_share_layers_read_what_other_numbers_of_ranks_wrote(tmp_path, ranks):
+    assert all(run(written_and_read, 2, tmp_path, ranks))
