@@ -106,7 +106,7 @@ DEEPSPEED = Engine(
 TORCH = Engine(
     "`torch.distributed.pipelining`",
     "torch_pipeline",
-    ("build", "schedule", "batch", "to_full", "load_full"),
+    ("build", "schedule", "batch", "clip_grad_norm_", "to_full", "load_full"),
 )
 
 

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.processes
 
 MICRO_BATCHES, STEPS = 4, 5
 SHORT = 3  # at this step sequences are shorter
+FURTHER_ONE = 1  # after this step gradients are kept, and those of the next are added
+LARGEST_NORM = 0.3  # what gradients are clipped to, which are larger in some steps
 
 
 # The gradient that its second stage gives back does not lie in one piece of memory. Beside what is
@@ -181,11 +183,13 @@ def trained(folders: dict[str, Path], layouts: tuple[Layout, ...]) -> list[Any]:
         first = MICRO_BATCHES * mesh["dp"].get_local_rank()
         losses = []
         check_refusals(pipeline, run, joined(steps_of(schedule, model, 1)[0]))
-        for step in steps_of(schedule, model, copies):
+        for number, step in enumerate(steps_of(schedule, model, copies)):
             mine = joined(step[first : first + MICRO_BATCHES])
             losses.append(run.step(**pipeline.batch(**mine)))
-            optimizer.step()
-            optimizer.zero_grad()
+            if number != FURTHER_ONE:
+                pipeline.clip_grad_norm_(stages, LARGEST_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
         full = pipeline.to_full(stages, first_rank_only=True)
         outputs, after = run.eval(**pipeline.batch(**mine))
         assert bool(losses[0]) == bool(after) == (outputs is not None)
@@ -229,11 +233,13 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
     torch.save(model.state_dict(), folder / "weights.pt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for step in steps_of(schedule, model, copies):
+    for number, step in enumerate(steps_of(schedule, model, copies)):
         each = [loss_of(schedule, model(**inputs), inputs) for inputs in step]
         (sum(each) / len(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if number != FURTHER_ONE:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(torch.stack(each).detach())
     with torch.no_grad():
         losses.append(torch.stack([loss_of(schedule, model(**inputs), inputs) for inputs in step]))
