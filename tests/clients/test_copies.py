@@ -94,6 +94,18 @@ def check_other_batches() -> None:
         train(model, not_at_all)
 
 
+def check_copies_of_their_own(changed: str) -> None:
+    torch.manual_seed(0)
+    model: Any = loading.build(make)
+    torch.manual_seed(shards.rank())
+    if changed == "copy":
+        nn.init.normal_(model[0].weight)
+    else:  # a model of the ranks' own, which nothing is loaded into
+        model = make()
+    with pytest.raises(RuntimeError, match=r"began with other values .* `loading\.build`"):
+        train(model, by_the_whole)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world", "clip"), [(2, by_the_whole), (2, not_at_all), (2, rounded), (4, by_the_whole)]
@@ -120,3 +132,9 @@ def test_so_they_are_beside_fsdp2() -> None:
 @pytest.mark.processes
 def test_batches_of_their_own_are_told_of() -> None:
     run(check_other_batches, 2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("changed", ["copy", "model"])
+def test_copies_that_differ_from_the_beginning_are_refused(changed: str) -> None:
+    run(check_copies_of_their_own, 2, changed)
