@@ -90,8 +90,8 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         refuse_beside_part(name, parent)
     if hasattr(before, "sharded_parameters") and is_made_of(before, module):
         raise RuntimeError(
-            f"`{name}` would be made of this rank's part alone: resize embeddings of the "
-            "original, in one process, and load what it saves"
+            f"`{name}` would be made of this rank's part alone: replace and resize layers "
+            "of the original, in one process, and load what it saves"
         )
     can_save = hasattr(type(parent), "save_pretrained")
     # A slice of a list of layers, which a `forward` may take, is not looked into.
@@ -123,11 +123,14 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
 
 
 def is_made_of(layer: Any, module: nn.Module) -> bool:
-    """Whether a whole layer, which takes a split one's place, begins with its weights."""
+    """Whether a layer takes a split one's place with its weights, or with rounded ones."""
     part, new = getattr(layer, "weight", None), getattr(module, "weight", None)
-    if not (type(part) is type(new) is nn.Parameter) or layer in module.modules():
+    if layer in module.modules() or hasattr(module, "sharded_parameters"):
         return False
-    if hasattr(module, "sharded_parameters") or part[:1].shape != new[:1].shape:
+    held = *module.parameters(), *module.buffers()
+    if any(t.ndim and not t.is_floating_point() for t in held):
+        return True
+    if not type(part) is type(new) is nn.Parameter or part[:1].shape != new[:1].shape:
         return False
     known = not (part.is_meta or new.is_meta) and bool(part.any())
     return known and torch.equal(part[:1], new[:1].to(part))

@@ -185,11 +185,14 @@ def check_other_layers():
     resized = nn.Linear(6, 16)
     with torch.no_grad():
         resized.weight[: len(split.weight)] = split.weight
-    if tp.world_size() == 1:
-        model[1] = resized
-        return
-    with pytest.raises(RuntimeError, match="`1` would be made of this rank's part alone"):
-        model[1] = resized
+    rounded = nn.Module()
+    rounded.register_buffer("packed", torch.zeros(36, dtype=torch.int8))
+    for other in (resized, rounded):
+        if tp.world_size() == 1:
+            model[1], model[1] = other, split
+            continue
+        with pytest.raises(RuntimeError, match="`1` would be made of this rank's part alone"):
+            model[1] = other
 
 
 def test_a_weight_is_read_once_a_call():
