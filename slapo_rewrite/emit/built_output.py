@@ -84,15 +84,24 @@ class BuiltOutput:
                 )
 
     def _check_parts(self) -> None:
-        """No parameter that the schedule splits is whole: something would replace the part."""
+        """No parameter that the schedule splits is whole, nor a part of what was one already."""
+        others = self._others()
         for path, parts in self.emitted.parts.items():
             shards = {s.name: s for s in self.states[path].shards} if path in self.states else {}
             for name in {**parts, **shards} if parts else ():
                 have: Any = getattr(self.built.nodes[path].live, name, None)
-                axis, size = parts.get(name, (0, None))
+                axis, size, full = parts.get(name, (0, None, None))
+                node = self.project.tree.nodes.get(path, self.built.nodes[path])
                 if have is not None and have.shape[axis] != size:
-                    node = self.project.tree.nodes.get(path, self.built.nodes[path])
-                    raise _made_whole(node, name, shards)
+                    what = f"is replaced by a whole tensor after `{node.name}` was made, so no"
+                    hint = f"let the constructor of `{node.name}` make `{name}`, and change its"
+                    what, hint = f"{what} rank would have its part", f"{hint} values in place later"
+                    raise _no_part(node, name, shards, what, hint)
+                was: Any = None if f"{path}.".startswith(others) else getattr(node.live, name, None)
+                if was is not None and was.shape[axis] != full:
+                    what = "is made of what is a rank's part by then, and would be cut once more"
+                    hint = f"work `{name}` out in `forward`, or leave whole what it is made of"
+                    raise _no_part(node, name, shards, what, hint)
 
     def _check_names(self) -> None:
         """A state dict has split parameters by their names, by which parts are cut."""
@@ -195,18 +204,13 @@ def _names_anew(live: Any) -> bool:
     return own or bool(live._state_dict_hooks)
 
 
-def _made_whole(node: Node, name: str, shards: Mapping[str, Shard]) -> errors.RewriteError:
-    at = construction_calls.last_set(node.live, name)
+def _no_part(
+    node: Node, name: str, shards: Mapping[str, Shard], what: str, hint: str
+) -> errors.RewriteError:
     causes = [s.cause for s in (shards.get(name), *shards.values()) if s is not None]
-    also = [c.at for c in causes[:1] if c.at]
-    return errors.Unsupported(
-        f"`{node.path}.{name}` is replaced by a whole tensor after `{node.name}` was made, "
-        "so no rank would have its part",
-        at=at or (also.pop() if also else None),
-        also=also,
-        hint=f"let the constructor of `{node.name}` make `{name}`, and change its values in "
-        "place afterwards",
-    )
+    at = construction_calls.last_set(node.live, name) or (causes[0].at if causes else None)
+    message = f"`{joined_path(node.path, name)}` {what}"
+    return errors.Unsupported(message, at=at, cause=causes, hint=hint)
 
 
 def _uncalled(own: Any, other: Any) -> str | None:
@@ -250,7 +254,7 @@ def _lost(own: Any, other: Any) -> str | None:
     return None
 
 
-def _resized(own: Any, other: Any, parts: Mapping[str, tuple[int, int]]) -> str | None:
+def _resized(own: Any, other: Any, parts: Collection[str]) -> str | None:
     """Which tensor is a part on a rank that nothing says is one, in words."""
     have: dict[str, Any] = {**other._parameters, **other._buffers}
     for name, tensor in {**own._parameters, **own._buffers}.items():

@@ -51,8 +51,8 @@ class Emitted:
     folder: Path  # where its files lie meanwhile
     names: Sequence[str] = ()  # what its files are imported as
     # By module path and name, the tensors that are to be parts in the last tree: the axis that is
-    # split, and the size along it that this rank should have.
-    parts: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    # split, the size along it that this rank should have, and that of the full tensor.
+    parts: dict[str, dict[str, tuple[int, int, int]]] = field(default_factory=dict)
 
     def tree(
         self, make: Callable[[types.ModuleType], nn.Module], world: int = 1, short: Shortening = ALL
@@ -169,9 +169,9 @@ def _module(name: str) -> str:
     return ".".join(path.with_suffix("").parts)
 
 
-def _parts(live: Any) -> dict[str, tuple[int, int]]:
+def _parts(live: Any) -> dict[str, tuple[int, int, int]]:
     recorded = getattr(live, "sharded_parameters", {})
-    return {name: (shard.axis, shard.local_size()) for name, shard in recorded.items()}
+    return {name: (shard.axis, shard.local_size(), shard.size) for name, shard in recorded.items()}
 
 
 def _forget() -> None:

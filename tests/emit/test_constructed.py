@@ -140,6 +140,11 @@ def test_a_method_that_does_not_run_is_refused(source, line, words, tmp_path):
         ("self.late()", "`mlp.up.weight` is replaced"),
         ("self.register_state_dict_post_hook(renamed)", "`mlp.up.bias` is not in the model's"),
         ("self.register_state_dict_post_hook(lambda *of: None)", None),
+        (
+            "self.register_buffer('scale', self.up.bias.detach().abs())",
+            "`mlp.scale` is made of what is a rank's part by then",
+        ),
+        ("self.register_buffer('scale', torch.rand(12))", None),
     ],
 )
 def test_a_part_that_is_replaced_is_refused(line, words, tmp_path):
@@ -190,6 +195,8 @@ def schedule(s):
     s["mlp.down"].shard("weight", axis=1)
     s.infer_sync()
 """
+    if "scale" in line:
+        schedule += '    s["mlp"].shard("scale", axis=0)\n'
     if words is None:
         rewritten(tmp_path, source, schedule)
     else:
