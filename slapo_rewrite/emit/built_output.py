@@ -88,17 +88,17 @@ class BuiltOutput:
         others = self._others()
         for path, parts in self.emitted.parts.items():
             shards = {s.name: s for s in self.states[path].shards} if path in self.states else {}
+            node = self.project.tree.nodes.get(path, self.built.nodes[path])
+            own = {} if f"{path}.".startswith(others) else {**node.buffers, **node.parameters}
             for name in {**parts, **shards} if parts else ():
                 have: Any = getattr(self.built.nodes[path].live, name, None)
                 axis, size, full = parts.get(name, (0, None, None))
-                node = self.project.tree.nodes.get(path, self.built.nodes[path])
                 if have is not None and have.shape[axis] != size:
                     what = f"is replaced by a whole tensor after `{node.name}` was made, so no"
                     hint = f"let the constructor of `{node.name}` make `{name}`, and change its"
                     what, hint = f"{what} rank would have its part", f"{hint} values in place later"
                     raise _no_part(node, name, shards, what, hint)
-                was: Any = None if f"{path}.".startswith(others) else getattr(node.live, name, None)
-                if was is not None and was.shape[axis] != full:
+                if name in own and own[name].shape[axis] != full:
                     what = "is made of what is a rank's part by then, and would be cut once more"
                     hint = f"work `{name}` out in `forward`, or leave whole what it is made of"
                     raise _no_part(node, name, shards, what, hint)
