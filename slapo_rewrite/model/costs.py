@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.model.calls import calls_noted
-from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.meta_device import Answers, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import is_container
 
@@ -176,7 +176,7 @@ class OnMeta(TorchFunctionMode):
     def __init__(self, is_gpu: bool = True) -> None:
         super().__init__()
         self.instead = ON_GPU if is_gpu else ON_CPU
-        self.device = torch.device("meta")
+        self.device, self.answers = torch.device("meta"), Answers()
 
     def __enter__(self) -> OnMeta:
         self.device.__enter__()
@@ -190,7 +190,7 @@ class OnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
         says = bool(args) and getattr(args[0], "is_of_all", False)
-        if (answer := answer_to(func, args, says)) is not None:
+        if (answer := self.answers.to(func, args, says)) is not None:
             return answer
         if func in self.instead:
             return self.instead[func](*args, **kwargs)

@@ -7,8 +7,9 @@ import functools
 import inspect
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -31,8 +32,11 @@ MOST_KNOWN = 2**15
 # Inside, no function mode sees what is asked of tensors.
 unwatched = torch._C.DisableTorchFunction
 
-# Operations that ask a tensor yes or no.
+# Operations that ask a tensor yes or no, and how often one place may in a run: for each layer and
+# expert, say.
 QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
+MOST_ASKED = 20_000
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -48,17 +52,34 @@ def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     return kwargs
 
 
-def answer_to(func: Callable[..., Any], args: Any, says: bool = False) -> Any:
-    """What an operation says that asks for values which are not there; None for any other.
+class Answers:
+    """What is said in one run where values are asked for that are not there."""
 
-    `says` is the answer to yes-or-no questions of a tensor without values. A coin that `forward`
-    tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
-    """
-    if func in QUESTIONS:
-        return says if isinstance(args[0], torch.Tensor) and args[0].is_meta else None
-    if func is torch.rand and (not args or args[0] in ((), [])):
-        return torch.full([], 0.99, device="cpu")
-    return None
+    def __init__(self) -> None:
+        self._asked = Counter[tuple[CodeType, int]]()  # by the place in a function's code
+
+    def to(self, func: Callable[..., Any], args: Any, says: bool = False) -> Any:
+        """What an operation says that asks for values; None for any other.
+
+        `says` is the answer to yes-or-no questions of a tensor without values. A coin that
+        `forward` tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+
+        Raises:
+            RuntimeError: It is asked without end, by a loop that ends where values say so.
+        """
+        if func in QUESTIONS:
+            if not isinstance(args[0], torch.Tensor) or not args[0].is_meta:
+                return None
+            frame = sys._getframe(2)
+            self._asked[key := (frame.f_code, frame.f_lasti)] += 1
+            if self._asked[key] > MOST_ASKED:
+                raise RuntimeError(f"`{frame.f_code.co_name}` loops until a value says otherwise")
+            return says
+        if func == _IS_META:  # torch's initialisation leaves such tensors alone
+            return False
+        if func is torch.rand and (not args or args[0] in ((), [])):
+            return torch.full([], 0.99, device="cpu")
+        return None
 
 
 def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

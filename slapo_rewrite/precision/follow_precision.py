@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_rewrite.errors import first_line
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
-from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.meta_device import Answers, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.precision.call_stack import CallStack
 from slapo_rewrite.precision.casts import HALVES, CannotCast, Precisions, Wanted, keeping
@@ -125,11 +125,11 @@ class _PlainRun(TorchFunctionMode):
 
     def __init__(self, stack: CallStack) -> None:
         super().__init__()
-        self.stack = stack
+        self.stack, self.answers = stack, Answers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args)) is not None:
+        if (answer := self.answers.to(func, args)) is not None:
             return answer
         output = carry_out(func, args, kwargs)
         if any(t.dtype in HALVES for t in tensors(output)):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_rewrite.hugging_face import KEEPS_PRECISION
 from slapo_rewrite.model.layers import qualified
-from slapo_rewrite.model.meta_device import answer_to, carry_out, with_values
+from slapo_rewrite.model.meta_device import Answers, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import FLOAT32, PRODUCT, name_of, precision_of
 from slapo_rewrite.precision.call_stack import Call, CallStack, parameters_of, reading_frame
@@ -51,7 +51,7 @@ class PrecisionRun(TorchFunctionMode):
     def __init__(self, stack: CallStack, wanted: Wanted, found: Precisions) -> None:
         super().__init__()
         self.stack, self.wanted, self.found = stack, wanted, found
-        self.given = dict(found.given)
+        self.given, self.answers = dict(found.given), Answers()
         self.entered: dict[FrameType, _Entered] = {}
         # Functions of which it was found in this run what their calls cast.
         self.renewed: set[FrameType] = set()
@@ -62,7 +62,7 @@ class PrecisionRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args)) is not None:
+        if (answer := self.answers.to(func, args)) is not None:
             return answer
         call, name = self.stack.call(), name_of(func)
         if call is not None and call.callee is not None:

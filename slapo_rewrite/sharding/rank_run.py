@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_rewrite.model.meta_device import QUESTIONS, answer_to, unwatched, with_values
+from slapo_rewrite.model.meta_device import QUESTIONS, Answers, unwatched, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.operations import name_of
 from slapo_rewrite.sharding import (
@@ -79,7 +79,7 @@ class RankRun(TorchFunctionMode):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.answers = run, Answers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -94,7 +94,7 @@ class RankRun(TorchFunctionMode):
             run.flow.tell(func.__name__, list(tensors(args)))
             if (place := run.editable_place()) is not None:
                 run.followed.questions.add(place)
-        if (answer := answer_to(func, args, run.says)) is not None:
+        if (answer := self.answers.to(func, args, run.says)) is not None:
             return answer
         if run.depth:
             return run.results.carry_out(func, args, kwargs)

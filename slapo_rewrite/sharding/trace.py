@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.calls import around_layer, calls_watched
 from slapo_rewrite.model.layers import base_of, layer_below
-from slapo_rewrite.model.meta_device import KnownResults, answer_to, unwatched, with_values
+from slapo_rewrite.model.meta_device import Answers, KnownResults, unwatched, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.functional_layers import is_linear, spelled_call
@@ -110,7 +110,7 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.tree, self.editable, self.says, self.most = tree, editable, says, most
-        self.results = results
+        self.results, self.answers = results, Answers()
         self.watched = None if watched is None else frozenset(watched)
         modules = {
             node.live: None
@@ -183,7 +183,7 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = with_values(func, args, kwargs or {})
-        if (answer := answer_to(func, args, self.says)) is not None:
+        if (answer := self.answers.to(func, args, self.says)) is not None:
             return answer
         spelled = self._spelled(func, args, kwargs)
         for layer in spelled:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_rewrite.model import meta_device
 from slapo_rewrite.model.meta_device import KnownOperators, KnownResults, NeedsGraph
-from tests.rewriting import rewritten
+from tests.rewriting import refused, rewritten
 
 X = torch.empty(2, 6, 8, device="meta", requires_grad=True)
 Y = torch.empty(8, 6, 2, device="meta", dtype=torch.bfloat16).permute(2, 1, 0)
@@ -147,6 +147,23 @@ def test_a_model_that_goes_backwards_has_everything_worked_out(tmp_path):
         KnownResults().carry_out(torch.autograd.grad, (X.sum(), X), {})
     output = rewritten(tmp_path, SOURCE, SCHEDULE)
     assert "ColumnParallelLinear(6, 8, bias=False)" in output.files[output.model_file]
+
+
+@pytest.mark.parametrize("until", ["while x.abs().amax() >= 1:", "while not (x.abs() < 1).all():"])
+def test_a_loop_that_values_end_ends(until, tmp_path, monkeypatch):
+    monkeypatch.setattr(meta_device, "MOST_ASKED", 50)
+    step = f"{until}\n            x = x / 2\n        return self.down(self.up(x))"
+    source = f"{SOURCE.partition('        y = x + x')[0]}        {step}\n"
+    output = rewritten(tmp_path, source, SCHEDULE)
+    assert "RowParallelLinear(" in output.files[output.model_file]
+
+
+def test_initialisation_without_memory_is_seen(tmp_path):
+    """It returns at once from a tensor without memory, and ranks would draw alike for parts."""
+    step = "h = self.up(x)\n        n = nn.init.trunc_normal_(torch.empty_like(h))"
+    source = f"{SOURCE.partition('        y = x + x')[0]}        {step}\n"
+    text = refused(tmp_path, f"{source}        return self.down(h + n)\n", SCHEDULE, "SR104")
+    assert "`any` runs over an axis" in text and "nn.init.trunc_normal_" in text
 
 
 @pytest.mark.parametrize(
