@@ -10,7 +10,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+from slapo_rewrite.model.meta_device import unwatched
 
 # Libraries whose caches hold nothing of a model's numbers, and take long to fill again.
 LEFT_ALONE = {"numpy", "slapo_rewrite", "torch", "transformers"}
@@ -26,6 +29,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     _forget(files)
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     held = [_copied(own) for _, own in before]
+    with unwatched():
+        values = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
     try:
         yield
     finally:
@@ -36,6 +41,9 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             for container, content in containers:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
+        with unwatched(), torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
 
 
 def _copied(own: dict[str, Any]) -> list[tuple[Any, Any]]:

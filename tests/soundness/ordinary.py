@@ -352,6 +352,15 @@ ORDINARY = {
         "ids = (x[..., 0] * 100).long().abs() % 24\nreturn self.down(self.e(ids).tanh())",
         "e weight 0",
     ),
+    "a queue of keys": block(
+        f"{UP_DOWN}\nself.register_buffer('queue', torch.randn(8, 5))\n"
+        "self.register_buffer('place', torch.zeros(1, dtype=torch.long))",
+        "y = self.down(self.up(x).tanh())\nk = F.normalize(y.mean(1), dim=-1)\n"
+        "with torch.no_grad():\n    place = int(self.place)\n    self.queue[:, place] = k[0]\n"
+        "    self.place[0] = (place + 1) % 5\n"
+        "return y + (k @ self.queue.clone()).logsumexp(-1)[:, None, None]",
+        FEED_FORWARD,
+    ),
     "slices of the sequence": block(
         UP_DOWN + "\nself.pre, self.norm, self.post = nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8)",
         "x = self.pre(x)\nx = x + self.down(F.gelu(self.up(self.norm(x))))\nreturn self.post(x)",
