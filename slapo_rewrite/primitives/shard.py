@@ -303,10 +303,9 @@ class Shard(Primitive):
 
 def _worked_out(node: Node, name: str) -> list[str]:
     """The parameters that a tensor of a module is worked out of, where it is none itself."""
-    if not hasattr(getattr(node.live, name, None), "requires_grad"):  # no tensor
-        return []
-    held = (key for key, _ in node.live.named_parameters())
-    return [k for k in held if k.startswith((f"{name}_", f"parametrizations.{name}."))]
+    is_hooked = hasattr(vars(node.live).get(name), "requires_grad")  # a tensor, set by a hook
+    starts = (f"parametrizations.{name}.", *([f"{name}_"] if is_hooked else []))
+    return [key for key, _ in node.live.named_parameters() if key.startswith(starts)]
 
 
 def _attributes(node: Node) -> list[str]:

@@ -364,6 +364,7 @@ def test_of_what_a_constructor_writes_a_rank_takes_its_part(tmp_path):
             "torch.nn.utils.parametrizations.weight_norm",
             "`parametrizations.weight.original0` and `parametrizations.weight.original1`",
         ),
+        ("torch.nn.utils.parametrizations.orthogonal", "`parametrizations.weight.original`"),
         ("torch.nn.utils.spectral_norm", "`weight_orig`"),
     ],
 )
