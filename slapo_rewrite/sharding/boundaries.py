@@ -127,9 +127,8 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
     for tensor in tensors(output):
         if split.output == "partition":
             replicated_shard = getattr(module, "replicas", 1) > 1
-            kind = (
-                State() if keywords.get("gather_output") else State(SHARD, path, replicated_shard)
-            )
+            part = State(SHARD, path, replicated_shard, split.axes[0])
+            kind = State() if keywords.get("gather_output") else part
         elif axis is not None:
             kind = State(SHARD, path, axis=axis)
         else:

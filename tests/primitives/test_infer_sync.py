@@ -17,12 +17,17 @@ from slapo_rewrite.sharding.placements import Flow, PlacementError, State
 from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
-from tests.rewriting import refused, rewritten
+from tests.rewriting import SPLITTING, refused, rewritten
 from tests.zoo.test_flow import BACKWARD, FORWARD, SCHEDULE, SOURCE
 
 ROOT = Path(__file__).resolve().parents[2]
 INFER = "    s.infer_sync()\n"
 BOTH = "    up" + BACKWARD + "    down" + FORWARD
+CHANNELS = """\
+    s["up"].shard(["weight", "bias"], axis=0)
+    s["down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
 
 
 def texts(output: Output) -> dict[str, str]:
@@ -753,3 +758,22 @@ def test_what_was_dropped_unread_may_not_be_read_on_a_rank():
     with pytest.raises(PlacementError, match="runs over all parts"):
         flow.of(average)
     assert flow.knows(average)
+
+
+def test_channels_are_gathered_along_their_own_axis(tmp_path):
+    source = """import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Conv2d(2, 12, 1), nn.Linear(48, 8)
+
+    def forward(self, x):
+        return self.down(F.unfold(self.up(x), 2, stride=2).mT)
+"""
+    schedule = SPLITTING.replace("torch.randn(2, 8)", "torch.randn(2, 2, 4, 4)")
+    text = refused(tmp_path, source, schedule + CHANNELS, "SR104")
+    assert "its input is whole on every rank" in text and "`functional.unfold` is right" in text
