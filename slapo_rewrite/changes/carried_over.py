@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from slapo_rewrite.code.subgraphs import MUTATING, SWITCHING, Obstacle, own_node
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import KEEPS_TOKENS
+from slapo_rewrite.model.held_state import home_of
 from slapo_rewrite.model.tree import Node
 
 
@@ -93,9 +95,13 @@ def check_held(
         for target, _ in _changes(statement)
         for path in _paths(target, method)
     }
+    space = vars(sys.modules[node.cls.__module__]).items()
     for place, name in sorted(changed):
-        at = next((file.at(method) for file, method in methods if name in words_of(method)), None)
-        if name not in shown and (at is not None or place in dict(node.live.named_modules())):
+        last = name.rpartition(".")[2]
+        leads = {last, *(word for word, value in space if home_of(value) == place)}
+        read = (file.at(method) for file, method in methods if leads & words_of(method))
+        at = next(read, None)
+        if last not in shown and (at is not None or place in dict(node.live.named_modules())):
             raise errors.Unsupported(
                 f"{node.shown} reads `{joined_path(place, name)}`, which changes as the model runs "
                 "and is another by the backward pass, where that is computed again",

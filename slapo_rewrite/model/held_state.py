@@ -5,30 +5,78 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from slapo_rewrite.code.own_files import is_own
+
 # What torch keeps of every module, and what stands for its `forward` while that is watched.
 _OF_TORCH = {*vars(nn.Module()), "forward"}
 
 
+# Libraries that hold nothing of a model's numbers.
+LEFT_ALONE = {"numpy", "slapo_rewrite", "torch", "transformers"}
+
+
 def held(module: nn.Module, file: types.ModuleType) -> dict[tuple[str, str], bytes]:
-    """What a module, those inside and the model's file hold: by where that is, and its name."""
+    """What a module, those inside and the user's files hold: by where that is, and its name.
+
+    What a file holds that is reached by way of another one is said to be in that.
+    """
     named = dict(module.named_modules())
-    classes = (each for each in vars(file).values() if isinstance(each, type))
-    by_name = {cls.__name__: cls for cls in classes if cls.__module__ == file.__name__}
+    homes = {type(each).__module__ for each in named.values()} & sys.modules.keys()
+    own = {n: sys.modules[n] for n in homes if _is_users(n, file)} | {file.__name__: file}
+    beside = _beside(own.values(), file)
+    held_in: list[tuple[str, str, Any]] = [(each.__name__, "", each) for each in own.values()]
+    for near in beside:
+        further = [each for each in _beside([near], file) if each.__name__ not in own]
+        held_in.append((near.__name__, "", near))
+        held_in += [(near.__name__, f"{each.__name__}.", each) for each in further]
+    for place, prefix, home in [*held_in]:
+        for name, cls in vars(home).items():
+            if isinstance(cls, type) and cls.__module__ == home.__name__:
+                held_in.append((place, f"{prefix}{name}.", cls))
+    held_in += [(path, "", each) for path, each in named.items()]
     return {
-        (place, name): _worth(value)
-        for place, holder in {file.__name__: file, **by_name, **named}.items()
+        (place, f"{prefix}{name}"): _worth(value)
+        for place, prefix, holder in held_in
         for name, value in vars(holder).items()
         if name not in _OF_TORCH
         and not name.startswith("__")
         # What is worked out of parameters as it runs, as by weight norm.
         and not any(own.startswith(f"{name}_") for own in getattr(holder, "_parameters", ()))
     }
+
+
+def used_by(modules: Iterable[types.ModuleType]) -> set[str]:
+    """The modules of libraries, and of the user's, that define what stands in some modules."""
+    spaces = {module.__name__: vars(module) for module in modules}
+    found = {home_of(value) for space in spaces.values() for value in space.values()}
+    known = sys.stdlib_module_names | LEFT_ALONE
+    return {n for n in found & sys.modules.keys() - spaces if n.partition(".")[0] not in known}
+
+
+def home_of(value: object) -> str:
+    """The module that defines what stands in another one, or that it is."""
+    name = getattr(value, "__module__", None) or getattr(value, "__name__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _beside(modules: Iterable[types.ModuleType], file: types.ModuleType) -> list[types.ModuleType]:
+    """The user's modules that others use."""
+    return [sys.modules[name] for name in sorted(used_by(modules)) if _is_users(name, file)]
+
+
+def _is_users(name: str, file: types.ModuleType) -> bool:
+    """Whether a module is the user's own, or of the library that the model's file is of."""
+    library, of_file = (each.partition(".")[0] for each in (name, file.__name__))
+    lies = getattr(sys.modules[name], "__file__", None) or ""
+    return library not in LEFT_ALONE and (library == of_file or is_own(lies))
 
 
 def _worth(value: object) -> bytes:
@@ -47,7 +95,7 @@ class _Pickler(pickle.Pickler):
             return bytes(given.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
         if isinstance(given, types.FunctionType):
             cells = [cell.cell_contents for cell in given.__closure__ or ()]
-            return id(given), vars(given), cells
+            return id(given), vars(given), cells, given.__defaults__, given.__kwdefaults__
         return id(given) if isinstance(given, type | nn.Module | types.ModuleType) else None
 
     def reducer_override(self, given: Any) -> Any:

@@ -7,16 +7,14 @@ import functools
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from slapo_rewrite.model.held_state import used_by
 from slapo_rewrite.model.meta_device import unwatched
-
-# Libraries whose caches hold nothing of a model's numbers, and take long to fill again.
-LEFT_ALONE = {"numpy", "slapo_rewrite", "torch", "transformers"}
 
 
 @contextlib.contextmanager
@@ -68,17 +66,9 @@ def _caches_beside(
 
     A number that is followed equals the plain one, or one of another run, that einops remembers.
     """
-    near = _used_by({module.__name__ for module in modules})
-    return [cache for name in sorted(near | _used_by(near)) for cache in _caches_in(name)]
-
-
-def _used_by(modules: Collection[str]) -> set[str]:
-    """The modules of libraries that define what stands in some modules."""
-    held = [v for name in modules if name in sys.modules for v in vars(sys.modules[name]).values()]
-    named = (getattr(v, "__module__", None) or getattr(v, "__name__", None) for v in held)
-    found = {name for name in named if isinstance(name, str) and name in sys.modules}
-    known = sys.stdlib_module_names | LEFT_ALONE
-    return {name for name in found if name.partition(".")[0] not in known} - {*modules}
+    near = used_by(modules)
+    further = used_by(sys.modules[name] for name in near)
+    return [cache for name in sorted(near | further) for cache in _caches_in(name)]
 
 
 def _caches_in(name: str) -> Iterator[functools._lru_cache_wrapper[Any]]:

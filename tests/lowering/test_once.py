@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -246,11 +247,12 @@ VARYING = {
     "type(self).calls += 1": "changes `type(self).calls` in place",
     "self.__class__.calls = self.calls + 1": "changes `self.__class__.calls` in place",
     "self.mean = 0.5 * self.mean + y.detach().mean(0)": None,  # a buffer, which is set back
-    "Track.calls += 1": "reads `Track.calls`",
+    "Track.calls += 1": "reads `source_0.Track.calls`",
     "SEEN['n'] = SEEN['n'] + 1": "reads `source_0.SEEN`",
     "SEEN.update(n=SEEN['n'] + 1)": "reads `source_0.SEEN`",
     "count()": "reads `source_0.SEEN`",
     "global STEP; STEP = STEP + 1": "reads `source_0.STEP`",
+    "y = y * grown()": "reads `source_0.grown`",
     "SEEN[len(y)] = y.shape": None,
     "y = y * next(iter([1, 2]))": None,
     "y = y + torch.rand(16, generator=None)": None,
@@ -274,7 +276,8 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         "def drawn():\n    return random.SystemRandom().random()\n\n\n"
         "@torch.jit.script\ndef swish(y):\n    return y * y.sigmoid()\n\n\n"
         "SEEN, STEP = {'n': 0}, 0\n\n\ndef count():\n    SEEN['n'] += 1\n\n\n"
-        "count.calls = 0\n\n\nclass Track",
+        "count.calls = 0\n\n\n"
+        "def grown(kept=[]):\n    kept.append(1)\n    return len(kept)\n\n\nclass Track",
     ).replace("class Track(nn.Module):\n", "class Track(nn.Module):\n    calls = 0\n\n")
     source = source.replace(
         '        self.register_buffer("mean"',
@@ -287,6 +290,66 @@ def test_what_gives_something_else_the_second_time_is_refused(tmp_path, argument
         rewritten(tmp_path, source, schedule)
     else:
         assert words in refused(tmp_path, source, schedule, "SR305")
+
+
+BESIDE = """\
+import counted_further
+
+N = 0
+SEEN = {}
+
+
+def tick():
+    global N
+    N += 1
+    return N
+
+
+class Box:
+    n = 0
+
+    @classmethod
+    def more(cls):
+        cls.n += 1
+        return cls.n
+
+
+def further():
+    counted_further.SEEN.append(1)
+    return len(counted_further.SEEN)
+
+
+def known(size):
+    return SEEN.setdefault(size, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "value", "shown"),
+    [
+        ("import counted", "counted.tick()", "counted.N"),
+        ("from counted import tick as tock", "tock()", "counted.N"),
+        ("from counted import Box", "Box.more()", "counted.Box.n"),
+        ("import counted", "counted.further()", "counted.counted_further.SEEN"),
+        ("import counted", "counted.known(len(y))", None),
+        ("from counted import tick", "1", None),
+    ],
+)
+def test_what_other_files_hold_is_looked_at(tmp_path, monkeypatch, imported, value, shown):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "counted.py").write_text(BESIDE)
+    (tmp_path / "counted_further.py").write_text("SEEN = []\n")
+    source = NET.format(norm="LayerNorm", update=f"y = y * {value}")
+    source = source.replace("import torch\n", f"import torch\n\n{imported}\n", 1)
+    try:
+        if shown is None:
+            rewritten(tmp_path, source, SCHEDULE.format(arguments=""))
+        else:
+            words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
+            assert f"reads `{shown}`, which changes as the model runs" in words
+    finally:
+        for name in ("counted", "counted_further"):
+            sys.modules.pop(name, None)
 
 
 SET = {
@@ -433,8 +496,8 @@ def test_a_module_that_calls_itself_otherwise_is_not_checkpointed(tmp_path, valu
 @pytest.mark.parametrize(
     ("owner", "read", "made", "shown"),
     [
-        ("type(block)", "self.shift", "None", "Block.shift"),
-        ("Block", "self.shift", "None", "Block.shift"),
+        ("type(block)", "self.shift", "None", "source_0.Block.shift"),
+        ("Block", "self.shift", "None", "source_0.Block.shift"),
         ("self.config", "self.config.shift", "type('Config', (), {})()", "config"),
         ("self.config", "self.config.shift", "nn.Identity()", "config.shift"),
         ("CONFIG", "self.config.shift", "type('Config', (), {})()", "config"),
