@@ -17,7 +17,7 @@ import torch
 
 from slapo_rewrite.operations import treatment
 from slapo_rewrite.sharding.tracked_sizes import Shape
-from slapo_rewrite.sharding.types import MissingCollective
+from slapo_rewrite.sharding.types import CannotFollow, MissingCollective
 from slapo_rewrite.treatments import Treatment
 
 REPLICATE, SHARD, PARTIAL = "whole", "part", "partial sum"
@@ -43,7 +43,8 @@ class State:
     gathers: frozenset[tuple[str, int]] = frozenset()
     # The parameter of a split layer, read past its call, that it was computed from alone.
     read: str | None = None
-    wrong: PlacementError | None = None  # why it is no such value, where the model reads it nowhere
+    # Why it is no such value, where the model reads it nowhere, or takes it times zero.
+    wrong: CannotFollow | None = None
 
     @property
     def border(self) -> str | None:
@@ -117,7 +118,7 @@ ADDING = {
     "add", "add_", "sub", "sub_", "__iadd__", "__isub__", "__add__", "__radd__", "__sub__",
     "subtract", "rsub", "__rsub__",
 }  # fmt: skip
-_MULTIPLYING = {
+MULTIPLYING = {
     "mul", "mul_", "__imul__", "__mul__", "multiply", "matmul", "bmm", "mm", "linear", "einsum",
     "__matmul__", "__rmatmul__", "__rmul__", "grouped_mm", "_grouped_mm",
 }  # fmt: skip
@@ -297,7 +298,7 @@ class Flow:
             return
         if partial is not None:
             self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
-            if name in _MULTIPLYING and len(inputs) == 1 and 0 in _numbers(args, kwargs):
+            if name in MULTIPLYING and len(inputs) == 1 and 0 in _numbers(args, kwargs):
                 # `0 * sum(p.sum() for p in ...)`, which gives what is not used a gradient.
                 for output in outputs:
                     self.set(output, State())
@@ -321,6 +322,24 @@ class Flow:
             self.meet_shards(inputs, f"`{name}`", source, partial)
         for output in outputs:
             self.set(output, result)
+
+    def leave_out(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        outputs: Sequence[torch.Tensor],
+    ) -> bool:
+        """Takes in zero times what is wrong, which is right, and what that is added to before."""
+        states = [self._states.get(id(t), _WHOLE) for t in inputs]
+        wrong = next((s.wrong for s in states if s.wrong is not None), None)
+        is_zero = name in MULTIPLYING and len(inputs) == 1 and 0 in _numbers(args, kwargs)
+        if wrong is None or not (is_zero or name in ADDING):
+            return False
+        for output in outputs:
+            self.set(output, State(wrong=None if is_zero else wrong))
+        return True
 
     def tell(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
         """Takes in an operation that gives no tensor: it may tell no value of a part."""
@@ -494,7 +513,7 @@ class Flow:
             (name in _KEEPING | ADDED_INTO and count == floating and not (written and plain))
             or (name in ADDING and count == len(inputs) and not plain)
             or (
-                name in _MULTIPLYING
+                name in MULTIPLYING
                 and count == 1
                 and SHARD not in beside
                 and (name != "linear" or floating == 2)

@@ -28,6 +28,7 @@ from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, r
 from slapo_rewrite.sharding.placements import (
     ADDED_INTO,
     ADDING,
+    MULTIPLYING,
     PARTIAL,
     REPLICATE,
     SHARD,
@@ -191,6 +192,9 @@ def _take_in(
     run: Run, name: str, entry: Entry, args: Any, kwargs: Any, output: Any, blocks: Blocks | None
 ) -> None:
     inputs, outputs = list(tensors((args, kwargs))), list(tensors(output))
+    if run.flow.leave_out(name, inputs, args, kwargs, outputs):
+        run.alive += outputs
+        return
     check_operation(run, entry, outputs, args, kwargs)
     check_numbers(run, name, entry, args, kwargs)
     check_made(run, name, entry, inputs, outputs)
@@ -209,8 +213,10 @@ def _take_in(
                 name, inputs, entry.inputs, args, kwargs, outputs, entry.outputs, run.replicas > 1
             )
         except PlacementError as error:
-            if entry.is_unread:
-                run.flow.set(outputs[0], State(wrong=error))
+            if entry.is_unread or _may_be_left_out(run, name, inputs):
+                wrong = run.refused(error)
+                wrong.place = run.place()
+                run.flow.set(outputs[0], State(wrong=wrong))
                 run.alive.append(outputs[0])
                 return
             kind = PARTIAL if error.remedy and error.remedy.operation == "all_reduce" else SHARD
@@ -224,6 +230,19 @@ def _take_in(
             check_in_place(run, name, inputs[0], before)
     check_packing(run, name, entry, inputs, (args, kwargs))
     _hand_on(run, name, entry, inputs, (args, kwargs), outputs, blocks)
+
+
+def _may_be_left_out(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
+    """Whether a sum over parameters, split and whole ones, may be taken times zero later on.
+
+    So a model gives gradients to what it has not used: `0 * sum(p.sum() for p in ...)`.
+    """
+    return (
+        name in ADDING
+        and any((s := run.flow.of(t)).kind == PARTIAL and s.read for t in inputs)
+        and any(0 in e.numbers and name_of(e.function) in MULTIPLYING
+                for e in run.entries[run.position :])
+    )  # fmt: skip
 
 
 def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:

@@ -29,7 +29,8 @@ class Inner(nn.Module):
         self.norm, self.mlp = nn.LayerNorm(8), MLP()
 
     def forward(self, x):
-        return x + self.mlp(self.norm(x))
+        y = self.mlp(self.norm(x))
+        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 """
     shards = [
         's["inner.mlp.up"].shard(["weight", "bias"], 0)',
@@ -80,6 +81,10 @@ REENTRANT = "return checkpoint(lambda z: {}, x, use_reentrant=True)"
 IMPORT = "from torch.utils.checkpoint import checkpoint\n\n\n"
 GATED = REENTRANT.format("self.down(F.gelu(self.up(z)) * self.gate(z))")
 PREPARED = REENTRANT.format("self.down(F.gelu(self.up(self.pre(z))))")
+SUMMED = """\
+y = self.down(self.up(x).tanh())
+        z = sum(p.sum() for p in self.parameters())
+        return {}"""
 FOLLOWED = {
     "summands clamped by a function": (block("", CLIPPED, AROUND, CLIP), REFUSED),
     "a sum clamped by a function": (block("", CLIPPED, INFERRED, CLIP), RIGHT),
@@ -100,4 +105,13 @@ FOLLOWED = {
         ),
         REFUSED,
     ),
+    "zero times a sum of split and whole parameters": (
+        block("", SUMMED.format("y + 0 * z"), INFERRED),
+        RIGHT,
+    ),
+    "a sum of split and whole parameters": (
+        block("", SUMMED.format("y + 0 * z + z"), INFERRED),
+        REFUSED,
+    ),
+    "such a sum given out": (block("", SUMMED.format("y + 0 * z, z"), INFERRED), REFUSED),
 }
