@@ -94,9 +94,8 @@ class BuiltOutput:
                 have: Any = getattr(self.built.nodes[path].live, name, None)
                 axis, size, full = parts.get(name, (0, None, None))
                 if have is not None and have.shape[axis] != size:
-                    what = f"is replaced by a whole tensor after `{node.name}` was made, so no"
-                    hint = f"let the constructor of `{node.name}` make `{name}`, and change its"
-                    what, hint = f"{what} rank would have its part", f"{hint} values in place later"
+                    what = f"is replaced by a whole tensor after `{node.name}` was made"
+                    hint = f"make `{name}` in its constructor, and change its values in place later"
                     raise _no_part(node, name, shards, what, hint)
                 if name in own and own[name].shape[axis] != full:
                     what = "is made of what is a rank's part by then, and would be cut once more"

@@ -298,11 +298,6 @@ class Flow:
             return
         if partial is not None:
             self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
-            if name in MULTIPLYING and len(inputs) == 1 and 0 in _numbers(args, kwargs):
-                # `0 * sum(p.sum() for p in ...)`, which gives what is not used a gradient.
-                for output in outputs:
-                    self.set(output, State())
-                return
         # A size that was given as a tensor is no operand any more, and is the last.
         sharded = [_split(t, shape) for t, shape in zip(inputs, whole, strict=False)]
         summed = False
@@ -324,18 +319,17 @@ class Flow:
             self.set(output, result)
 
     def leave_out(
-        self,
-        name: str,
-        inputs: Sequence[torch.Tensor],
-        args: Any,
-        kwargs: Any,
-        outputs: Sequence[torch.Tensor],
+        self, name: str, inputs: Sequence[torch.Tensor], given: Any, outputs: Sequence[torch.Tensor]
     ) -> bool:
-        """Takes in zero times what is wrong, which is right, and what that is added to before."""
+        """Takes in zero times a partial sum, or what is wrong, and what that is added to before.
+
+        A model gives gradients so to what it has not used: `0 * sum(p.sum() for p in ...)`.
+        """
         states = [self._states.get(id(t), _WHOLE) for t in inputs]
         wrong = next((s.wrong for s in states if s.wrong is not None), None)
-        is_zero = name in MULTIPLYING and len(inputs) == 1 and 0 in _numbers(args, kwargs)
-        if wrong is None or not (is_zero or name in ADDING):
+        is_zero = name in MULTIPLYING and len(inputs) == 1 and 0 in _numbers(*given)
+        is_partial = any(s.kind == PARTIAL for s in states)
+        if not ((wrong and name in ADDING) or (is_zero and (wrong or is_partial))):
             return False
         for output in outputs:
             self.set(output, State(wrong=None if is_zero else wrong))

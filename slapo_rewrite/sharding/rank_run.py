@@ -192,7 +192,7 @@ def _take_in(
     run: Run, name: str, entry: Entry, args: Any, kwargs: Any, output: Any, blocks: Blocks | None
 ) -> None:
     inputs, outputs = list(tensors((args, kwargs))), list(tensors(output))
-    if run.flow.leave_out(name, inputs, args, kwargs, outputs):
+    if run.flow.leave_out(name, inputs, (args, kwargs), outputs):
         run.alive += outputs
         return
     check_operation(run, entry, outputs, args, kwargs)
@@ -214,9 +214,7 @@ def _take_in(
             )
         except PlacementError as error:
             if entry.is_unread or _may_be_left_out(run, name, inputs):
-                wrong = run.refused(error)
-                wrong.place = run.place()
-                run.flow.set(outputs[0], State(wrong=wrong))
+                run.flow.set(outputs[0], State(wrong=run.refused(error)))
                 run.alive.append(outputs[0])
                 return
             kind = PARTIAL if error.remedy and error.remedy.operation == "all_reduce" else SHARD
@@ -233,16 +231,11 @@ def _take_in(
 
 
 def _may_be_left_out(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
-    """Whether a sum over parameters, split and whole ones, may be taken times zero later on.
-
-    So a model gives gradients to what it has not used: `0 * sum(p.sum() for p in ...)`.
-    """
-    return (
-        name in ADDING
-        and any((s := run.flow.of(t)).kind == PARTIAL and s.read for t in inputs)
-        and any(0 in e.numbers and name_of(e.function) in MULTIPLYING
-                for e in run.entries[run.position :])
-    )  # fmt: skip
+    """Whether a sum over parameters, split and whole ones, may be taken times zero later on."""
+    states = [run.flow.of(tensor) for tensor in inputs if name in ADDING]
+    is_sum = any(state.kind == PARTIAL and state.read for state in states)
+    ahead = run.entries[run.position :] if is_sum else ()
+    return any(0 in e.numbers and name_of(e.function) in MULTIPLYING for e in ahead)
 
 
 def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:

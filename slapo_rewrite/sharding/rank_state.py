@@ -315,7 +315,7 @@ class Run:
             sync=error.sync,
             position=self.position,
             remedy=error.remedy,
-            place=place_in_traceback(error, self.editable),
+            place=place_in_traceback(error, self.editable) or self.place(),
         )
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if self.editable(frame.f_code.co_filename):
