@@ -179,6 +179,24 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
             )
 
 
+class FixedSettings:
+    """Refuses a step in which some settings of a stage are others than it was written for.
+
+    A hook before `forward`.
+
+    Args:
+        paths: The settings, which methods of the model may set.
+    """
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        self.paths = paths
+
+    def __call__(self, stage: Stage, _: Any) -> None:
+        """Looks at those that the stage holds."""
+        own = (path for path in self.paths if has_place(stage, path))
+        check_settings(stage, {path: stage.SETTINGS[path] for path in own})
+
+
 def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
     """Refuses a model that shares other parameters than the stages were written for.
 

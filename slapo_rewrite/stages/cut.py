@@ -162,6 +162,7 @@ def _tried(
         type(model),
         defining,
         flat.settings,
+        flat.fixed,
         shared_names(model),
         has_shards,
         has_function,

@@ -29,6 +29,7 @@ class Flat:
     lines: list[Line]  # the statements
     loss: str  # the loss, as text
     settings: Mapping[str, Any]  # attributes of the model that branches were left out for, by path
+    fixed: tuple[str, ...] = ()  # those of them that methods may set between steps
 
 
 @dataclass

@@ -124,7 +124,8 @@ class Flattening:
         self.comments: list[str] = []  # those that wait for the next statement
         self.is_aside = False  # whether what is being written is looked at only
         self.named: set[ast.NamedExpr] = set()  # the `:=` that were written on lines of their own
-        self.changing = files.changing(map(model.get_submodule, sorted(inside)))
+        way = [*map(model.get_submodule, sorted(inside))]
+        self.changing, self.in_steps = files.changing(way), files.changing(way, by_itself=True)
         self.depth = 0  # in how many branches and loops the statement is that is being written
 
     def environment(self, method: Method, values: dict[str, Worth]) -> Environment:
@@ -214,7 +215,9 @@ class Flattening:
                 function,
                 "give the local one another name",
             )
-        return Flat(tuple(parameters), lines, self.loss.text(result.text), dict(self.settings))
+        fixed = tuple(p for p in self.settings if p.rpartition(".")[2] in self.changing)
+        loss = self.loss.text(result.text)
+        return Flat(tuple(parameters), lines, loss, dict(self.settings), fixed)
 
     # Statements -------------------------------------------------------------------------------
 
@@ -413,6 +416,9 @@ class Flattening:
     def branch(self, node: ast.If, scope: Scope) -> Result | None:
         """Writes the branch that training takes, or all of them."""
         decided = scope.names.decided(node.test)
+        if decided is None and self.names_cut(node, scope):
+            # What only methods between steps set is relied on, and looked at in each step.
+            decided = replace(scope.names, changing=self.in_steps).decided(node.test)
         if decided is not None:
             taken = node.body if decided else node.orelse
             if not taken:
@@ -423,6 +429,12 @@ class Flattening:
         self.forget(bound_in(node), scope, node)
         self.compound(node, f"if {test}:", node.body, scope, node.orelse, given)
         return None
+
+    def names_cut(self, node: ast.stmt, scope: Scope) -> bool:
+        """Whether a statement names what is cut, or holds that."""
+        chains = (scope.names.chain(n) for n in ast.walk(node) if isinstance(n, ast.expr))
+        paths = [f"{scope.names.path_of(steps)}." for steps in chains if steps]
+        return any(f"{cut}.".startswith(path) for cut in self.cuts for path in paths)
 
     def loop(self, node: ast.For, scope: Scope) -> Result | None:
         """Writes a loop; the rounds in which a stage ends one by one."""

@@ -121,6 +121,7 @@ class PipelineText:
     model: type  # the model's class
     files: DefiningFiles  # those that define its classes
     settings: Mapping[str, Any]  # attributes of the model that branches were left out for
+    fixed: tuple[str, ...]  # those of them that methods may set between steps
     # The names that each shared parameter has in the model, numbers written as `*`.
     ties: Sequence[tuple[str, ...]]
     has_shards: bool  # whether weights are divided over a tensor-parallel group as well
@@ -156,6 +157,13 @@ class PipelineText:
                 "",
                 "    # The names of parameters that have several, numbers as `*`.",
                 f"    TIES = {tuple(self.ties)!r}",
+            ]
+        if self.fixed:
+            lines += [
+                "",
+                "    def __init__(self, *args, **kwargs):",
+                "        super().__init__(*args, **kwargs)",
+                f"        self.register_forward_pre_hook(FixedSettings({self.fixed!r}))",
             ]
         return "\n".join([*lines, *self._answers_for_the_file()])
 
@@ -219,6 +227,7 @@ class PipelineText:
         engine = {self.engine.module: {f"{kind}Pipeline"}}
         inexact = (v for v in self.settings.values() if isinstance(v, Unlike | Compared | Count))
         some = {type(value).__name__ for value in inexact}
+        some |= {"FixedSettings"} if self.fixed else set()
         return {"stages": {f"{kind}Stage", *some}, **engine, **of_schedule}
 
     @property

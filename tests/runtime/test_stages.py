@@ -13,6 +13,7 @@ from slapo_rewrite.runtime.deepspeed_pipeline import check_layout
 from slapo_rewrite.runtime.deferred_init import construct
 from slapo_rewrite.runtime.stages import (
     Compared,
+    FixedSettings,
     Unlike,
     UnshardedStage,
     check_settings,
@@ -135,6 +136,19 @@ def test_a_stage_without_layers_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList())
     with pytest.raises(ValueError, match="fewer than the one that was cut"):
         keep(model, (model[0], model[1]))
+
+
+def test_a_setting_that_was_changed_since_is_refused_in_the_next_step():
+    class Stage(nn.Linear):
+        SETTINGS = {"remade": False, "last.remade": False}  # noqa: RUF012
+        remade, last = False, None
+
+    part = Stage(2, 2)
+    part.register_forward_pre_hook(FixedSettings(("remade", "last.remade")))
+    part(torch.ones(1, 2))
+    part.remade = True
+    with pytest.raises(ValueError, match="`remade` is True, and the stages were written for False"):
+        part(torch.ones(1, 2))
 
 
 def test_settings_that_are_given():

@@ -109,6 +109,25 @@ def test_a_branch_is_left_out_where_the_settings_that_say_so_are_checked(
     assert ("x = x + 1" in text) is (settings is None)
 
 
+SETTER = "    def remake(self, on=True):\n        self.remade = on\n\n    def forward(self, x, y):"
+
+
+def test_a_way_that_a_method_may_choose_is_looked_at_in_each_step(tmp_path):
+    lines = ["if self.remade:", "    x = checkpoint(self.sequence, x)", "else:"]
+    lines += ["    for layer in self.layers:", "        x = layer(x)", "x = self.sequence(x)"]
+    source = written(*lines).replace(
+        "        self.inner =", "        self.remade = False\n        self.inner ="
+    )
+    source = source.replace("    def forward(self, x, y):", SETTER)
+    cut = SCHEDULE.format(cut='s["layers"][1]')
+    text = rewritten(tmp_path, source, cut).files["pipeline.py"]
+    assert "in self.layers[:2]:" in text and "in self.layers[2:]:" in text
+    assert 'FixedSettings(("remade",))' in text
+    # What a step itself sets says nothing of the next one.
+    changing = source.replace("x = self.sequence(x)", "x = self.sequence(x); self.remake(False)")
+    refused(tmp_path, changing, cut, "SR310")
+
+
 def test_an_expression_of_several_lines_stays_one(tmp_path):
     """Its second line alone would be a statement too, of which nobody sees the value."""
     text = stages_of(tmp_path, "x = (", "    self.first(x)", "    + x", ")")
