@@ -244,17 +244,22 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
 
 def _checkpointed(node: Node) -> str | None:
     """What selects in an element of a list what is called; None where nothing is."""
-    elements = [each.live for each in node.children.values()]
     if not any(True for _ in node.live.parameters()):
         return None  # of `nn.Identity`, say, which a small model may have other layers for
+    called = [dict(_called_in(each.live)) for each in node.children.values()]
     if not are_layers(node.live):
-        called = all(type(each).forward is not nn.Module.forward for each in elements)
-        return "" if called else None
-    inner = zip(*(each.children() for each in elements), strict=True)
-    numbers = [
-        n for n, parts in enumerate(inner) if any(any(True for _ in p.parameters()) for p in parts)
-    ]
-    return f'["{{{",".join(map(str, numbers))}}}"]'
+        return "" if all("" in own for own in called) else None
+    alike = (path for path in called[0] if all(path in own for own in called))
+    return f'["{{{",".join(path for path in alike if any(own[path] for own in called))}}}"]'
+
+
+def _called_in(module: nn.Module, path: str = "") -> Iterator[tuple[str, bool]]:
+    """What is called of an element of a list, by its path in it; and whether it has parameters."""
+    if type(module).forward is not nn.Module.forward:
+        yield path, any(True for _ in module.parameters())
+        return
+    for name, child in module.named_children():
+        yield from _called_in(child, f"{path}.{name}".removeprefix("."))
 
 
 def _not_taken(source: str, text: str, lists: Mapping[str, str], oracle: Oracle) -> dict[str, str]:

@@ -1060,6 +1060,19 @@ def test_a_list_without_parameters_is_not_checkpointed():
     assert derive_module._checkpointed(nodes["projected"]) == ""
 
 
+def test_what_is_called_of_a_layer_that_is_a_list_is_checkpointed():
+    """By its name: what a list holds may be None, or a list itself."""
+
+    def layer():
+        inner = nn.ModuleList([nn.LayerNorm(4), nn.Linear(4, 4), nn.Identity()])
+        return nn.ModuleList([None, nn.ReLU(), nn.Linear(4, 8), inner])
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer(), layer()])
+    found = derive_module._checkpointed(Tree(model).nodes["layers"])
+    assert found == '["{2,3.0,3.1}"]'
+
+
 def test_what_is_tied_counts_once_in_the_share(tmp_path):
     source = GIVEN.replace(
         "self.first, self.second = Stack(width, 2), Stack(width, 1)\n",
