@@ -214,11 +214,15 @@ class _Recorder(TorchFunctionMode):
 
     def _note_pieces(self, layer: str, tensor: torch.Tensor, pieces: Any) -> None:
         shapes = [tuple(piece.shape) for piece in tensors(pieces)]
-        found = [s for s in zip(*shapes, strict=False) if sum(s) in tensor.shape and len(s) > 1]
-        for sizes in found:
-            # `unbind` gives pieces of one less axis: equal ones.
-            known = self.flow.layers[layer].pieces
-            if sizes not in known and sum(sizes) == tensor.shape[-1]:
+        known, made = self.flow.layers[layer].pieces, self.flow.layers[layer].made
+        # `unbind` gives pieces of one axis less, and equal ones.
+        axes = enumerate(zip(*shapes, strict=True) if len(shapes[0]) == tensor.dim() else ())
+        for axis, sizes in axes:
+            if len(sizes) < 2 or sum(sizes) != tensor.shape[axis]:
+                continue
+            if axis == tensor.dim() - 1 and sum(sizes) != made:
+                return  # the features of a head: rotary halves
+            if sizes not in known:
                 known.append(sizes)
         if len({*shapes}) == 1:
             self._note_equal(layer, len(shapes))

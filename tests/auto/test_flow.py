@@ -106,6 +106,26 @@ class Sliced(Packed):
         return self.out(q[..., :4].repeat(1, 2) * k + v)
 
 
+def test_heads_of_several_kinds_are_pieces():
+    class Shared(Packed):
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (6, 4)).split([4, 1, 1], dim=2)
+            return self.out((q * k + v).sum(-1).repeat(1, 1, 2))
+
+    model = Shared()
+    assert flow_of(model, {"x": torch.ones(2, 3, 8)}, model).layers["qkv"].pieces == [(4, 1, 1)]
+
+
+def test_pieces_of_a_head_tell_nothing_of_how_a_result_is_packed():
+    class Rotary(Packed):
+        def forward(self, x):
+            one, other = self.qkv(x).unflatten(-1, (4, 6)).chunk(2, dim=-1)
+            return torch.cat((-other, one), -1)
+
+    model = Rotary()
+    assert flow_of(model, {"x": torch.ones(2, 3, 8)}, model).layers["qkv"].pieces == []
+
+
 def test_slices_that_follow_one_another_tell_how_a_result_is_packed():
     """And not those of what it was made into: halves that are rotated are of one head."""
     flow = flow_of(Sliced(), {"x": torch.randn(2, 8)}, Sliced())
