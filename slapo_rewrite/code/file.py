@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.blocks import blocks, statements
+from slapo_rewrite.code.liveness import binds
 from slapo_rewrite.code.locate import module_name, near_files, package_for
 from slapo_rewrite.code.syntax import PLACED, encloses, extent
 from slapo_rewrite.code.text import Position, bound_by
@@ -213,10 +214,6 @@ class SourceFile:
             return None
         return ".".join([head, *reversed(tail)])
 
-    def binding(self, name: str) -> list[ast.stmt]:
-        """The statements that bind a name, in whichever scope, but for functions and imports."""
-        return [s for s in self.statements if name in _bound(s)]
-
     def method(self, class_name: str, method_name: str) -> ast.FunctionDef | None:
         """A method in the class's own body; of several with that name, the one Python calls."""
         return next((m for m in reversed(self.methods(class_name)) if m.name == method_name), None)
@@ -251,7 +248,7 @@ class SourceFile:
                         if alias.name != "*":
                             self.imports[alias.asname or alias.name] = f"{base}.{alias.name}"
                 case _:
-                    self.names.update(_bound(statement))
+                    self.names.update(binds(statement))
         self.names.update(self.imports)
 
     def resolve_import(self, statement: ast.ImportFrom) -> str:
@@ -386,26 +383,3 @@ def _is_companion(method: ast.FunctionDef) -> bool:
     names = {d.attr if isinstance(d, ast.Attribute) else "" for d in method.decorator_list}
     names |= {d.id for d in method.decorator_list if isinstance(d, ast.Name)}
     return bool(names & {"setter", "deleter", "overload"})
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement binds itself, not by the statements inside it."""
-    if isinstance(statement, ast.Try | ast.TryStar):
-        yield from (h.name for h in statement.handlers if h.name)
-        return
-    pending: list[ast.AST] = [statement]
-    while pending:
-        node = pending.pop()
-        match node:
-            case (
-                ast.Name(id=name, ctx=ast.Store())
-                | ast.MatchAs(name=str(name))
-                | ast.MatchStar(name=str(name))
-                | ast.MatchMapping(rest=str(name))
-            ):
-                yield name
-        pending.extend(
-            child
-            for child in ast.iter_child_nodes(node)
-            if not isinstance(child, ast.stmt | ast.Lambda)
-        )

@@ -102,6 +102,11 @@ def local_names(function: Function) -> frozenset[str]:
     return frozenset(bound.union(given) - elsewhere)
 
 
+def binds(statement: ast.stmt) -> set[str]:
+    """The names that a statement binds itself, not by the statements inside it."""
+    return {event.name for event in _own_events(statement) if event.kind in _BINDING}
+
+
 def reads(node: ast.AST) -> set[str]:
     """The names that an expression or statement reads before it binds them itself."""
     found: set[str] = set()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Set
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import statements
-from slapo_rewrite.code.dataflow import bound_in, names_in
-from slapo_rewrite.code.text import Position, bound_by
+from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.liveness import binds
+from slapo_rewrite.code.text import Position
 from slapo_rewrite.groups import grouped
 
 PLACED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
@@ -62,33 +63,12 @@ def is_zero(expr: ast.expr) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _assignments(function: ast.FunctionDef) -> dict[str, list[ast.stmt]]:
     every = statements(function.body)
-    return grouped((name, statement) for statement in every for name in _bound_names(statement))
+    return grouped((name, statement) for statement in every for name in binds(statement))
 
 
 def assignments(function: ast.FunctionDef, name: str) -> list[ast.stmt]:
     """The statements of a function that bind a local name, in the order of the text."""
     return _assignments(function).get(name, [])
-
-
-def _bound_names(statement: ast.stmt) -> Set[str]:
-    """The names that a statement binds by its targets."""
-    match statement:
-        case ast.Assign(targets=targets):
-            return bound_in(*targets)
-        case (
-            ast.AnnAssign(target=target, value=ast.expr())
-            | ast.AugAssign(target=target)
-            | ast.For(target=target)
-            | ast.AsyncFor(target=target)
-        ):
-            return bound_in(target)
-        case ast.With(items=items) | ast.AsyncWith(items=items):
-            return bound_in(*(i.optional_vars for i in items if i.optional_vars))
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {bound_by(a) for a in names}
-        case ast.If(test=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
-            return bound_in(*(n.target for n in ast.walk(value) if isinstance(n, ast.NamedExpr)))
-    return set()
 
 
 def position(node: ast.AST) -> tuple[int, int]:

@@ -107,7 +107,8 @@ class Site:
         if not bound:
             if any(isinstance(n, ast.arg) and n.arg == name for n in ast.walk(self.function.args)):
                 return None
-            bound = tuple(self.file.binding(name))
+            stored = uses_of(self.file.tree, name, ast.Store)  # in whichever scope
+            bound = tuple(map(self.file.statement_of, stored))
             if any(statement not in self.file.tree.body for statement in bound):
                 return None
         match bound:

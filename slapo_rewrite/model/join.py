@@ -19,6 +19,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.arguments import first_parameter, parameters, values_given
+from slapo_rewrite.code.blocks import DEFINITIONS
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.evaluate import Constant, came_to
 from slapo_rewrite.code.file import SourceFile
@@ -39,6 +40,8 @@ from slapo_rewrite.model.construction_sites import RECORDED, Loop, Site
 from slapo_rewrite.model.sources import Sources as Sources
 from slapo_rewrite.model.tree import CONTAINERS, Node
 
+# What binds a name to no value that an expression gives.
+_OTHERWISE = (*DEFINITIONS, ast.Import, ast.ImportFrom)
 _Turning = ast.comprehension | ast.For | ast.While
 # A loop, and what has it.
 _Around = tuple[_Turning, ast.AST]
@@ -403,7 +406,7 @@ def _read(file: SourceFile, held: Sequence[ast.AST]) -> _Made | None:
     variable: tuple[ast.stmt, ...] = ()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         bound = assignments(function, node.func.id)
-        variable = tuple(s for s in bound if not isinstance(s, ast.Import | ast.ImportFrom))
+        variable = tuple(s for s in bound if not isinstance(s, _OTHERWISE))
     statement = next(n for n in reversed(held) if isinstance(n, ast.stmt))
     return _Made(file, node, statement, function, loops, local, class_name, receiver, variable)
 

@@ -42,6 +42,8 @@ def test_a_body_begins_behind_its_docstring():
         ("match b:\n    case 1:\n        a = 1\n    case _:\n        a = 2", [4, 6]),
         ("with b as a:\n    for c in a:\n        a = c", [2, 4]),
         ("def inner():\n    a = 1\nb = a", []),
+        ("def a():\n    pass\nb = a", [2]),
+        ("match b:\n    case [a]:\n        c = a", [2]),
     ],
 )
 def test_what_binds_a_name_is_found(text, lines):
