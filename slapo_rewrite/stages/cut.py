@@ -17,7 +17,7 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.runtime.stages import Stage
 from slapo_rewrite.stages.defining_files import DefiningFiles
-from slapo_rewrite.stages.dry_run import Trial
+from slapo_rewrite.stages.dry_run import Trial, Written
 from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
 from slapo_rewrite.stages.other_ends import other_ends
@@ -146,7 +146,7 @@ def _tried(
     # A list stays in a stage that has none of its layers in a model which is not as deep.
     idle = [[part.path for part in parts if not trial.paths_of(part)] for parts in held]
     shells = [[*own, *lists] for own, lists in zip(sizes, idle, strict=True)]
-    trial.check([run(text, world) for text in texts], stages, paths, shells)
+    trial.check(Written(stages, [run(text, world) for text in texts], paths, shells))
     shared = ties_of(held, model)
     if by_name:
         check_rows(stages, trial.inputs, at)

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import attrgetter
@@ -33,6 +34,16 @@ from slapo_rewrite.stages.stage_layout import Stage, Stages
 from slapo_rewrite.stages.stage_modules import Held
 from slapo_rewrite.stages.step_loss import step_loss
 from slapo_rewrite.stages.value_kinds import ValueKind, described
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Stages as they are written."""
+
+    stages: Stages
+    functions: Sequence[Callable[..., Any]]  # a `forward` each, and what makes the loss, at the end
+    held: Sequence[Sequence[str]]  # for each, the paths of what it holds
+    sizes: Sequence[Sequence[str]]  # and of the modules that it reads sizes of
 
 
 class Trial:
@@ -260,17 +271,11 @@ class Trial:
                             hint="cut where it is not needed any more, or make it of shapes",
                         )
 
-    def check(
-        self,
-        functions: Sequence[Callable[..., Any]],
-        stages: Stages,
-        held: Sequence[Sequence[str]],
-        sizes: Sequence[Sequence[str]],
-    ) -> None:
+    def check(self, written: Written) -> None:
         """The stages one after the other must give the model's loss and gradients.
 
         Each runs in a model of its own, as it will, with nothing but what it holds and the modules
-        that it reads sizes of. The loss is the last of the functions.
+        that it reads sizes of.
         """
         whole = copy.deepcopy(self.pristine).train()
         versions = {name: p._version for name, p in whole.named_parameters()}
@@ -281,29 +286,28 @@ class Trial:
             raise errors.CannotCut(
                 f"the model's own backward pass fails: {error}", at=self.cause
             ) from error
-        models = self.apart_in_stages(functions, held, sizes)
+        models = self.apart_in_stages(written)
         try:
-            result = self.chained(models, functions[-1], stages, self.scene())
+            result = self.chained(models, written, self.scene())
         except Exception as error:
-            raise self.failing(error, functions, stages) from error
+            raise self.failing(error, written) from error
         close = is_close(result, expected)
         had = gradients(models, result) if close else {}
         for name, gradient in wanted.items():
             if name not in had or not torch.allclose(had[name], gradient, rtol=1e-3, atol=1e-6):
                 close = False
         if not close or any(bool(had[name].any()) for name in had.keys() - wanted.keys()):
-            raise self.unlike(self.apart_in_stages(functions, held, sizes), functions[-1], stages)
+            raise self.unlike(written)
         del result, had, expected, wanted  # they take as much memory as the model
-        self.check_later_steps(whole, models, functions, stages)
+        self.check_later_steps(whole, models, written)
         self.check_state(whole, models)
-        if stages.by_name:
+        if written.stages.by_name:
             self.check_kept(whole, versions)
-            self.check_joined(models, functions[-1], stages)
+            self.check_joined(models, written)
 
-    def unlike(
-        self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
-    ) -> errors.CannotCut:
+    def unlike(self, written: Written) -> errors.CannotCut:
         """The error for stages that compute something else; says what they do so first."""
+        stages = written.stages
         program, model = stages.program, copy.deepcopy(self.pristine).train()
         scene, wanted = {**self.scene(), "self": model}, []
         last = {max(stage.pieces): stage for stage in stages.stages}
@@ -315,7 +319,7 @@ class Trial:
                     wanted.append([v.clone() if isinstance(v, Tensor) else v for v in own])
             is_model = is_close(eval(program.loss, scene), self.expected)
         found: list[tuple[Any, ...]] = []
-        self.chained(models, loss, stages, self.scene(), found)
+        self.chained(self.apart_in_stages(written), written, self.scene(), found)
         for stage, has, values in zip(stages.stages, found, wanted, strict=True):
             for (name, number), one, other in zip(stage.hands_on, has, values, strict=True):
                 if not is_model or not isinstance(other, Tensor) or one.shape != other.shape:
@@ -342,11 +346,7 @@ class Trial:
         )
 
     def check_later_steps(
-        self,
-        whole: nn.Module,
-        models: Sequence[nn.Module],
-        functions: Sequence[Callable[..., Any]],
-        stages: Stages,
+        self, whole: nn.Module, models: Sequence[nn.Module], written: Written
     ) -> None:
         """After the first step the next loss must be the model's, in eval mode too.
 
@@ -364,9 +364,9 @@ class Trial:
                     continue
                 scene = {**self.world, **copy.deepcopy(data)}
                 try:
-                    result = self.chained(models, functions[-1], stages, scene)
+                    result = self.chained(models, written, scene)
                 except Exception as error:
-                    raise self.failing(error, functions, stages, f" in {mode}") from error
+                    raise self.failing(error, written, f" in {mode}") from error
             if not is_close(result, wanted):
                 raise errors.CannotCut(
                     f"the stages compute something else in {mode} after a step: what runs around "
@@ -390,9 +390,7 @@ class Trial:
                 )
 
     @torch.no_grad()
-    def check_joined(
-        self, models: Sequence[nn.Module], loss: Callable[..., Any], stages: Stages
-    ) -> None:
+    def check_joined(self, models: Sequence[nn.Module], written: Written) -> None:
         """What the last stage gives for micro-batches must be of one size, to be joined."""
         made: list[list[Any]] = []
         data = other_data(self.inputs, self.more_inputs)
@@ -408,7 +406,7 @@ class Trial:
                 for name, value in data.items()
             }
             with contextlib.suppress(Exception):  # rows that are no micro-batch, say
-                self.chained(models, loss, stages, {**self.world, **part}, made[-1])
+                self.chained(models, written, {**self.world, **part}, made[-1])
         pairs = zip(*(tensors(each[-1:]) for each in made), strict=False)
         for one, other in pairs if len(made[0]) == len(made[1]) == len(models) else ():
             if one.shape[1:] != other.shape[1:]:
@@ -440,21 +438,14 @@ class Trial:
             outputs = model(**{name: inputs[name] for name in self.given})
         return small_model.loss_of(self.schedule, outputs, inputs)
 
-    def failing(
-        self,
-        error: Exception,
-        functions: Sequence[Callable[..., Any]],
-        stages: Stages,
-        mode: str = "",
-    ) -> errors.CannotCut:
+    def failing(self, error: Exception, written: Written, mode: str = "") -> errors.CannotCut:
         """The error for stages that fail, with the place of the statement."""
-        texts = {function.__code__: str(function.__doc__) for function in functions}
-        line, trace = "", error.__traceback__
-        while trace is not None:
-            if text := texts.get(trace.tb_frame.f_code):
-                line = text.splitlines()[trace.tb_lineno - 1].strip()
-            trace = trace.tb_next
-        sources = ((piece.source(self.depth), piece.at) for piece in stages.program.pieces)
+        texts = {function.__code__: str(function.__doc__) for function in written.functions}
+        line, program = "", written.stages.program
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if text := texts.get(frame.f_code):
+                line = text.splitlines()[number - 1].strip()
+        sources = ((piece.source(self.depth), piece.at) for piece in program.pieces)
         places = (at for text, at in sources if line in map(str.strip, text.splitlines()))
         return errors.CannotCut(
             f"the stages fail{mode} where the model does not: {type(error).__name__}: {error}",
@@ -463,15 +454,11 @@ class Trial:
             hint="cut elsewhere, or write the modules on the way to the cut more plainly",
         )
 
-    def apart_in_stages(
-        self,
-        functions: Sequence[Callable[..., Any]],
-        held: Sequence[Sequence[str]],
-        sizes: Sequence[Sequence[str]],
-    ) -> list[nn.Module]:
+    def apart_in_stages(self, written: Written) -> list[nn.Module]:
         """A model for each stage, as in a process of its own."""
         models = []
-        for function, paths, shells in zip(functions[:-1], held, sizes, strict=True):
+        each = zip(written.functions[:-1], written.held, written.sizes, strict=True)
+        for function, paths, shells in each:
             whole = self.pristine
             own = {id(tensor) for tensor in tensors_of([attrgetter(path)(whole) for path in paths])}
             tensors = (t for module in whole.modules() for t in own_tensors(module).values())
@@ -486,8 +473,7 @@ class Trial:
     def chained(
         self,
         models: Sequence[nn.Module],
-        loss: Callable[..., Any],
-        stages: Stages,
+        written: Written,
         inputs: Mapping[str, Any],
         outputs: list[tuple[Any, ...]] | None = None,
     ) -> Any:
@@ -499,6 +485,7 @@ class Trial:
         def copied(names: Sequence[str]) -> tuple[Any, ...]:
             return tuple(copy.deepcopy(inputs[name]) for name in names)
 
+        stages = written.stages
         given = copied([name for name, _ in stages.stages[0].given])
         arguments = stages.arguments()
         labels = copied(stages.labels)
@@ -513,7 +500,7 @@ class Trial:
                 given = tuple(v.clone() if isinstance(v, Tensor) else v for v in given)
                 if outputs is not None:
                     outputs.append(tuple(v.clone() if isinstance(v, Tensor) else v for v in given))
-            return loss(
+            return written.functions[-1](
                 models[-1],
                 given[0] if len(given) == 1 else given,
                 labels[0] if len(labels) == 1 else labels,
