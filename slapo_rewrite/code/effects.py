@@ -54,9 +54,9 @@ def _writes(node: ast.AST) -> bool:
 
 
 @_CACHED
-def stored(function: ast.FunctionDef) -> tuple[str, ...]:
-    """The attributes of its own module that a method gives new values."""
-    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+def stored(text: ast.AST) -> tuple[str, ...]:
+    """The attributes of its own module that a method, or part of one, gives new values."""
+    nodes = (node for node in ast.walk(text) if isinstance(node, ast.Attribute))
     own = (
         node for node in nodes if isinstance(node.ctx, ast.Store) and is_name(node.value, "self")
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Literal, NamedTuple
@@ -102,9 +102,10 @@ def local_names(function: Function) -> frozenset[str]:
     return frozenset(bound.union(given) - elsewhere)
 
 
-def binds(statement: ast.stmt) -> set[str]:
-    """The names that a statement binds itself, not by the statements inside it."""
-    return {event.name for event in _own_events(statement) if event.kind in _BINDING}
+def binds(node: ast.stmt | ast.pattern) -> Set[str]:
+    """The names that a statement or pattern binds itself, not by the statements inside it."""
+    events = _own_events(node) if isinstance(node, ast.stmt) else _events(node)
+    return {event.name: None for event in events if event.kind in _BINDING}.keys()
 
 
 def reads(node: ast.AST) -> set[str]:

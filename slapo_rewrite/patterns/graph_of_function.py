@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_rewrite.code.arguments import Signature, all_arguments, first_parameter
-from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.effects import (
     is_expression,
     is_in_place,
@@ -39,6 +39,7 @@ from slapo_rewrite.code.facts import (
     names_of,
 )
 from slapo_rewrite.code.file import SourceFile, read_once
+from slapo_rewrite.code.liveness import binds
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.text import joined_path
 from slapo_rewrite.patterns.branch_conditions import decided
@@ -416,7 +417,8 @@ class Flow:
         if not isinstance(statement, ast.While):
             over = self.expr(statement.iter)
             self.read(over, statement.iter, "looped over")
-        carried = [name for name in _stored(statement) if name in self.scope]
+        bound = (*bound_in(statement), *(f"self.{name}" for name in stored(statement)))
+        carried = [name for name in bound if name in self.scope]
         heads = {n: self._lazy("loop", [("before", self.scope[n])], statement, n) for n in carried}
         before = self.scope
         self.scope = {**before, **heads}
@@ -480,7 +482,7 @@ class Flow:
         ends: list[Scope | None] = [before]
         for number, case in enumerate(statement.cases):
             start = dict(before)
-            for name in _captures(case.pattern):
+            for name in binds(case.pattern):
                 start[name] = self.make("captured", [("input", subject)], case.pattern)
             self.scope = start
             if case.guard is not None:
@@ -1253,24 +1255,6 @@ class Flow:
 
 def _is_starred(node: ast.expr) -> bool:
     return isinstance(node, ast.Starred)
-
-
-def _stored(statement: ast.stmt) -> list[str]:
-    """Names, and attributes of `self`, that a statement binds anywhere inside."""
-    found = []
-    for node in ast.walk(statement):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                found.append(name)
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.append(f"self.{name}")
-    return list(dict.fromkeys(found))
-
-
-def _captures(pattern: ast.pattern) -> list[str]:
-    names = [getattr(node, "name", None) for node in ast.walk(pattern)]
-    names += [getattr(node, "rest", None) for node in ast.walk(pattern)]
-    return [name for name in names if name]
 
 
 @functools.lru_cache(maxsize=4096)
