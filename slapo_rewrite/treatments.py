@@ -90,20 +90,20 @@ def along(
     call: Call, position: int, default: Any = None, name: str = "dim", aligned: int | None = 0
 ) -> Treatment:
     """An operation that needs whole the axes that an argument names."""
-    given = call.get(name, position, default)
-    if not isinstance(given, (int, tuple, list, type(None))) or isinstance(given, bool):
-        given = None
-    return Treatment((call.axes(given),), aligned=aligned)
+    return Treatment((_named(call, name, position, default),), aligned=aligned)
 
 
 @_row
 def reduces(call: Call, position: int = 1, default: Any = None, adds_up: bool = False) -> Treatment:
     """An operation that makes one value of all those along some axes."""
-    given = call.get("dim", position, default)
-    if not _is_axis(given) and not isinstance(given, (tuple, list, type(None))):
-        given = None
-    axes = call.axes(given)
+    axes = _named(call, "dim", position, default)
     return Treatment(summed=(axes,)) if adds_up else Treatment((axes,))
+
+
+def _named(call: Call, name: str, position: int, default: Any) -> Axes:
+    """The axes that an argument names; all where it is none, or no axis: `sum(torch.float64)`."""
+    given = call.get(name, position, default)
+    return call.axes(given if isinstance(given, (tuple, list)) or _is_axis(given) else None)
 
 
 def _is_axis(value: Any) -> bool:

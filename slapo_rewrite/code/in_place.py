@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
-from slapo_rewrite.code.sinking import is_alone
+from slapo_rewrite.code.sinking import are_next, is_alone
 
 # What an expression may consist of to be read at a glance inside another one.
 _PLAIN = (
@@ -89,13 +89,7 @@ def _is_first_of(given: Sequence[ast.expr], name: ast.Name) -> bool:
 
 def _is_bare(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
     """Whether two statements are a line each, next to one another, without a comment."""
-    lines = range(first.lineno - 1, second.lineno + 1)
     plain = first.end_lineno == first.lineno and second.end_lineno == second.lineno
-    comments = any("#" in file.line(number) for number in lines)
-    return (
-        plain
-        and not comments
-        and second.lineno == first.lineno + 1
-        and is_alone(file, first)
-        and is_alone(file, second)
-    )
+    alone = is_alone(file, first) and is_alone(file, second)
+    remarked = "#" in file.line(first.lineno - 1)
+    return plain and alone and not remarked and are_next(file, first, second)

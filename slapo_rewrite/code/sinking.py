@@ -93,3 +93,11 @@ def is_alone(file: SourceFile, statement: ast.stmt) -> bool:
     last = file.offset((statement.end_lineno or statement.lineno) + 1, 0)
     rest = file.text[end:last].strip()
     return not file.text[first:start].strip() and (not rest or rest.startswith("#"))
+
+
+def are_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
+    """Whether nothing stands between two statements, nor a comment on them."""
+    lines = range(first.lineno, (second.end_lineno or second.lineno) + 1)
+    return second.lineno == (first.end_lineno or first.lineno) + 1 and not any(
+        "#" in file.line(number) for number in lines
+    )

@@ -12,7 +12,7 @@ from slapo_rewrite.code.dataflow import bound_in, read_in
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import self_path
-from slapo_rewrite.code.sinking import is_alone
+from slapo_rewrite.code.sinking import are_next, is_alone
 
 # How many statements a run has at most, and how many orders of one are looked at.
 LONGEST, MOST_ORDERS = 6, 60
@@ -83,7 +83,7 @@ def _runs(
                 follows = is_value(value)
             case _:
                 follows = False
-        if follows and statement is not None and (not run or _is_next(file, run[-1], statement)):
+        if follows and statement is not None and (not run or are_next(file, run[-1], statement)):
             run.append(statement)
             continue
         if 1 < len(run) <= LONGEST:
@@ -91,14 +91,6 @@ def _runs(
         run = [statement] if follows and statement is not None else []
         for block in blocks(statement) if isinstance(statement, _ENTERED) else ():
             yield from _runs(file, block, is_value)
-
-
-def _is_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
-    """Whether nothing stands between two statements, nor a comment on them."""
-    lines = range(first.lineno, (second.end_lineno or second.lineno) + 1)
-    return second.lineno == (first.end_lineno or first.lineno) + 1 and not any(
-        "#" in file.line(number) for number in lines
-    )
 
 
 def _is_value(

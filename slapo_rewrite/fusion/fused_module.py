@@ -12,7 +12,7 @@ from slapo_rewrite.changes.class_writer import ClassWriter, Subclass
 from slapo_rewrite.changes.output_files import OutputFiles
 from slapo_rewrite.changes.replace_statement import ReplaceStatement
 from slapo_rewrite.changes.source_rewrite import NewClass, Rewrite
-from slapo_rewrite.code.arguments import values_given
+from slapo_rewrite.code.arguments import arguments_by, parameters, values_given
 from slapo_rewrite.code.build import parenthesised
 from slapo_rewrite.code.dataflow import names_in, parameters_in, uses_of
 from slapo_rewrite.code.edit import Edit, Put
@@ -168,10 +168,9 @@ class _Made:
         site, live = find_site(sources, node.children[name]), node.children[name].live
         given: dict[str, ast.expr] = {}
         if isinstance(site.call, ast.Call):
-            given = dict(zip(("in_features", "out_features", "bias"), site.call.args, strict=False))
-            given |= {k.arg: k.value for k in site.call.keywords if k.arg}
+            given = arguments_by(site.call, "in_features", "out_features", "bias")
         constructor = site.file.method(site.class_name, "__init__")
-        own = [a.arg for a in constructor.args.args] if constructor is not None else []
+        own = parameters(constructor) if constructor is not None else []
         known = {*own, *site.file.names}
 
         def text(argument: str, otherwise: str) -> str:

@@ -138,8 +138,7 @@ def _opened(
 
 def _is_found(way: Sunk, pattern: Pattern, scope: Scope, node: Node, sources: Sources) -> bool:
     """Whether a pattern is found in more places once a branch has taken in what is around it."""
-    edits = [placed.caused_by((), "") for placed in way.edits()]
-    file = way.file.edited(apply_edits(way.file.text, edits)[0])
+    file = way.file.edited(apply_edits(way.file.text, way.edits())[0])
     owner = _owner(scope)
     function = file.method(owner, scope.function) if owner is not None else None
     assert function is not None
