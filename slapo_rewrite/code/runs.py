@@ -137,10 +137,7 @@ def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Edit]:
 
 def above(file: SourceFile, definition: ast.stmt, text: str) -> Edit:
     """A definition at module level above another, its decorators and its comments."""
-    line = first_line(definition)
-    while line > 1 and file.line(line - 1).startswith("#"):
-        line -= 1
-    start = file.offset(line, 0)
+    start = file.offset(comments_above(file, first_line(definition)), 0)
     return Edit(start, start, text.rstrip("\n") + "\n\n\n")
 
 
