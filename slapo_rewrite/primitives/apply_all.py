@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.source_rewrite import Rewrite
@@ -14,7 +13,7 @@ from slapo_rewrite.fusion.registry import rules
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.primitives.apply import SAMPLE, backends_of
 from slapo_rewrite.primitives.base import Call, Rewriting
-from slapo_rewrite.primitives.matched import engine_of, noted
+from slapo_rewrite.primitives.matched import engine_of, rewritten
 
 
 class ApplyAll(Rewriting):
@@ -82,15 +81,8 @@ class ApplyAll(Rewriting):
                 claims += looked.claims
                 left += looked.left
         kept, stopped = engine.sorted_out(claims)
-
-        def written(kept: list[Claim], stopped: list[Skipped]) -> Rewrite:
-            if (opened := engine.opened(kept)) is not None:
-                return opened
-            found = engine.rewrite(kept, noted(every, kept, [*left, *stopped]))
-            return replace(found, again=bool(kept) and any(each.waits for each in stopped))
-
         try:
-            return written(kept, stopped)
+            return rewritten(engine, kept, stopped, left, every)
         except (errors.Unsupported, errors.UnfollowableConstruction):
             kept, alone = engine.possible(kept)
-            return written(kept, [*stopped, *alone])
+            return rewritten(engine, kept, [*stopped, *alone], left, every)

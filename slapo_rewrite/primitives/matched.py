@@ -42,10 +42,21 @@ def carried_out(
     hard = [each for each in stopped if not each.harmless]
     if hard or not kept:
         raise engine.refused([*hard, *stopped, *left][0])
+    return rewritten(engine, kept, stopped, left, rules)
+
+
+def rewritten(
+    engine: Engine,
+    kept: Sequence[Claim],
+    stopped: Sequence[Skipped],
+    left: Sequence[Skipped],
+    rules: Sequence[tuple[str, Looked]],
+) -> Rewrite:
+    """What claims give, once branches that lie between have taken in what is around them."""
     if (opened := engine.opened(kept)) is not None:
         return opened
-    again = bool(rules) and any(each.waits for each in stopped)
-    return replace(engine.rewrite(kept, noted(rules, kept, [*left, *stopped])), again=again)
+    again = bool(kept and rules) and any(each.waits for each in stopped)
+    return replace(engine.rewrite(kept, _noted(rules, kept, [*left, *stopped])), again=again)
 
 
 def opening(engine: Engine, match: Match, name: str) -> Claim:
@@ -53,7 +64,7 @@ def opening(engine: Engine, match: Match, name: str) -> Claim:
     return Claim(match, engine.tree.nodes[match.path], Calling(name, name, ()), {}, name, values={})
 
 
-def noted(
+def _noted(
     rules: Sequence[tuple[str, Looked]], kept: Sequence[Claim], left: Sequence[Skipped]
 ) -> tuple[Mapping[str, object], ...]:
     """What became of each rule, for the record: where it was applied, and why not elsewhere."""

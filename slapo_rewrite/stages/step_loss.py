@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from slapo_rewrite import errors
+from slapo_rewrite.code.evaluate import is_plain
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.small_model import loss_parameters
@@ -189,7 +190,6 @@ def _is_made_again(value: Any) -> bool:
     """Whether the line that made a value makes the same one wherever it stands."""
     if isinstance(value, nn.Module):
         return not any(True for _ in (*value.parameters(), *value.buffers()))
-    plain = value is None or isinstance(value, bool | int | float | str)
     if isinstance(value, tuple):
         return all(map(_is_made_again, value))
-    return plain or isinstance(value, types.ModuleType) or callable(value)
+    return is_plain(value) or isinstance(value, types.ModuleType) or callable(value)
