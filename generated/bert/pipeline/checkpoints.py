@@ -86,7 +86,7 @@ def joined(
                     full[name] = divided[name].joined([part[name] for part in parts])
                 else:
                     full[name] = parts[0][name].clone()
-    return under_original_names(models[0], in_order(models[0], full))
+        return under_original_names(models[0], in_order(models[0], full))
 
 
 def in_order(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,42 +7,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .shards import named_world, world_size
 
 ALIKE = 1e-4  # what a GPU adds up in another order differs by less, in proportion
 SMALL = 1e-4  # of the largest: a smaller gradient may be one of rounding alone
 # By process group, how often layers have run: ranks run them alike, but steps of an
-# optimizer they may skip. And the norms of the gradients of copies, at an optimizer's
-# step since the ranks compared them last.
+# optimizer they may skip. And norms of the gradients of copies, and of those that
+# training begins with, at an optimizer's step since the ranks compared them last.
 runs: dict[Any, int] = {}
-norms: dict[Any, list[float]] = {}
+norms: dict[Any, list[tuple[float, float]]] = {}
 
 
-def note_gradients(parameters: Iterable[Any]) -> None:
-    """Before an optimizer's step: notes the gradients of what each rank has a copy of."""
+def note_copies(parameters: Iterable[Any], begins: bool) -> None:
+    """Before an optimizer's step: notes what each rank has a copy of, and its gradient."""
     group = named_world().group or dist.group.WORLD
-    if group in norms:
-        return
-    given = [p.grad for p in parameters if not hasattr(p, "model_parallel")]
-    dense = [g for g in given if g is not None and g.layout is torch.strided]
-    # FSDP2's are of a slice, which is the same one on all of these ranks.
-    if copies := [g.to_local() if hasattr(g, "to_local") else g for g in dense]:
-        norms[group] = torch.stack([_norm(g) for g in copies]).tolist()
+    copies = [p for p in parameters if not hasattr(p, "model_parallel")]
+    trained = [p for p in copies if p.grad is not None]
+    if group not in norms and trained:
+        norms[group] = [(_norm(p.grad), _norm(p) * begins) for p in trained]
 
 
-def _norm(x: Tensor) -> Tensor:
+def _norm(x: Any) -> float:
+    x = x.to_local() if hasattr(x, "to_local") else x  # FSDP2's slice, alike on ranks
+    if x.layout is not torch.strided:
+        return 0.0
     precise = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=precise)
-    return norm.float()
+    return float(torch.linalg.vector_norm(x.detach(), dtype=precise))
 
 
 def compare_gradients() -> None:
     """When a layer runs: at times, the ranks compare what their optimizers have found.
 
     Raises:
-        RuntimeError: None of these gradients is alike on the ranks.
+        RuntimeError: Training began with other copies, or no gradient of one is alike.
     """
     group = named_world().group or dist.group.WORLD
     runs[group] = count = runs.get(group, 0) + 1
@@ -52,8 +50,14 @@ def compare_gradients() -> None:
         return  # a graph holds no such comparison
     everyones: list[Any] = [None] * world_size()
     dist.all_gather_object(everyones, norms.pop(group, []), group)
-    largest = max(map(max, filter(None, everyones)), default=0.0)
-    large = [n for n in zip(*everyones, strict=False) if max(n) > SMALL * largest]
+    pairs = [zip(*each, strict=True) for each in zip(*everyones, strict=False)]
+    gradients, values = zip(*pairs, strict=True) if pairs else ((), ())
+    if any(max(n) - min(n) > ALIKE * max(n) for n in values):
+        raise RuntimeError(
+            "the ranks began with other values of what each has a copy of: begin with "
+            "`loading.build`, or load the same weights"
+        )
+    large = [n for n in gradients if max(n) > SMALL * max(map(max, gradients))]
     differ = [max(n) - min(n) > ALIKE * max(n) for n in large]
     if len({*map(len, everyones)}) > 1 or (differ and all(differ)):
         raise RuntimeError(

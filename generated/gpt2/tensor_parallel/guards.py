@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .copies import compare_gradients, note_gradients
+from .copies import compare_gradients, note_copies
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
 # What these do to an element depends on nothing that another rank has.
@@ -39,19 +39,17 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     if torch.compiler.is_compiling() or world_size() == 1:
         return
     is_new = not vars(optimizer).get("knows_parts")
-    if is_new:
-        optimizer.knows_parts = True
-        for layer in layers_run:  # FSDP2 has put other parameters in
-            mark_parts(layer)
+    optimizer.knows_parts = True
+    for layer in layers_run if is_new else ():  # FSDP2 has put other parameters in
+        mark_parts(layer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(hasattr(p, "model_parallel") for p in parameters):
         return
-    note_gradients(parameters)
-    if not is_new:
-        return
-    refuse_replicas(optimizer)
+    note_copies(parameters, begins=is_new and not optimizer.state)
+    if is_new:
+        refuse_replicas(optimizer)
     shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
-    if not (isinstance(optimizer, BY_ELEMENT) or shares_out):
+    if is_new and not (isinstance(optimizer, BY_ELEMENT) or shares_out):
         warnings.warn(
             f"`{type(optimizer).__name__}` is given this rank's parts of split weights: "
             "unless it goes element by element, as AdamW does, it takes other steps than "
@@ -92,8 +90,8 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         refuse_beside_part(name, parent)
     if hasattr(before, "sharded_parameters") and is_made_of(before, module):
         raise RuntimeError(
-            f"`{name}` would be made of this rank's part alone: resize embeddings of the "
-            "original, in one process, and load what it saves"
+            f"`{name}` would be made of this rank's part alone: replace and resize layers "
+            "of the original, in one process, and load what it saves"
         )
     can_save = hasattr(type(parent), "save_pretrained")
     # A slice of a list of layers, which a `forward` may take, is not looked into.
@@ -125,11 +123,14 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
 
 
 def is_made_of(layer: Any, module: nn.Module) -> bool:
-    """Whether a whole layer, which takes a split one's place, begins with its weights."""
+    """Whether a layer takes a split one's place with its weights, or with rounded ones."""
     part, new = getattr(layer, "weight", None), getattr(module, "weight", None)
-    if not (type(part) is type(new) is nn.Parameter) or layer in module.modules():
+    if layer in module.modules() or hasattr(module, "sharded_parameters"):
         return False
-    if hasattr(module, "sharded_parameters") or part[:1].shape != new[:1].shape:
+    held = *module.parameters(), *module.buffers()
+    if any(t.ndim and not t.is_floating_point() for t in held):
+        return True
+    if not type(part) is type(new) is nn.Parameter or part[:1].shape != new[:1].shape:
         return False
     known = not (part.is_meta or new.is_meta) and bool(part.any())
     return known and torch.equal(part[:1], new[:1].to(part))
@@ -154,10 +155,8 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
         compare_gradients()
         return
     shard.sizes_with(weight)
-    is_dtensor = hasattr(weight, "full_tensor")
-    if is_compiling or is_dtensor or weight.is_meta or world.supposed:
-        return
-    if dist.get_backend(world.group) == "fake":
+    unknown = is_compiling or weight.is_meta or hasattr(weight, "full_tensor")
+    if unknown or world.supposed or dist.get_backend(world.group) == "fake":
         return
     is_known, layer.known_parts = layer.known_parts is not None, here
     layers_run.add(layer)

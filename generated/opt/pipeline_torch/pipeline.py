@@ -124,5 +124,6 @@ pipeline = ShardedPipeline(
 build = pipeline.build
 schedule = pipeline.schedule
 batch = pipeline.batch
+clip_grad_norm_ = pipeline.clip_grad_norm_
 to_full = pipeline.to_full
 load_full = pipeline.load_full

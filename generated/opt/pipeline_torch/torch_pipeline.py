@@ -14,8 +14,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from .deferred_init import default_generator
+from .guards import mark_parts
 from .recomputation import EarlierBuffers
-from .shards import set_group
+from .shards import named_world, rank, set_group
 from .stages import SendableGradients, Stage, check_names, gathered, load_held
 
 
@@ -30,7 +31,11 @@ class Pipeline:
         unread: The arguments of the model that it never reads.
     """
 
-    lay_out: Callable[[DeviceMesh], None]  # depends on whether ranks share a stage
+    # What depends on whether ranks share a stage: how they are laid out, which of a
+    # stage's parameters a rank counts, and what other groups hold more of the model.
+    lay_out: Callable[[DeviceMesh], None]
+    counted: Callable[[nn.Module], list[nn.Parameter]]
+    further_groups: Callable[[], list[Any]]
 
     def __init__(
         self,
@@ -134,6 +139,32 @@ class Pipeline:
         for stage in stages:
             load_held(stage.submod, full)
 
+    def clip_grad_norm_(
+        self, stages: Sequence[PipelineStage], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
+
+        That would scale by the norm of a rank's own stages, and what several hold would
+        drift apart. Every rank calls this one, with the stages that `build` returned.
+        """
+        copies = [{n: at[n] for n in at if n > min(at)} for at in self.shared]
+        known = {id(p) for names in copies for p in parameters_of(stages, names)}
+        modules = [unwrapped(stage) for stage in stages]
+        given = [p for m in modules for p in m.parameters() if p.grad is not None]
+        counted = {id(p) for m in modules for p in self.counted(m)} - known
+        norm: Any = nn.utils.get_total_norm(
+            [p.grad for p in given if id(p) in counted], norm_type
+        )
+        if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
+            norm = norm.full_tensor()
+        norm = norm.to(stages[0].device, torch.float32)
+        for group in (stages[0].group, *self.further_groups()):
+            norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(norms, norm, group)
+            norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+        return norm  # type: ignore[no-any-return]
+
 
 class ShardedPipeline(Pipeline):
     """Stages whose weights are divided over tensor-parallel groups."""
@@ -145,6 +176,18 @@ class ShardedPipeline(Pipeline):
         else:
             alone = [dist.get_rank()]
             set_group(dist.new_group(alone, use_local_synchronization=True))
+
+    def counted(self, stage: nn.Module) -> list[nn.Parameter]:
+        """Parts, and on the first of the ranks what each has a copy of."""
+        for module in stage.modules():
+            if hasattr(module, "sharded_parameters"):  # FSDP2 has put others in
+                mark_parts(module)
+        is_first = rank() == 0
+        return [p for p in stage.parameters() if getattr(p, "model_parallel", is_first)]
+
+    def further_groups(self) -> list[Any]:
+        """The ranks that share layers."""
+        return [named_world().group]
 
 
 def draw_apart(mesh: DeviceMesh) -> None:
@@ -281,9 +324,8 @@ class Schedule:
     def step(self, **batch: Any) -> list[Tensor]:
         """Adds the gradients of the mean of all micro-batches' losses.
 
-        Those of shared parameters are added up over the stages, so gradients must be
-        zeroed before the next step. Every rank on the axis `pp` gives it all of the
-        batch.
+        Those of shared parameters are added up over the stages. Every rank on the axis
+        `pp` gives it all of the batch.
 
         Args:
             **batch: What `batch` returns.
@@ -293,8 +335,18 @@ class Schedule:
         """
         losses: list[Tensor] = []
         schedule = self.fitting(batch, trains=True)
+        # Torch divides all gradients by the number of micro-batches, and shared ones are
+        # added up, as if there had been none before.
+        every: list[Any] = [p for s in self.stages for p in s.submod.parameters()]
+        before = [(p, p.grad) for p in every if p.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
         schedule.step(**batch, losses=losses, return_outputs=False)
         sum_shared_gradients(self.stages, self.shared)
+        for parameter, gradient in before:
+            if parameter.grad is not None:
+                gradient += parameter.grad
+            parameter.grad = gradient
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
