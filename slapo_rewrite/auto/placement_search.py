@@ -414,13 +414,17 @@ class Search:
         tables = [p for p in self.flow.tables if p.startswith(inside) and p in self.modules]
         joined = tuple(shard for p in tables for shard in self._shards(p, is_column))
         around = grouped((common_pattern((*by, c)), p) for by, c in fed for p in by)
-        first, last, beside = (
+        first, last, beside, second = (
             tuple(s for path, by in around.items() for s in self._for_each_head(homes(path), by, n))
-            for homes, n in ((self._inside, 0), (self._inside, -1), (self._beside_it, -1))
+            for homes, n in (
+                *((self._inside, 0), (self._inside, -1)),
+                *((self._beside_it, -1), (self._inside, 1)),
+            )
         )
         more = (*carried, *joined)
         ways = [(), carried, more]
-        for own in dict.fromkeys([first, last, (*first, *last), beside, (*first, *beside)]):
+        several = (*first, *last), beside, (*first, *beside), second
+        for own in dict.fromkeys([first, last, *several]):
             ways += [own, (*more, *own)]
         for among in dict.fromkeys(ways):
             for packed in self._packings(columns):
@@ -452,18 +456,20 @@ class Search:
         Args:
             homes: The modules: the one around it, and others that are given none of its results.
             producers: The layers of the component that give parts.
-            axis: Which axis counts heads, the first one or the last.
+            axis: Which axis counts heads: the first one, the second of more, or the last.
         """
         widths = {self._sizes(pattern)[1] for pattern in producers}
         widths |= {size for p in producers for parts in self._parts(p) for size in parts}
         found: dict[tuple[str, int], list[str]] = {}
         for at in homes:
             for name, own in self._first_of[at].live.named_parameters(recurse=False):
+                if own.dim() < axis + 2 and axis > 0:
+                    continue
                 size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
                 is_alone = own.numel() == size
                 if size < 2 or (axis < 0 and (is_alone or size == rows)):
                     continue  # it is counted by its first axis
-                may_share = is_alone or axis < 0
+                may_share = is_alone or axis != 0
                 if any(w % size == 0 if may_share else w == size for w in widths):
                     found.setdefault((at, axis % own.dim()), []).append(name)
         return tuple(Shard(at, tuple(names), axis) for (at, axis), names in found.items())

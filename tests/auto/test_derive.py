@@ -680,6 +680,19 @@ def test_what_each_head_has_is_split_with_the_heads(tmp_path):
     assert found.share > 0.9
 
 
+def test_what_heads_have_along_the_second_axis_is_split_with_them(tmp_path):
+    memory = (
+        SINKS.replace("torch.zeros(heads)", "torch.zeros(2, heads, 3, width // heads)")
+        .replace("sinks = self.sinks.view(1, -1, 1, 1).expand(b, -1, t, 1)\n", "SINKS\n")
+        .replace("SINKS\n", "k, v = (torch.cat([m.expand(b, -1, -1, -1), x], 2) for m, x in MET)\n")
+        .replace("MET", "zip(self.sinks, (k, v), strict=True)")
+        .replace("torch.cat([q @ k.transpose(2, 3), sinks], -1), -1)[..., :-1]", "q @ k.mT, -1)")
+    )
+    found = derived(tmp_path, memory, STEP.replace("WIDTH", "1024"))
+    assert 'attention "sinks", axis=1' in shards(found.text)
+    assert found.share > 0.9
+
+
 SPELLED = """
 import torch
 from torch import nn
