@@ -65,11 +65,9 @@ def schedule(
         # 806 million parameters: outputs are split, then inputs, and what comes out is summed.
         layers["*.mlp.c_fc"].shard(["weight", "bias"], axis=0)
         layers["*.mlp.c_proj"].shard("weight", axis=1)
-        # 403 million parameters: outputs are split, then inputs, and what comes out is summed; the
-        # gradient of what goes in is summed once.
+        # 403 million parameters: outputs are split, then inputs, and what comes out is summed.
         layers["*.attn.attention.{q_proj,k_proj,v_proj}"].shard("weight", axis=0)
         layers["*.attn.attention.out_proj"].shard("weight", axis=1)
-        layers["*.attn.attention"].sync("bwd_post", "all_reduce")
         # 107 million parameters: each rank has as many words of the vocabulary, and as many rows of
         # other tables.
         s["transformer.{wte,wpe}"].shard("weight", axis=0)
@@ -92,4 +90,4 @@ def schedule(
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, 8b3b3a8adc7f6c35
+# slapo-rewrite 0.2.0: worked out of 6aea8e959ebdffa7, d75b71bbe9533f83

@@ -62,11 +62,9 @@ def schedule(
         # 56.7 million parameters: outputs are split, then inputs, and what comes out is summed.
         layers["*.fc1"].shard(["weight", "bias"], axis=0)
         layers["*.fc2"].shard("weight", axis=1)
-        # 28.3 million parameters: outputs are split, then inputs, and what comes out is summed; the
-        # gradient of what goes in is summed once.
+        # 28.3 million parameters: outputs are split, then inputs, and what comes out is summed.
         layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
         layers["*.self_attn.out_proj"].shard("weight", axis=1)
-        layers["*.self_attn"].sync("bwd_post", "all_reduce")
         # 40.2 million parameters: each rank has as many words of the vocabulary, and as many rows
         # of other tables.
         s["model.decoder.{embed_tokens,embed_positions}"].shard("weight", axis=0)
@@ -89,4 +87,4 @@ def schedule(
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, 768b58338816bd6c
+# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, 77367218f49e4cfd
