@@ -9,7 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -70,16 +70,25 @@ class Answers:
         if func in QUESTIONS:
             if not isinstance(args[0], torch.Tensor) or not args[0].is_meta:
                 return None
-            frame = sys._getframe(2)
+            frame = _asking()
             self._asked[key := (frame.f_code, frame.f_lasti)] += 1
             if self._asked[key] > MOST_ASKED:
                 raise RuntimeError(f"`{frame.f_code.co_name}` loops until a value says otherwise")
             return says
-        if func == _IS_META:  # torch's initialisation leaves such tensors alone
-            return False
+        if func == _IS_META and _asking().f_globals is vars(nn.init):
+            return False  # initialisation leaves tensors without values alone
         if func is torch.rand and (not args or args[0] in ((), [])):
             return torch.full([], 0.99, device="cpu")
         return None
+
+
+def _asking() -> FrameType:
+    """Where the operation stands that a mode is seeing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back
 
 
 def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,9 @@ class InferSync(Primitive):
     the model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. An embedding's table that
     is the head as well, `x @ self.embedding.weight.T`, gives whole logits.
 
+    Where several layers read one value, queries, keys and values say, its gradient is added up once
+    for all of them: by the module around them, or at the value.
+
     Where no module's border is the place, a value inside `forward` or another method gets the
     collective, as by `sync(..., of=...)`: keys that all heads share, the weights of experts. Of a
     whole value without gradient that meets a part, a bias of each head say, a rank takes its slice.

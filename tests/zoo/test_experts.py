@@ -41,7 +41,7 @@ def schedule(s, entered: str = "mlp"):
     layers = s["model.layers"]
     columns = layers["*.self_attn.{q_proj,k_proj,v_proj}"]
     columns.shard("weight", axis=0)
-    columns.sync("bwd_post", "all_reduce")
+    layers["*.self_attn"].sync("bwd_post", "all_reduce")
     layers["*.self_attn.o_proj"].shard("weight", axis=1)
     layers["*.self_attn.o_proj"].sync("fwd_post", "all_reduce")
     layers["*.mlp.experts"].shard("gate_up_proj", axis=1, parts=2)
