@@ -485,6 +485,17 @@ def test_layers_that_read_one_value_have_its_gradient_added_up_once(name, tmp_pa
     assert texts(inferred) == texts(wanted)
 
 
+def test_a_border_at_which_nothing_can_be_written_is_left_alone(tmp_path):
+    body = "(x,) = xs\n        " + GATED
+    source = reading_one_value(body, ON_TOP).replace(
+        "(self, x):\n        (x,", "(self, *xs):\n        (x,"
+    )
+    stated = '    block["**.{gate,up}"].sync("bwd_post", "all_reduce")\n'
+    stated += '    block["**.down"].sync("fwd_post", "all_reduce")\n'
+    wanted = texts(rewritten(tmp_path, source, SPLIT_GATED + stated))
+    assert texts(rewritten(tmp_path, source, SPLIT_GATED + INFER)) == wanted
+
+
 def test_what_one_of_several_readers_states_is_left_to_it(tmp_path):
     source = reading_one_value(GATED, ON_TOP)
     stated = '    block["**.up"].sync("bwd_post", "all_reduce")\n'
