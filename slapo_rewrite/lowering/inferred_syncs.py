@@ -178,10 +178,9 @@ class Inference:
         found = dict[str, tuple[str, frozenset[str]]]()  # one module of each kind
         for paths in readers:
             inside: dict[str, set[str]] = {}
-            for path in paths:
-                if any(map(_is_inferred_sum, states.get(path, EMPTY).syncs)):
-                    for owner in self.tree.nodes[path].owners():
-                        inside.setdefault(owner.path, set()).add(path)
+            for path in _summing(states, paths):
+                for owner in self.tree.nodes[path].owners():
+                    inside.setdefault(owner.path, set()).add(path)
             # Of those around the same layers the innermost.
             around = {frozenset(inside[p]): p for p in sorted(inside, key=len)}
             several = ((p, layers) for layers, p in around.items() if len(layers) > 1)
@@ -190,9 +189,9 @@ class Inference:
 
     def summed_apart(self, states: States, layers: Iterable[str]) -> set[str]:
         """The layers that each add up a gradient, and those like them; none if it is but one."""
-        apart = {p for p in layers if any(map(_is_inferred_sum, states.get(p, EMPTY).syncs))}
-        like = {p for path in apart for p in self._like(path)} if len(apart) > 1 else ()
-        return {p for p in like if any(map(_is_inferred_sum, states.get(p, EMPTY).syncs))}
+        apart = _summing(states, layers)
+        like = {p for path in apart for p in self._like(path)} if len(apart) > 1 else set()
+        return _summing(states, like)
 
     def summed_once(
         self, states: States, layers: Iterable[str], remedy: MissingCollective | None
@@ -258,6 +257,11 @@ class Inference:
         """The call that leaves the collectives of a module open: the nearest one's."""
         around = self.tree.nodes[path].outwards()
         return next((c for n in around if (c := self.causes.get(n.path))), None)
+
+
+def _summing(states: States, paths: Iterable[str]) -> set[str]:
+    """Those of some modules that add up a gradient, and no one stated it."""
+    return {p for p in paths if any(map(_is_inferred_sum, states.get(p, EMPTY).syncs))}
 
 
 def _is_inferred_sum(sync: Sync) -> bool:

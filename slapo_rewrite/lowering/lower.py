@@ -7,6 +7,7 @@ calls the module, and the changes of a class become edits (`specialize`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import traceback
@@ -91,23 +92,22 @@ def lower(
     ranks as well; `records` has what is known of it, and takes what becomes known.
     """
     known = records or Records()
+    begin = functools.partial(_Lowering, tree, states, directives, before, sources, thorough, known)
     # Where of interest is whether it can be done, and not how, nothing need be summed once.
-    for sums_once in (known.has_ways, False):
-        own = dict(states)
-        lowering = _Lowering(tree, own, directives, before, sources, thorough, known, sums_once)
-        try:
-            return lowering.run(step_inputs, small)
-        except errors.RewriteError:  # of a border, say, at which nothing can be written
-            if not lowering.has_summed_once:
-                raise
-    raise AssertionError("not reached")
+    lowering = begin(sums_once=known.has_ways)
+    try:
+        return lowering.run(step_inputs, small)
+    except errors.RewriteError:  # of a border, say, at which nothing can be written
+        if not lowering.has_summed_once:
+            raise
+    return begin(sums_once=False).run(step_inputs, small)
 
 
 class _Lowering:
     def __init__(
         self,
         tree: Tree,
-        states: dict[str, ModuleRequests],
+        states: Mapping[str, ModuleRequests],
         directives: Sequence[Directive],
         before: Causes,
         sources: Sources,
@@ -115,7 +115,8 @@ class _Lowering:
         records: Records,
         sums_once: bool,
     ) -> None:
-        self.tree, self.states, self.thorough, self.records = tree, states, thorough, records
+        self.tree, self.states = tree, dict(states)
+        self.thorough, self.records = thorough, records
         self.sums_once, self.has_summed_once = sums_once, False
         self.directives, self.before = directives, before
         self.files = OutputFiles(tree, sources)
