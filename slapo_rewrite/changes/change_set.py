@@ -131,6 +131,8 @@ class ChangeSet:
             what = replace(what, lookup=lookup_of(self.sites[at.start], node))
             if what.lookup is None:
                 self._check_class(self.sites[at.start], node, causes)
+                by_value = self._is_by_value(self.sites[at.start], node, what)
+                what = replace(what, by_value=by_value)
         self.made.setdefault((owner.path, at), {})[node.path] = what
         for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)
@@ -174,6 +176,17 @@ class ChangeSet:
             at=self.file.at(site.value),
             cause=causes,
             hint=f"write the construction out: {node.cls.__name__}(...)",
+        )
+
+    def _is_by_value(self, site: Site, node: Node, what: UseSubclass) -> bool:
+        """Whether what is called is a value that came to the class, and does not name it."""
+        called, name = site.callee, what.original
+        return (
+            what.module is None
+            and isinstance(called, ast.Name | ast.Attribute | ast.Subscript)
+            and not any(isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(called))
+            and (self.file.qualified(called) or "").rpartition(".")[2] != name
+            and resolve(called, site, node) is node.cls
         )
 
     def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:

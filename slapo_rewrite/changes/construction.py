@@ -78,32 +78,20 @@ class Construction(Change):
         assert isinstance(here[0].place, AtSite)
         site = text.classes.sites[here[0].place.start]
         present = text.indices.of(site)
-        if len(set(changes.values())) == 1 and present <= changes.keys():
-            if self.held_by_variable(site, text):
-                return
-            text.replace(site.value, lambda n: self.made(n, site, text), self.becomes(site))
+        is_one = len(set(changes.values())) == 1 and present <= changes.keys()
+        if is_one and self.held_by_variable(site, text):
             return
-
-        by_change: dict[Construction | None, set[int]] = {}
-        level = _deciding(site, present, changes, text)
-        for index in sorted(present, key=_numbers):
-            number = _numbers(index)[level]
-            by_change.setdefault(changes.get(index), set()).add(number)
-        groups = list(by_change.values())
-        innermost = level == -1
-        regions = text.indices.regions(site, text.causes, groups, counted=True) if innermost else []
-        first_apart = bool(regions) and not any(0 in region.numbers for region in regions)
-        total = len(present) if innermost else len({_numbers(each)[level] for each in present})
-
-        def test(numbers: set[int]) -> str:
-            return membership(variable, numbers, total, regions, site.count)
-
-        text.replace(
-            site.value,
-            lambda node: _choice(node, by_change, site, test, text, first_apart),
-            f"choose the class of `{site.path}` by {'share' if regions else 'index'}",
-        )
-        variable = _counter(site, text, level)
+        if (by_class := _told_by_class(changes.values())) is not None:
+            _choose_by_class(site, present, by_class, changes, text)
+        elif is_one:
+            text.replace(site.value, lambda n: self.made(n, site, text), self.becomes(site))
+        else:
+            told = _told_by_number(site, present, changes, text)
+            text.replace(
+                site.value,
+                lambda node: _choice(node, told, site, text),
+                f"choose the class of `{site.path}` by {told.by}",
+            )
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
         """Refuses a site that is no call that names its class (`UnfollowableConstruction`)."""
@@ -240,6 +228,9 @@ class UseSubclass(Construction):
     is_above: bool = False
     # How the construction finds the original, where it does not name it.
     lookup: Lookup | None = None
+    # Whether what is called is a value, which was the original here and may be another class in
+    # another configuration.
+    by_value: bool = False
 
     is_parallel = False
 
@@ -253,7 +244,8 @@ class UseSubclass(Construction):
         if self.lookup is not None:
             return self._asked_for(self.lookup, _call_of(original), text)
         self.check_called(site, text)
-        if site.partial is None and any(isinstance(s.value, ast.Call) for s in assigned(site)):
+        unknown = site.partial is None and not self.by_value
+        if unknown and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
                 f"elements of `{site.path}` differ, and what is called here is not "
                 f"`{self.original}` itself",
@@ -376,28 +368,91 @@ def _call_of(node: cst.BaseExpression) -> cst.Call:
     return node
 
 
-def _choice(
-    original: cst.BaseExpression,
-    made: Mapping[Construction | None, set[int]],
+@dataclass(frozen=True)
+class _Told:
+    """Which elements become what, and how they are told from each other."""
+
+    numbers: Mapping[Hashable, set[int]]  # by what they become
+    test: Callable[[set[int]], str]  # an expression that is true for some of them
+    by: str  # what `test` goes by, in a word
+    first_apart: bool = False  # whether the first is another, and in a share as well
+
+
+def _told_by_number(
+    site: Site, present: Collection[str], becomes: Mapping[str, Hashable], text: ClassText
+) -> _Told:
+    """By their indices, or by shares of what counts them."""
+    numbers: dict[Hashable, set[int]] = {}
+    level = _deciding(site, present, becomes, text)
+    for index in sorted(present, key=_numbers):
+        numbers.setdefault(becomes.get(index), set()).add(_numbers(index)[level])
+    groups = list(numbers.values())
+    innermost = level == -1
+    regions = text.indices.regions(site, text.causes, groups, counted=True) if innermost else []
+    first_apart = bool(regions) and not any(0 in region.numbers for region in regions)
+    total = len(present) if innermost else len({_numbers(each)[level] for each in present})
+    variable = _counter(site, text, level)
+
+    def test(some: set[int]) -> str:
+        return membership(variable, some, total, regions, site.count)
+
+    return _Told(numbers, test, "share" if regions else "index", first_apart)
+
+
+def _told_by_class(changes: Collection[Construction]) -> list[UseSubclass] | None:
+    """The changes, each of another class, where a value that is called tells which it is."""
+    found: dict[str, UseSubclass] = {}
+    for change in changes:
+        if not isinstance(change, UseSubclass) or not change.by_value:
+            return None
+        if found.setdefault(change.original, change) != change:
+            return None
+    return list(found.values())
+
+
+def _choose_by_class(
     site: Site,
-    test: Callable[[set[int]], str],
+    present: Collection[str],
+    kinds: Sequence[UseSubclass],
+    changes: Mapping[str, Construction],
     text: ClassText,
-    first_apart: bool,
+) -> None:
+    """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
+    also = ""
+    if not changes.keys() >= {*present}:
+        told = _told_by_number(site, present, dict.fromkeys(changes, True), text)
+        test = told.test(told.numbers[True])
+        also = f" and ({test})" if " or " in test else f" and {test}"
+    assert site.callee is not None
+    called = ast.unparse(site.callee)
+
+    def chosen(original: cst.BaseExpression) -> cst.BaseExpression:
+        result = original
+        for kind in reversed(kinds):
+            test = f"{called} is {kind.original}{also}"
+            result = conditional(kind.made(original, site, text), test, result)
+        return result
+
+    text.replace(site.value, chosen, f"choose the class of `{site.path}` by what is called")
+
+
+def _choice(
+    original: cst.BaseExpression, told: _Told, site: Site, text: ClassText
 ) -> cst.BaseExpression:
     """`New(...) if i < 6 else Old(...)`."""
     by_text: dict[str, tuple[cst.BaseExpression, set[int]]] = {}
     unchanged = code(original)
-    for change, numbers in made.items():
-        node = original if change is None else change.made(original, site, text)
+    for change, numbers in told.numbers.items():
+        node = change.made(original, site, text) if isinstance(change, Construction) else original
         by_text.setdefault(code(node), (node, set()))[1].update(numbers)
     # What most elements are stands last, the original's own class if it is among them.
     order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
-    if first_apart:  # a share may hold the first element as well
+    if told.first_apart:
         order.sort(key=lambda t: by_text[t][1] != {0})
     result = by_text[order[-1]][0]
     for choice in reversed(order[:-1]):
         node, numbers = by_text[choice]
-        result = conditional(node, test(numbers), result)
+        result = conditional(node, told.test(numbers), result)
     return result
 
 
@@ -446,14 +501,14 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
 
 
 def _deciding(
-    site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
+    site: Site, present: Collection[str], becomes: Mapping[str, Hashable], text: ClassText
 ) -> int:
     """Which of the loops around a site tells what its elements become, counted from the inside."""
     depth = max(len(_numbers(index)) for index in present)
     for level in range(-1, -depth - 1, -1):
-        kinds: dict[int, set[Construction | None]] = {}
+        kinds: dict[int, set[Hashable]] = {}
         for index in present:
-            kinds.setdefault(_numbers(index)[level], set()).add(changes.get(index))
+            kinds.setdefault(_numbers(index)[level], set()).add(becomes.get(index))
         if all(len(each) == 1 for each in kinds.values()):
             return level
     raise errors.UnfollowableConstruction(

@@ -240,6 +240,61 @@ def test_what_is_not_known_is_written_by_number_and_said(tmp_path, init, lines, 
     assert reason in warning and "source_0.py:" in warning
 
 
+TWO = HEAD.replace(
+    "class Config:",
+    """class Wide(Block):
+    pass
+
+
+KINDS = {"block": Block, "wide": Wide}
+
+
+class Config:""",
+).replace('["block"] * depth', '["wide" if i % 4 == 1 else "block" for i in range(depth)]')
+OF_TWO = """\
+self.blocks = nn.ModuleList()
+for i, kind in enumerate(config.kinds):
+    chosen = KINDS[kind]
+    self.blocks.append(chosen(8))"""
+
+
+@pytest.mark.parametrize(
+    ("init", "called"),
+    [
+        (OF_TWO, "chosen"),
+        (
+            OF_TWO.replace("    chosen = KINDS[kind]\n", "").replace("chosen", "KINDS[kind]"),
+            "KINDS[kind]",
+        ),
+        (OF_TWO.replace("KINDS[kind]", "KINDS.get(kind)"), "chosen"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("lines", "also", "which"),
+    [
+        (FIRST_HALF, " and i < len(config.kinds) // 2", lambda i, n: i < n // 2),
+        ("blocks[:].checkpoint()", "", lambda i, n: True),
+        ("blocks[2].checkpoint()", " and i == 2", lambda i, n: i == 2),
+    ],
+)
+def test_a_class_that_is_a_value_tells_which_it_is(tmp_path, init, called, lines, also, which):
+    source = TWO.replace("{init}", "\n        ".join(init.splitlines()))
+    output = rewritten(tmp_path, source, SCHEDULE.format(lines=lines))
+    text = " ".join(output.files[output.model_file].split())
+    assert f"if {called} is Block{also} else" in text
+    assert not output.warnings
+    module = imported(written(tmp_path, output))
+    for kinds in (["block"] * 4, ["wide"] * 5, ["wide", "block", "wide", "wide"]):
+        config = module.Config(0)
+        config.kinds = kinds
+        made = [type(b).__name__ for b in module.Stack(config).blocks]
+        # Of a class that is not scheduled at all, the output has no other.
+        known = {"block"} if "[2]" in lines else {"block", "wide"}
+        wanted = [k in known and which(i, len(kinds)) for i, k in enumerate(kinds)]
+        assert [name.startswith("Checkpointed") for name in made] == wanted
+        assert [name.removeprefix("Checkpointed").lower() for name in made] == kinds
+
+
 def test_a_number_that_is_written_out_needs_no_share(tmp_path):
     output = outcome(tmp_path, "self.blocks = nn.ModuleList([Block(8) for _ in range(8)])")
     assert "if i < 4 else" in changed_lines(output)
