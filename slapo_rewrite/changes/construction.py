@@ -390,11 +390,11 @@ def _told_by_number(
     innermost = level == -1
     regions = text.indices.regions(site, text.causes, groups, counted=True) if innermost else []
     first_apart = bool(regions) and not any(0 in region.numbers for region in regions)
-    total = len(present) if innermost else len({_numbers(each)[level] for each in present})
+    made = {_numbers(each)[level] for each in present}
     variable = _counter(site, text, level)
 
     def test(some: set[int]) -> str:
-        return membership(variable, some, total, regions, site.count)
+        return membership(variable, some, made, regions, site.count)
 
     return _Told(numbers, test, "share" if regions else "index", first_apart)
 

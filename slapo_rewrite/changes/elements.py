@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -191,11 +191,15 @@ def sliced(container: str, start: Fraction, stop: Fraction) -> str:
 
 
 def membership(
-    variable: str, numbers: set[int], total: int, regions: Sequence[Region], count: ast.expr | None
+    variable: str,
+    numbers: set[int],
+    made: Collection[int],
+    regions: Sequence[Region],
+    count: ast.expr | None,
 ) -> str:
-    """An expression that is true for some of the elements."""
+    """An expression that is true for some of the elements that are made."""
     if not regions or count is None or not any(numbers & region.numbers for region in regions):
-        return _numbered(variable, sorted(numbers), total)
+        return _numbered(variable, sorted(numbers), sorted(made))
     is_simple = isinstance(count, ast.Name | ast.Attribute | ast.Call)
     text = ast.unparse(count) if is_simple else f"({ast.unparse(count)})"
     tests = []
@@ -208,21 +212,36 @@ def membership(
     return " or ".join(tests)
 
 
-def _numbered(variable: str, indices: list[int], total: int) -> str:
-    """An expression that is true for these indices out of `range(total)`.
+def _numbered(variable: str, indices: list[int], made: list[int]) -> str:
+    """An expression that is true for these indices of those that are made.
 
-    `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`.
+    `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`,
+    `[0, 1, 2, 4, 5] -> i < 6 and i != 3`.
     """
     first, last, count = indices[0], indices[-1], len(indices)
     if count == 1:
         return f"{variable} == {first}"
+    bounds = (first > made[0], last < made[-1])
+    within = {
+        (True, True): f"{first} <= {variable} < {last + 1}",
+        (True, False): f"{variable} >= {first}",
+        (False, True): f"{variable} < {last + 1}",
+        (False, False): "",
+    }[bounds]
+    others = [n for n in made if first <= n <= last and n not in indices]
+    if not others and within:
+        return within
     step = indices[1] - first
-    if indices == list(range(first, last + 1)):
-        if first == 0:
-            return f"{variable} < {last + 1}"
-        return (
-            f"{variable} >= {first}" if last == total - 1 else f"{first} <= {variable} < {last + 1}"
-        )
-    if indices == list(range(first % step, total, step)):
+    if indices == [n for n in made if n % step == first % step]:
         return f"{variable} % {step} == {first % step}"
-    return f"{variable} in ({', '.join(map(str, indices))})"
+    if len(others) < count // 2:
+        apart = f"{variable} {_one_of(others, '!=', 'not in')}"
+        return f"{within} and {apart}" if within else apart
+    return f"{variable} {_one_of(indices, '==', 'in')}"
+
+
+def _one_of(numbers: list[int], one: str, several: str) -> str:
+    """`== 3`, `in (3, 5)`."""
+    if len(numbers) == 1:
+        return f"{one} {numbers[0]}"
+    return f"{several} ({', '.join(map(str, numbers))})"

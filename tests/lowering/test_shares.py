@@ -344,7 +344,7 @@ def test_the_text_is_what_the_selection_takes(length, share):
     regions = [Region(s.start, s.stop, frozenset(s.elements(100))) for s in (first, rest)]
     count = ast.parse("length", mode="eval").body
     for each in (first, rest):
-        text = membership("i", set(each.elements(100)), 100, regions, count)
+        text = membership("i", set(each.elements(100)), range(100), regions, count)
         assert [i for i in range(length) if eval(text, {"i": i, "length": length})] == [
             *each.elements(length)
         ]
@@ -352,21 +352,30 @@ def test_the_text_is_what_the_selection_takes(length, share):
 
 
 @pytest.mark.parametrize(
-    ("indices", "total", "text"),
+    ("indices", "made", "text"),
     [
-        ([0], 4, "i == 0"),
-        ([0, 1, 2], 6, "i < 3"),
-        ([4, 5], 6, "i >= 4"),
-        ([2, 3], 6, "2 <= i < 4"),
-        ([0, 2, 4], 6, "i % 2 == 0"),
-        ([1, 4, 7], 9, "i % 3 == 1"),
-        ([0, 2, 4], 12, "i in (0, 2, 4)"),
-        ([0, 1, 5], 6, "i in (0, 1, 5)"),
+        ([0], range(4), "i == 0"),
+        ([0, 1, 2], range(6), "i < 3"),
+        ([4, 5], range(6), "i >= 4"),
+        ([2, 3], range(6), "2 <= i < 4"),
+        ([0, 2, 4], range(6), "i % 2 == 0"),
+        ([1, 4, 7], range(9), "i % 3 == 1"),
+        ([0, 2, 4], range(12), "i in (0, 2, 4)"),
+        ([0, 1, 5], range(6), "i in (0, 1, 5)"),
+        ([0, 1, 3, 4, 5], range(6), "i != 2"),
+        ([0, 1, 3, 4, 5], range(9), "i < 6 and i != 2"),
+        ([4, 5, 7, 8, 10, 11], range(12), "i >= 4 and i not in (6, 9)"),
+        # Where another place in the source makes the other elements.
+        ([4, 5, 6, 7], range(4, 12), "i < 8"),
+        ([6, 7], range(4, 8), "i >= 6"),
+        ([1, 3, 5], range(1, 14, 2), "i < 6"),
+        ([1, 5, 9], range(1, 14, 2), "i in (1, 5, 9)"),
+        ([1, 5, 9, 13], range(1, 14, 2), "i % 4 == 1"),
     ],
 )
-def test_by_number(indices, total, text):
-    assert membership("i", set(indices), total, [], None) == text
-    assert [i for i in range(total) if eval(text)] == indices
+def test_by_number(indices, made, text):
+    assert membership("i", set(indices), made, [], None) == text
+    assert [i for i in made if eval(text)] == indices
 
 
 def test_how_long_a_list_must_be():
