@@ -35,12 +35,12 @@ class ColumnParallelConvolution(nn.Module):
 
     Args:
         in_channels: C.
-        out_channels: F, of the whole layer; the attribute of that name is F'.
+        out_channels: F; the attribute of that name is F'.
         args: The further arguments of the torch class.
         parts: Divides the output: one block, or several packed along it.
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
         gather_output: Return (B, F, *S) on every rank.
         kwargs: The further keyword arguments of the torch class.
     """
@@ -87,7 +87,7 @@ class RowParallelConvolution(nn.Module):
         out_channels: F.
         args: The further arguments of the torch class.
         parts: Divides the input: one block, or several packed along it.
-        reduce: Adds up the ranks' partial outputs.
+        reduce: How the ranks' partial outputs are summed.
         kwargs: The further keyword arguments of the torch class.
     """
 
@@ -139,7 +139,7 @@ class GroupParallelConvolution(nn.Module):
 
     Args:
         in_channels: C, of the whole layer; the attribute of that name is C'.
-        out_channels: F, of the whole layer; the attribute of that name is F'.
+        out_channels: F; the attribute of that name is F'.
         kernel_size: As in the torch class, and so are the arguments after it.
         stride: See there.
         padding: See there.

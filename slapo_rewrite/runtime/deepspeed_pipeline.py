@@ -27,14 +27,14 @@ class Pipeline:
     """The stages of a model, for DeepSpeed's pipeline engine.
 
     Args:
-        stages: Their classes.
-        inputs: The arguments of the model that the first stage is given.
-        labels: Those that the loss is given.
-        shared: For each parameter that several stages hold, its name there, by stage.
-        unread: The arguments of the model that it never reads.
+        stages: The classes of the stages.
+        inputs: The model's arguments that the first stage takes.
+        labels: The model's arguments that the loss takes.
+        shared: For each parameter that several stages hold, its name by stage.
+        unread: The model's arguments that it never reads.
     """
 
-    # What depends on whether ranks share a stage.
+    # These differ with and without tensor parallelism.
     lay_out: Callable[[Any], None]
     ready: Callable[[nn.Module], None]
     read: Callable[[Any, Callable[[], nn.Module]], dict[str, Tensor]]
@@ -59,32 +59,31 @@ class Pipeline:
         dynamic_shape: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """A `PipelineModule` of the stages, for `deepspeed.initialize`.
+        """Builds the `PipelineModule` of the stages, for `deepspeed.initialize`.
 
-        Each rank makes the weights of its own stage only, the same as the whole model
-        would have from the same seed; so ranks are to be seeded alike. From then on
-        each stage of each replica draws random numbers of its own, for dropout.
+        Each rank makes the weights of its own stage only, which are those of the whole
+        model from the same seed: seed all ranks alike. Afterwards each stage of each
+        replica draws its own random numbers, for dropout.
 
-        Where a topology has an axis `model`, the engine's configuration needs
+        With an axis `model` in the topology, the engine's configuration needs
         `"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}`.
 
-        `engine.eval_batch(data)` gives the loss in eval mode, and with
-        `return_logits=True` the logits as well, on the last stage; it cannot leave the
-        loss out.
+        `engine.eval_batch(data)` returns the loss in eval mode, and with
+        `return_logits=True` the logits too, on the last stage. It always computes the
+        loss.
 
         Args:
-            *args: Those of the model's class.
-            num_stages: How many stages there are, if it is given.
-            topology: Which ranks hold which stage; without it, each stage is held by as
-                many ranks as there are, in data parallel.
-            dynamic_shape: Whether batches are of several shapes, which are then sent
-                with them.
-            **kwargs: Those of the model's class.
+            *args: The arguments of the model's class.
+            num_stages: The number of stages, to be checked.
+            topology: DeepSpeed's layout of the ranks; without it, the ranks that are
+                left over are data-parallel replicas.
+            dynamic_shape: Whether batches differ in shape, which is then sent along.
+            **kwargs: The arguments of the model's class.
 
         Raises:
-            ValueError: The model is cut into other stages, or there are other processes.
+            ValueError: The number of stages or of processes does not fit.
         """
-        from deepspeed.pipe import PipelineModule  # of which checkpoints need nothing
+        from deepspeed.pipe import PipelineModule  # checkpoints do without it
 
         check_layout(len(self.stages), num_stages, topology)
         self.lay_out(topology)
@@ -111,7 +110,7 @@ class Pipeline:
         return module
 
     def layer(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Says of a stage how it is made, and what it shares with others."""
+        """DeepSpeed's specification of a stage, with its tied parameters."""
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
         names = [names[number] for names in self.shared if number in names]
@@ -121,16 +120,16 @@ class Pipeline:
         return TiedLayerSpec("shared", self.stages[number], *args, **kwargs)
 
     def stage_of(self, module: nn.Module) -> Any:
-        """The stage that this rank holds of a `PipelineModule`."""
+        """This rank's stage in a `PipelineModule`."""
         return next(m for m in module.modules() if isinstance(m, self.stages))
 
     def batch(self, **inputs: Any) -> tuple[Any, Any]:
-        """The model's arguments as the inputs and labels that the engine takes.
+        """Arranges the model's arguments as the (inputs, labels) that the engine takes.
 
-        All are tensors. What is trained is the mean of the losses of all micro-batches.
+        All are tensors. The engine trains the mean of the losses of all micro-batches.
 
         Raises:
-            TypeError: They are others than the stages were written for.
+            TypeError: These are not the arguments that the stages were written for.
         """
         check_names(inputs.keys() - {*self.unread}, {*self.inputs, *self.labels})
         given, labels = (
@@ -143,31 +142,30 @@ class Pipeline:
         """The original's state dict, on every rank. Every rank calls it.
 
         Args:
-            module: What `build` returns.
-            first_rank_only: Give it to the first process alone, on its CPU; the others
-                get an empty dictionary, and none but the first holds more than a stage.
+            module: What `build` returned.
+            first_rank_only: Gather it on the CPU of the first process only; the others
+                get an empty dictionary, and hold no more than a stage at a time.
         """
         group = module.mpu().get_pipe_parallel_group()
         return gathered(self.stage_of(module).full_state(), group, first_rank_only)
 
     def load_full(self, module: nn.Module, full: Mapping[str, Tensor]) -> None:
-        """Takes the original's state dict; do it before `deepspeed.initialize`."""
+        """Loads the original's state dict. Call it before `deepspeed.initialize`."""
         load_held(self.stage_of(module), full)
 
     def read_checkpoint(
         self, folder: str | Path, *args: Any, tag: str | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """The original's state dict, from what `engine.save_checkpoint(folder)` wrote.
+        """Reads the original's state dict from what `engine.save_checkpoint` wrote.
 
-        One process is enough, without an engine, and the original model loads it. The
-        weights are those that the engine computes with: rounded ones, where it trains
-        in half precision.
+        It needs one process and no engine. The weights are those that the engine
+        computes with: in half precision, if it trains so.
 
         Args:
-            folder: That of `save_checkpoint`.
-            *args: Those of the model's class.
-            tag: The checkpoint's; without it, the latest is read.
-            **kwargs: Those of the model's class.
+            folder: The folder that `save_checkpoint` was given.
+            *args: The arguments of the model's class.
+            tag: The tag of the checkpoint; without it, the latest is read.
+            **kwargs: The arguments of the model's class.
 
         Raises:
             ValueError: The checkpoint is of other stages, or of another model.
@@ -185,14 +183,14 @@ class Pipeline:
     ) -> None:
         """Writes the original's state dict as a checkpoint of the stages.
 
-        What loads it is `engine.load_checkpoint(folder, load_module_only=True)`.
+        `engine.load_checkpoint(folder, load_module_only=True)` loads it.
 
         Args:
-            folder: Where the checkpoint goes.
+            folder: The folder to write to.
             full: The original's state dict.
-            *args: Those of the model's class.
-            tensor_parallel_size: How many ranks are to share each stage.
-            **kwargs: Those of the model's class.
+            *args: The arguments of the model's class.
+            tensor_parallel_size: The number of ranks that will share each stage.
+            **kwargs: The arguments of the model's class.
 
         Raises:
             FileExistsError: The folder has such a checkpoint already.
@@ -205,30 +203,30 @@ class Pipeline:
 
 
 class UnshardedPipeline(Pipeline):
-    """Stages that one rank holds whole."""
+    """A pipeline without tensor parallelism."""
 
     read = staticmethod(united)
 
     def lay_out(self, topology: Any) -> None:
-        """There is nothing to do."""
+        """Nothing to do."""
 
     def ready(self, stage: nn.Module) -> None:
-        """There is nothing to do."""
+        """Nothing to do."""
 
     def as_rank(self, size: int, rank: int) -> AbstractContextManager[None]:
-        """Refuses to divide what is not divided."""
+        """Refuses several ranks: no weights are divided."""
         if size > 1:
             raise ValueError("the stages divide no weights over ranks")
         return nullcontext()
 
 
 class ShardedPipeline(Pipeline):
-    """Stages whose weights are divided over tensor-parallel groups."""
+    """A pipeline with its weights divided over tensor-parallel groups."""
 
     read = staticmethod(joined)
 
     def lay_out(self, topology: Any) -> None:
-        """Names the tensor-parallel group: the ranks along the axis `model`, if any."""
+        """Sets the tensor-parallel group: the ranks along the axis `model`, if any."""
         listed = [] if topology is None else topology.get_axis_comm_lists("model")
         listed = listed or [[rank] for rank in range(dist.get_world_size())]
         for ranks in listed:  # every rank takes part in making each group
@@ -237,16 +235,16 @@ class ShardedPipeline(Pipeline):
                 set_group(group)
 
     def ready(self, stage: nn.Module) -> None:
-        """Lets the stage load a rank's parts as DeepSpeed writes them.
+        """Lets the stage load the parts in DeepSpeed's files.
 
-        The files' names say whose they are; what a state dict notes of that is lost.
+        They lack the metadata that says whose parts they are; the file's name says it.
         """
         for module in stage.modules():
             if hasattr(module, "sharded_parameters"):
                 module.takes_parts = True  # type: ignore[assignment]
 
     def as_rank(self, size: int, rank: int) -> AbstractContextManager[None]:
-        """Makes stages as one of the ranks that share them."""
+        """A context in which stages are made as by one of the ranks that share them."""
         return world_of(size, rank)
 
 
@@ -265,19 +263,19 @@ def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
 
 
 def with_all_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
-    """Lets all that a stage is given have gradients, zeros where it needs none of a value.
+    """A hook: gives every input of a stage a gradient, of zeros if it is not used.
 
-    DeepSpeed sends that of every tensor back, and stops where there is none.
+    DeepSpeed sends the gradient of every input back, and fails where there is none.
     """
     several = isinstance(given[0], tuple)
     return (SendableGradients.apply(*given[0]),) if several else None  # type: ignore[no-untyped-call]
 
 
 def with_all_tracked(_: nn.Module, __: Any, outputs: Any) -> Any:
-    """Lets all that a stage gives take part in the backward pass, in which some have no part.
+    """A hook: makes every floating-point output of a stage require a gradient.
 
-    DeepSpeed runs that from every value in floating point, and stops where it cannot: a
-    stage of frozen layers gives nothing that has one.
+    DeepSpeed runs backward from all of them, and fails for one that does not, such as
+    an output of frozen layers.
     """
     if not torch.is_grad_enabled():
         return None
@@ -291,10 +289,10 @@ def with_all_tracked(_: nn.Module, __: Any, outputs: Any) -> Any:
 
 
 def with_gradients_of(names: Sequence[str], stage: nn.Module, _: object) -> None:
-    """Lets parameters that other stages hold as well have gradients, if only of zeros.
+    """A hook: gives parameters that other stages share a gradient, of zeros at first.
 
-    DeepSpeed adds them up where there are any: a stage that does not come to use such a
-    parameter would leave the others waiting.
+    DeepSpeed all-reduces those that exist: a stage that did not use its parameter would
+    leave the others waiting.
     """
     for name in names if torch.is_grad_enabled() else ():
         parameter = attrgetter(name)(stage)
@@ -303,9 +301,9 @@ def with_gradients_of(names: Sequence[str], stage: nn.Module, _: object) -> None
 
 
 def seed_apart(module: Any) -> None:
-    """Lets each stage of each replica draw random numbers of its own from now on.
+    """Seeds each stage of each replica differently.
 
-    The tensor-parallel ranks of a stage go on drawing the same ones.
+    The tensor-parallel ranks of a stage keep drawing the same numbers.
     """
     grid = module.mpu()
     sizes = (module.num_stages, grid.get_data_parallel_world_size())
@@ -315,12 +313,12 @@ def seed_apart(module: Any) -> None:
 
 
 def count_once(module: Any, stage: Any, shared: Sequence[Mapping[int, str]]) -> None:
-    """Lets the norm of the gradients count each parameter once, on one rank.
+    """Makes DeepSpeed count each parameter once in the norm of the gradients.
 
-    DeepSpeed takes all parameters of a tied layer for copies, on every stage but the
-    first that holds it; of a whole stage only those that are tied are. Without ZeRO it
-    takes no notice of copies, and of what is not marked `model_parallel` only on the
-    first rank of the first stage.
+    With ZeRO it takes all parameters of a tied layer for copies, on every stage but the
+    first; here the layer is a whole stage, of which few parameters are tied. Without
+    ZeRO it counts what is marked `model_parallel` on every rank, copies included, and
+    what is not on the first rank only.
     """
     number = module.stage_id
     names = [n[number] for n in shared if number in n and number > min(n)]
@@ -335,4 +333,4 @@ def count_once(module: Any, stage: Any, shared: Sequence[Mapping[int, str]]) -> 
             parameter.model_parallel = is_own and counted
 
     mark()
-    stage.register_load_state_dict_post_hook(mark)  # parts are marked anew by loading
+    stage.register_load_state_dict_post_hook(mark)  # loading marks parts again

@@ -1,4 +1,4 @@
-"""Keys and values of grouped-query attention, on more ranks than there are heads of them.
+"""Grouped-query attention on more ranks than there are key and value heads.
 
 Shapes: D features in, F features out. A prime (F') marks the part that this rank holds.
 """
@@ -16,25 +16,25 @@ from .tensor_parallel import all_reduce_gradient, collective, record_shard, unch
 
 @dataclass(frozen=True)
 class ReplicatedShard(PiecewiseShard):
-    """A shard whose units may be fewer than the ranks.
+    """A shard by units (heads) of which there may be fewer than ranks.
 
-    Then every unit is held by as many ranks in a row as there are ranks for each.
+    Then each unit is held by several consecutive ranks, as many for each.
     """
 
     def replicas(self) -> int:
-        """How many ranks hold the same part; more than one where units are few."""
+        """How many ranks hold the same part."""
         units, world = self.size // self.multiple_of, world_size()
         return world // units if world > units and world % units == 0 else 1
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Where what a rank holds lies on the full axis."""
+        """The pieces of the full axis, (start, stop), that a rank holds."""
         if self.replicas() == 1:
             return super().ranges(rank)
         start = rank // self.replicas() * self.multiple_of
         return [(start, start + self.multiple_of)]
 
     def sum_replicas(self, part: Tensor) -> Tensor:
-        """The sum of what the ranks have that hold the same part."""
+        """Sums a tensor over the ranks that hold the same part."""
         shape = list(part.shape)
         shape[self.axis] = self.size
         full = part.new_zeros(shape)
@@ -46,18 +46,18 @@ class ReplicatedShard(PiecewiseShard):
 class KeyValueParallelLinear(nn.Linear):
     """A linear layer to key or value heads, split over the heads: (..., D) -> (..., F').
 
-    With more ranks than heads, several ranks in a row hold the same head, the one that
-    their query heads attend to, and add up their gradients for its weights.
+    With more ranks than heads, consecutive ranks hold the same head, the one that their
+    query heads attend to, and sum their gradients of its weights.
 
     Args:
         in_features: D.
-        out_features: F, of the whole layer; the attribute of that name is F'.
+        out_features: F; the attribute of that name is F'.
         bias: Whether a bias is added.
         device: Where the parameters are made.
         dtype: Their type.
         multiple_of: A head's size.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
 
     Attributes:
         replicas: How many ranks hold the same heads.
@@ -92,7 +92,7 @@ class KeyValueParallelLinear(nn.Linear):
         return nn.functional.linear(input, weight, bias)
 
     def shared(self, parameter: Tensor | None) -> Any:
-        """A parameter, whose gradient the ranks that hold it add up."""
+        """The parameter; its gradient is summed over the ranks that hold it."""
         if parameter is None:
             return None
         return collective(parameter, unchanged, self.shard.sum_replicas)

@@ -1,4 +1,4 @@
-"""Between the original's full tensors and the parts that this rank holds."""
+"""Converts between the original's full tensors and the parts that this rank holds."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -24,19 +24,19 @@ from .weights import originals_only  # for weights
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
-    """How sharded parameters and buffers are divided, by name; tied ones by all names."""
+    """The shards of parameters and buffers by name; tied tensors under every name."""
     found = parts_in(model)
     return {n: found[id(t)] for n, t in named_tensors(model) if id(t) in found}
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; tied ones by all names."""
+    """Parameters and buffers by name; tied tensors under every name."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def weight_maps(model: nn.Module) -> dict[str, Any]:
-    """How modules that stand in others' places are made of those, by their prefix."""
+    """How the weights of replaced modules follow from the originals', by prefix."""
     return {
         f"{path}.": module.weight_map
         for path, module in model.named_modules()
@@ -47,16 +47,16 @@ def weight_maps(model: nn.Module) -> dict[str, Any]:
 def under_original_names(
     model: nn.Module, named: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The original's full tensors, made of the model's full ones."""
+    """Converts the model's full tensors to those of the original."""
     for prefix, weight_map in reversed(weight_maps(model).items()):
         named = weight_map.to_original(named, prefix)
     return dict(named)
 
 
 def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes this rank's parts of the original's full tensors, by parameter name.
+    """Cuts this rank's parts out of the original's full tensors, by parameter name.
 
-    They may be parameters, gradients or optimiser moments. Parts are left as they are.
+    They may be parameters, gradients or optimiser moments. Parts are kept as they are.
     """
     for prefix, weight_map in weight_maps(model).items():  # for weights
         named = weight_map.to_new(named, prefix)
@@ -87,8 +87,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The original's state dict, on every rank. Every rank calls it."""
     state = model.state_dict()
     full = to_full(model, state)
-    # What modules note beside their tensors, such as versions, stays; whose parts they
-    # were does not.
+    # The metadata of modules, such as versions, is kept, except for whose parts these
+    # were.
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
         note.pop("mapped", None)  # for weights
@@ -100,11 +100,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make()` returns, initialised alike at every world size.
 
-    Each rank makes the whole model as well, draws its weights bit for bit as one process
-    does, and keeps its part of each, so the ranks must be seeded alike.
+    Each rank first makes the whole model, draws the same weights as one process, bit
+    for bit, and keeps its parts of them. So the ranks must be seeded alike.
 
     Raises:
-        ValueError: The ranks are seeded otherwise, or the default device is the meta
+        ValueError: The ranks are not seeded alike, or the default device is the meta
             device, which holds no weights.
     """
     check_seeds()
@@ -114,7 +114,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     with world_of(1):
         original = make()
         whole = original.state_dict()
-    # A constructor may run layers, whose parts are alike on all ranks as yet.
+    # A constructor may run layers, whose parts are still the same on all ranks.
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     model.load_state_dict(whole)
@@ -124,10 +124,10 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Takes over what loading leaves.
+    """Copies what `load_state_dict` does not set.
 
-    A hook of the model's own may change parameters as they are loaded, and a constructor
-    draw buffers that no state dict holds.
+    A hook of the model's may change parameters while they are loaded, and a constructor
+    may draw buffers that are not in the state dict.
     """
     local = to_local(model, full)
     for name, own in named_tensors(model):
@@ -138,7 +138,7 @@ def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 
 def starting_as_originals(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Makes what `make` does, with weights that are made of those that the originals draw."""
+    """Makes the model with weights converted from those that the originals draw."""
 
     def made() -> nn.Module:
         with drawing_apart():
@@ -154,14 +154,14 @@ def starting_as_originals(make: Callable[[], nn.Module]) -> Callable[[], nn.Modu
 
 
 def drawing_apart() -> AbstractContextManager[None]:
-    """Random numbers go on behind it as if none had been drawn inside."""
+    """A context that leaves the state of the random number generator as it was."""
     device = torch.get_default_device()
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def check_seeds() -> None:
-    """Refuses ranks that would draw other weights than one process does."""
+    """Refuses ranks that would not draw the weights that one process draws."""
     device = torch.get_default_device()
     if device.type == "meta":
         raise ValueError("weights cannot be made on the meta device: leave it")
@@ -180,10 +180,10 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:
     """Reads a safetensors checkpoint, each rank only its parts.
 
-    A model that was built inside `with torch.device("meta"):` has drawn no weights that
-    would be thrown away, and gets memory on the default device. On the CPU what lies in
-    one piece in the file is read when it is used, so leave the file as it is; what is
-    written to such a parameter does not reach the file.
+    The model may have been built inside `with torch.device("meta"):`, which saves
+    drawing weights; it then gets memory on the default device. On the CPU, parts that
+    are contiguous in the file are memory-mapped: do not change the file while the model
+    is in use. Training does not write to it.
 
     Args:
         model: The model; its parameters are filled in place.
@@ -196,8 +196,8 @@ def load_pretrained(
 
     Raises:
         KeyError: `strict`, and the checkpoint and the model differ in their names.
-        ValueError: A tensor does not have the size that the model was made for, or one
-            on the meta device is not in the checkpoint and cannot be had otherwise.
+        ValueError: A tensor has another size than in the model, or one on the meta
+            device is not in the checkpoint and cannot be computed.
     """
     divided, stored = shards(model), stored_tensors(Path(path))
     own = model.state_dict(keep_vars=True)
@@ -253,7 +253,7 @@ def load_pretrained(
 
 
 def without_values(path: str, name: str) -> ValueError:
-    """Says that a module has a tensor without values."""
+    """The error for a tensor that has no values to load."""
     return ValueError(
         f"`{path}{'.' if path else ''}{name}` is on the meta device and not in the "
         "checkpoint: put a tensor with values there before loading, or build the model "
@@ -262,7 +262,7 @@ def without_values(path: str, name: str) -> ValueError:
 
 
 def give_values(tensor: Any, values: Tensor) -> None:
-    """Takes a tensor off the meta device. It stays tied, and keeps its attributes.
+    """Replaces a tensor on the meta device in place, so that ties and attributes stay.
 
     Raises:
         ValueError: The default device is the meta device, or the tensor has hooks.
@@ -284,11 +284,11 @@ def give_values(tensor: Any, values: Tensor) -> None:
 def fill_unsaved_buffers(model: nn.Module, saved: set[str]) -> None:
     """Fills buffers on the meta device that no checkpoint holds, as transformers does.
 
-    There the `_init_weights` of a model fills those of its modules. Only what it writes
-    itself counts: it runs twice, on other values before it.
+    The model's `_init_weights` fills those of its modules. It runs twice, on buffers of
+    zeros and of ones, to see whether it writes every element.
 
     Raises:
-        ValueError: It does not write all of one.
+        ValueError: It does not write all of a buffer.
     """
     models: dict[str, Any] = {}
     for path, module in model.named_modules():
@@ -304,7 +304,7 @@ def fill_unsaved_buffers(model: nn.Module, saved: set[str]) -> None:
             or models[path] is None
             or parts_in(module).keys() & {id(buffer) for buffer in unsaved.values()}
         ):
-            continue  # which is refused in the end
+            continue  # `load_pretrained` refuses it in the end
         runs: list[dict[str, Tensor]] = []
         for buffer in unsaved.values():
             give_values(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
@@ -319,7 +319,7 @@ def fill_unsaved_buffers(model: nn.Module, saved: set[str]) -> None:
 
 
 def stored_tensors(path: Path) -> dict[str, Path]:
-    """Which file holds each tensor of a checkpoint."""
+    """The file that holds each tensor of a checkpoint, by the tensor's name."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         by_name = json.loads(index.read_text())["weight_map"]
@@ -330,7 +330,7 @@ def stored_tensors(path: Path) -> dict[str, Path]:
 
 
 def open_checkpoint(file: Path) -> Any:
-    """Opens a safetensors file, whose tensors are read when they are asked for."""
+    """Opens a safetensors file; tensors are read when they are asked for."""
     from safetensors import safe_open
 
     return safe_open(file, framework="pt")
@@ -339,11 +339,10 @@ def open_checkpoint(file: Path) -> Any:
 def checkpoint_names(
     own: Mapping[str, Tensor], stored: set[str], prefix: str
 ) -> dict[str, str]:
-    """The checkpoint's name of each of the model's tensors.
+    """The name in the checkpoint of each of the model's tensors.
 
-    A tensor that is not there is left out: it may be tied to another that is. A
-    checkpoint of the model without its head lacks the prefix, and one with a head has
-    it where the model has none.
+    A tensor that is not there is left out: it may be tied to another. The names in a
+    checkpoint of the base model lack `prefix`; those of a model with a head have it.
     """
     names = {}
     for name in own:
@@ -356,12 +355,12 @@ def checkpoint_names(
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint, of which no more is read than is asked for.
+    """A tensor in a checkpoint, of which only the slices that are used are read.
 
     Attributes:
         file: The file.
         name: The tensor's name there.
-        opened: The open file, where slices in one piece are to stay in it.
+        opened: The open file, where contiguous slices are to be memory-mapped.
     """
 
     file: Path
@@ -370,7 +369,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The full tensor's shape."""
         tensors = self.opened or open_checkpoint(self.file)
         return tuple(tensors.get_slice(self.name).get_shape())
 
@@ -379,12 +378,12 @@ class Stored:
             part = self.slice_of(self.opened, slices)
             if part.is_contiguous():
                 return part
-        # What is read of the file is in memory for as long as this one is open.
+        # Pages that were read stay in memory for as long as the file is open.
         with open_checkpoint(self.file) as tensors:
             return self.slice_of(tensors, slices).contiguous()
 
     def slice_of(self, tensors: Any, slices: tuple[slice, ...]) -> Tensor:
-        """The slice of an open file."""
+        """A slice of the tensor, from an open file."""
         part: Tensor = (
             tensors.get_slice(self.name)[slices]
             if slices
@@ -394,10 +393,10 @@ class Stored:
 
 
 def read_part(stored: Any, shard: Shard | None) -> Tensor:
-    """One tensor of a checkpoint, or this rank's part of it.
+    """Reads a tensor of a checkpoint, or this rank's part of it.
 
     Raises:
-        ValueError: The tensor is not as long as the model's whole one.
+        ValueError: The tensor has not the full size that the model expects.
     """
     slices = [slice(0, size) for size in stored.shape]
     if shard is None:
@@ -421,12 +420,12 @@ def save_pretrained(
     """Writes the original's checkpoint, as its `save_pretrained` would in one process.
 
     Every rank calls it. The first process writes, and holds the full tensors of one
-    file at a time; what is tied is written once.
+    file at a time. Tied tensors are written once.
 
     Args:
-        model: The model; one of Hugging Face has its configuration written as well.
+        model: The model; if it is a Hugging Face one, its configuration is written too.
         path: The folder.
-        max_shard_size: Bytes of tensors in one file. A larger tensor has its own.
+        max_shard_size: Bytes of tensors per file. A larger tensor gets its own file.
     """
     path = Path(path)
     divided, own = shards(model), saved_tensors(model)
@@ -436,7 +435,7 @@ def save_pretrained(
     if writes:
         prepare_folder(model, path)
     sizes = {name: size_in_bytes(own[name], divided.get(name)) for name in own}
-    # The same memory for all files: what is freed between them may stay with the process.
+    # One buffer for all files: memory freed in between might stay with the process.
     most = max(sum(sizes[n] + ALIGNED for n in names) for names in files.values())
     memory = torch.empty(most, dtype=torch.uint8, device="cpu" if writes else "meta")
     for file, names in files.items():
@@ -459,19 +458,19 @@ def save_pretrained(
     wait_for_group()
 
 
-ALIGNED = 64  # bytes that a tensor begins at a multiple of
-PIECE = 2**21  # bytes that are gathered at a time
+ALIGNED = 64  # bytes; where a tensor may begin in the buffer
+PIECE = 2**21  # bytes gathered at a time
 
 
 def gather_into(memory: Tensor, part: Tensor, shard: Shard | None) -> Tensor:
-    """The full tensor, in memory given for its elements; gathered a piece at a time."""
+    """Gathers the full tensor into `memory`, a piece at a time."""
     if hasattr(part, "full_tensor"):  # FSDP2 divides parts further, over the replicas
         part = part.full_tensor()
     shape, axis = list(part.shape), 0
     if shard is not None:
         shape[shard.axis], axis = shard.size, int(shard.axis == 0)
     full = memory.view(shape)
-    if shard is None or axis == part.dim():  # nothing to be cut along
+    if shard is None or axis == part.dim():  # no other axis to cut pieces along
         return full.copy_(part if shard is None else shard.gather(part))
     length = max(1, PIECE * shape[axis] // max(1, full.nbytes))
     pieces = torch.split(part, length, axis), torch.split(full, length, axis)
@@ -481,7 +480,7 @@ def gather_into(memory: Tensor, part: Tensor, shard: Shard | None) -> Tensor:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds: a tied tensor stands under the first of its names."""
+    """The tensors that a checkpoint holds; a tied one under its first name."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     by_tensor: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
@@ -492,7 +491,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def size_in_bytes(part: Tensor, shard: Shard | None) -> int:
-    """How large the full tensor is."""
+    """Bytes of the full tensor."""
     size = part.numel() * part.element_size()
     return size if shard is None else size // max(1, shard.local_size()) * shard.size
 
@@ -503,13 +502,13 @@ def checkpoint_files(
     together: tuple[str, ...],
     max_shard_size: int,
 ) -> dict[str, list[str]]:
-    """Which tensors each file of a checkpoint holds.
+    """The names of the tensors in each file of a checkpoint.
 
     Args:
-        own: The tensors.
-        divided: How those are divided that are.
-        together: Prefixes of names that belong in one file.
-        max_shard_size: Bytes of tensors in one file.
+        own: The tensors to save.
+        divided: The shards of those that are divided.
+        together: Prefixes of names that belong in the same file.
+        max_shard_size: Bytes of tensors per file.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -532,11 +531,11 @@ def checkpoint_files(
 
 
 def prepare_folder(model: nn.Module, path: Path) -> None:
-    """Makes the folder, takes out an earlier checkpoint and writes the configuration."""
+    """Makes the folder, deletes an earlier checkpoint and writes the configuration."""
     path.mkdir(parents=True, exist_ok=True)
     save: Any = getattr(model, "save_pretrained", None)
     if save is not None:
-        save(path, state_dict={})  # all but the weights
+        save(path, state_dict={})  # all but weights
     for pattern in ("model.safetensors*", "model-*-of-*.safetensors"):
         for file in path.glob(pattern):
             file.unlink()

@@ -34,7 +34,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         args: The further arguments of the torch class.
         reduce_input_gradient: Sum the gradients of what goes in over the ranks. Off
             where that is done once for several layers.
-        reduce: Adds up the ranks' partial outputs.
+        reduce: How the ranks' partial outputs are summed.
         kwargs: The further keyword arguments of the torch class.
 
     Raises:

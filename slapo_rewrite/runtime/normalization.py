@@ -162,7 +162,7 @@ class ParallelLayerNorm(nn.LayerNorm):
     """A LayerNorm split over its features, of which all take part: (..., D') to the same.
 
     Args:
-        normalized_shape: D, of the whole layer; the attribute of that name is D'.
+        normalized_shape: D; the attribute of that name is D'.
         args: The further arguments of `nn.LayerNorm`.
         parts: Divides the features: one block, or several packed along it.
         gather_output: Return (..., D) on every rank.
@@ -203,7 +203,7 @@ class ParallelRMSNorm(nn.RMSNorm):
     """An RMSNorm split over its features, of which all take part: (..., D') to the same.
 
     Args:
-        normalized_shape: D, of the whole layer; the attribute of that name is D'.
+        normalized_shape: D; the attribute of that name is D'.
         args: The further arguments of `nn.RMSNorm`.
         parts: Divides the features: one block, or several packed along it.
         gather_output: Return (..., D) on every rank.

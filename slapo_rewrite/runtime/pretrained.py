@@ -1,4 +1,4 @@
-"""What transformers does for its own models: initial weights, checkpoints."""
+"""Lets transformers treat the model as its own: initial weights, checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -10,38 +10,38 @@ from .weights import originals_standing
 
 
 class LibraryModel:
-    """A model that transformers is to treat as the original, which is one of its own.
+    """A model that transformers initialises and loads as one of its own classes.
 
-    For a class outside of its package it skips what `_init_weights` does for modules
-    without parameters of their own, such as attention, so that others start from weights
-    of another scale; nor does it convert checkpoints.
+    For custom classes it does not call `_init_weights` on modules without parameters of
+    their own, such as attention, which may set the scale of other weights; and it does
+    not convert checkpoints.
     """
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Whether transformers leaves these things to the model: no."""
+        """Whether transformers is to treat this as a custom class: no."""
         return False
 
 
 class OriginalCheckpoints:
-    """For a model of transformers: its checkpoints are the original's."""
+    """A Hugging Face model that reads and writes the original's checkpoints."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Loads, and notes what was known of the parameters at the new ones."""
+        """Loads, and marks the new parameters as the old ones were."""
         parent: Any = super()
         loaded = parent.from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.load_state_dict({}, strict=False)  # for its hooks
+        model.load_state_dict({}, strict=False)  # runs its hooks
         return loaded
 
 
 class MappedCheckpoints(OriginalCheckpoints):
-    """The same where modules stand in others' places, with other weights."""
+    """The same for a model with replaced modules whose weights are others."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Loads the original's modules, then puts in those that stand for them.
+        """Loads the original's modules, then puts their replacements in.
 
         Raises:
             ValueError: `device_map` spreads the model over several devices.
@@ -54,7 +54,7 @@ class MappedCheckpoints(OriginalCheckpoints):
                 "`from_pretrained` cannot spread this model over several devices: "
                 "leave `device_map` out, or name one device"
             )
-        for each in reversed(standing):  # what holds another one before that
+        for each in reversed(standing):  # outer modules first
             each.give_way(model)
         return loaded
 
@@ -65,7 +65,7 @@ class MappedCheckpoints(OriginalCheckpoints):
         state_dict: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Writes the original's tensors, also of a state dict that is the model's own."""
+        """Writes the original's tensors, converted from the model's if need be."""
         parent, model = cast(Any, super()), cast(nn.Module, self)
         own = model.state_dict() if state_dict is None else state_dict
         named: Mapping[str, Tensor] = own

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps, where it computes everything else again."""
+"""What activation checkpoints keep and restore when they recompute a forward pass."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 
 
 def keep_results(*operations: Any) -> Any:
-    """Contexts for `checkpoint` in which the results of these operations are kept."""
+    """The `context_fn` of a checkpoint that keeps the results of these operations."""
 
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in operations:
@@ -26,12 +26,12 @@ def keep_results(*operations: Any) -> Any:
 
 
 def policy_contexts(policy: Callable[..., CheckpointPolicy]) -> Any:
-    """Contexts for `checkpoint` in which `policy(ctx, operation, *args)` is asked.
+    """The `context_fn` of a checkpoint that asks `policy(ctx, operation, *args)`.
 
-    What draws random numbers is computed again whatever the policy says: a result that
-    is kept draws none the second time, and all that follow would be others. A view that
-    does not share its version, as `matmul` gives of its product, is kept with that: torch
-    tells by the version that what is kept was changed in place, and fails then.
+    Operations that draw random numbers are always recomputed: if one were skipped, all
+    later ones would draw other numbers. The `_unsafe_view` that `matmul` makes of its
+    product is treated as the product: it does not share its version counter, by which
+    torch notices that what was kept has been changed in place.
     """
     before: dict[bool, CheckpointPolicy] = {}
 
@@ -63,19 +63,19 @@ def draws_numbers(
 
 
 def update_buffers_once(module: nn.Module) -> Callable[[], tuple[Any, Any]]:
-    """Contexts for `checkpoint` that compute again with the buffers as they were.
+    """The `context_fn` of a checkpoint that recomputes with the buffers as they were.
 
-    What is written to them the second time is thrown away: statistics that `forward`
-    updates, as batch norms do, would count a batch twice.
+    What the second run writes to them is discarded: running statistics, such as those
+    of batch norms, would count a batch twice.
     """
     return lambda: (nullcontext(), EarlierBuffers(module))
 
 
 class EarlierBuffers:
-    """Inside, a module has the buffers that it had when this was made.
+    """A context in which a module has the buffers that it had when this was made.
 
     Args:
-        module: The module.
+        module: The module, with its submodules.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,22 +87,22 @@ class EarlierBuffers:
         self.later: list[Any] = []
 
     def __enter__(self) -> None:
-        """Puts them in."""
+        """Puts copies of the earlier buffers in."""
         self.later = [getattr(module, name) for module, name, _ in self.places]
         for module, name, buffer in self.places:
             setattr(module, name, buffer.clone())
 
     def __exit__(self, *error: object) -> None:
-        """Puts back those that there were before."""
+        """Puts the later buffers back."""
         for (module, name, _), buffer in zip(self.places, self.later, strict=True):
             setattr(module, name, buffer)
 
 
 def check_left_out(**given: Any) -> None:
-    """Refuses arguments that change before the backward pass computes with them again.
+    """Refuses arguments that will have changed when the backward pass recomputes.
 
     Raises:
-        ValueError: One is given, and a backward pass may follow.
+        ValueError: One is given while gradients are recorded.
     """
     for name, value in given.items():
         if value is not None and torch.is_grad_enabled():
@@ -113,10 +113,10 @@ def check_left_out(**given: Any) -> None:
 
 
 def draw_again(contexts: Callable[[], Any] | None = None) -> Callable[[], Any]:
-    """Contexts for `checkpoint` in which Python and NumPy draw the same numbers again.
+    """The `context_fn` of a checkpoint that restores Python's and NumPy's random state.
 
     Args:
-        contexts: Gives those in which it runs besides.
+        contexts: Another `context_fn` to use with it.
     """
 
     def both() -> tuple[Any, Any]:
@@ -127,10 +127,10 @@ def draw_again(contexts: Callable[[], Any] | None = None) -> Callable[[], Any]:
 
 
 class EarlierDraws:
-    """Inside, Python and NumPy draw what they would have drawn when this was made.
+    """A context with the random state of Python and NumPy from when this was made.
 
     Args:
-        inner: A context that is entered with it.
+        inner: A context to enter with it.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -138,25 +138,25 @@ class EarlierDraws:
         self.earlier = self.later = drawing_states()
 
     def __enter__(self) -> None:
-        """Sets the numbers back."""
+        """Restores the earlier state."""
         self.later = drawing_states()
         set_drawing(self.earlier)
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Goes on with those that came next."""
+        """Goes on with the later state."""
         self.inner.__exit__(*error)
         set_drawing(self.later)
 
 
 def drawing_states() -> tuple[Any, Any]:
-    """Where Python's random numbers stand, and NumPy's, if anybody imported it."""
+    """The random state of Python, and of NumPy if it is imported."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy.random.get_state() if numpy else None
 
 
 def set_drawing(states: tuple[Any, Any]) -> None:
-    """Has random numbers go on from where they stood."""
+    """Sets the random state of Python and NumPy."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])

@@ -1,4 +1,4 @@
-"""Submodules that are made anew, with the weights of those in whose places they come."""
+"""Submodules that a subclass makes again, with the weights of those they replace."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from torch import nn
 
 @contextmanager
 def same_weights(module: nn.Module) -> Iterator[None]:
-    """Submodules that are made anew inside take the weights of those before them.
+    """A context in which new submodules take the weights of those that they replace.
 
-    What is frozen stays so. Random numbers go on as if none had been drawn inside, so
-    that from the same seed everything starts as in a model where nothing is made twice.
+    Frozen weights stay frozen. Random numbers drawn inside do not count, so that the
+    same seed gives the same weights as in a model that makes nothing twice.
     """
     before = dict(module.named_modules())
     uses_cuda = torch.get_default_device().type == "cuda"
@@ -23,12 +23,12 @@ def same_weights(module: nn.Module) -> Iterator[None]:
         replaced = before.get(path, made)
         if made is replaced:
             continue
-        # What others have noted on a module, that it is initialised say, holds on.
+        # Flags that others have set on a module, such as being initialised, are kept.
         notes = {name for name, value in vars(replaced).items() if value is True}
         vars(made).update(dict.fromkeys(notes - vars(made).keys(), True))
         if not path.startswith(taken):
             weights = replaced.state_dict(keep_vars=True)
-            # What is packed is drawn otherwise.
+            # Packed weights are initialised differently.
             if weights.keys() == made.state_dict(keep_vars=True).keys():
                 made.load_state_dict(weights)
                 for name, parameter in made.named_parameters():

@@ -29,7 +29,7 @@ from .shards import set_group as set_group
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Returns `x`: the identity."""
     return x
 
 
@@ -72,12 +72,12 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor) -> Tensor:
-    """Passes `x` unchanged; sums the gradients that the ranks have for it."""
+    """Passes `x` unchanged; sums its gradient over the ranks."""
     return collective(x, unchanged, sum_parts)
 
 
 def gather(x: Tensor, shard: Shard) -> Tensor:
-    """The ranks' parts put together; the gradient is this rank's slice."""
+    """Concatenates the ranks' parts; the gradient is this rank's slice."""
     return collective(x, shard.gather, shard.cut)
 
 
@@ -92,9 +92,9 @@ def all_gather(
     Args:
         x: This rank's part.
         axis: The axis to concatenate along.
-        full_size: The axis's size in the result. Without it all parts have one size.
-        tensor_parallel_output_grad: The ranks go on to compute different things, so
-            their gradients are summed before they are sliced.
+        full_size: The axis's size in the result; None: all parts have the same size.
+        tensor_parallel_output_grad: What follows differs between the ranks, so that
+            their gradients have to be summed before they are sliced.
     """
     shard = Shard(axis, full_size or x.shape[axis] * world_size())
     if tensor_parallel_output_grad:  # for tensor_parallel_output_grad
@@ -103,7 +103,7 @@ def all_gather(
 
 
 def even_shard(x: Tensor, axis: int) -> Shard:
-    """How `x` is divided along `axis` into slices of one size.
+    """Divides `axis` of `x` into slices of the same size.
 
     Raises:
         ValueError: The axis does not divide over this many ranks.
@@ -118,7 +118,7 @@ def even_shard(x: Tensor, axis: int) -> Shard:
 
 
 def reduce_scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of the ranks' sum; the gradient is gathered from all slices.
+    """This rank's slice of the sum over the ranks; the gradient is all-gathered.
 
     Raises:
         ValueError: The axis does not divide over this many ranks.
@@ -128,7 +128,7 @@ def reduce_scatter(x: Tensor, axis: int) -> Tensor:
 
 
 def scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of `x`; the gradient is gathered from all slices.
+    """This rank's slice of `x`; the gradient is all-gathered.
 
     Raises:
         ValueError: The axis does not divide over this many ranks.
@@ -138,7 +138,7 @@ def scatter(x: Tensor, axis: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, gather_axis: int, scatter_axis: int) -> Tensor:
-    """Slices along one axis become slices along another; so do their gradients.
+    """Exchanges slices along one axis for slices along another; so for the gradient.
 
     Args:
         x: This rank's slice along `gather_axis`, which is whole in the result.
@@ -155,10 +155,10 @@ def all_to_all(x: Tensor, gather_axis: int, scatter_axis: int) -> Tensor:
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
-    """Notes that `module.<name>` is this rank's part of a tensor divided by `shard`.
+    """Records that `module.<name>` is this rank's part of a tensor divided by `shard`.
 
-    The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
-    From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+    From then on `load_state_dict` takes the full tensor and keeps this rank's part. The
+    record is kept on the module, since parameters may be replaced (`to_empty`, FSDP).
     """
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters, module.known_parts = {}, None
@@ -183,7 +183,7 @@ def _cut_full_tensors(
         tensor = state_dict.get(name)
         if not isinstance(tensor, Tensor):
             continue
-        # FSDP2 or DeepSpeed kept what is known to be a part.
+        # What FSDP2 or DeepSpeed saved is known to be a part.
         known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
         if of is None and shard.is_full(tensor):
             state_dict[name] = shard.cut(tensor.detach())
@@ -204,11 +204,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
+    """`torch.nn.utils.clip_grad_norm_` with the norm of the whole model's gradients.
 
-    That would scale by the norm of a rank's own parts, and what all ranks have a copy of
-    would drift apart. Every rank calls this one, with the model, or with its parameters
-    where they are the tensors that it was built with.
+    torch's function would take the norm of a rank's own parts: each rank would scale by
+    another number. Every rank calls this one, with the model or, if they are still the
+    tensors that it was built with, its parameters.
     """
     if isinstance(model, nn.Module):
         for module in model.modules():
@@ -247,36 +247,36 @@ def shard_parameter(
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    Parts are equal multiples of `multiple_of`; where that is 0 they may differ.
+    Parts are equal multiples of `multiple_of`; if that is 0 they may differ in size.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
     shard = parts(axis, tensor.shape[axis], multiple_of)
-    # In place, so that whatever else is tied to the parameter stays tied.
+    # In place, so that tied parameters stay tied.
     tensor.data = shard.cut(tensor.data)
     record_shard(module, name, shard)
 
 
 def own_part(module: Any, name: str, values: Tensor) -> Tensor:
-    """This rank's part of what is written into `module.<name>`, if it has only a part."""
+    """This rank's part of `values` for `module.<name>`; all, if it is not sharded."""
     shard = getattr(module, "sharded_parameters", {}).get(name)
     return values if shard is None or not shard.is_full(values) else shard.cut(values)
 
 
 def on_first_rank(x: Tensor) -> Tensor:
-    """The tensor on the first rank, zeros of its shape on the others."""
+    """`x` on the first rank, zeros on the others."""
     return x if rank() == 0 else torch.zeros_like(x)
 
 
 def add_once(module: nn.Module, name: str) -> None:
-    """Has the first rank alone add the whole parameter `module.<name>` to partial sums.
+    """Lets only the first rank add the whole parameter `module.<name>` to partial sums.
 
-    While `module` runs, its attribute of that name is this rank's summand. Every rank
-    gets the whole gradient, as it does of the sum.
+    While `module` runs, the attribute is zero on the other ranks. Every rank gets the
+    parameter's whole gradient.
 
     Args:
-        module: The module that holds it, and gives partial sums.
-        name: Its name there.
+        module: The module that holds the parameter and returns partial sums.
+        name: The parameter's name.
     """
     if world_size() > 1:
         module.register_forward_pre_hook(partial(set_summand, name=name))
@@ -285,13 +285,13 @@ def add_once(module: nn.Module, name: str) -> None:
 
 
 def set_summand(module: nn.Module, args: Any, name: str) -> None:
-    """Puts this rank's summand before the parameter of that name."""
+    """Hides the parameter behind this rank's summand, an ordinary attribute."""
     whole = getattr(module, name)
     vars(module)[name] = collective(whole, on_first_rank, unchanged)
 
 
 def remove_summand(module: nn.Module, args: Any, output: Any, name: str) -> None:
-    """Lets the attribute be the parameter again."""
+    """Uncovers the parameter again."""
     vars(module).pop(name, None)
 
 
@@ -307,10 +307,10 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        parts: How the output is divided: whole, or by blocks packed along it.
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        parts: How F is divided: as one block, or as several packed along it.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
         gather_output: Return (..., F) on every rank.
     """
 
@@ -337,7 +337,7 @@ class ColumnParallelLinear(nn.Linear):
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
+        """Maps (..., D) to (..., F'), or to (..., F) if the output is gathered."""
         check_parts(self)
         input = self.enter(input)
         if self.output_shard is not None:  # for gather_output
@@ -345,34 +345,28 @@ class ColumnParallelLinear(nn.Linear):
         return super().forward(input)
 
 
-# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
+# From a rank's partial output and the bias: the sum, and what to add to it as bias.
 Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sum of the ranks' partial outputs on every rank, and the bias."""
+    """Sums the partial outputs over the ranks; the bias is added to that as it is."""
     return all_reduce(y), bias
 
 
 def sum_later(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """This rank's partial output, of which the caller makes the sum.
+    """Leaves the sum to the caller: the first rank alone adds the bias.
 
-    The bias stands in the first rank's summand only. Every rank sees the gradient of
-    the sum, so passing it unchanged gives the bias its exact gradient.
+    Every rank has the gradient of the sum, which is the bias's gradient as well.
     """
     if bias is not None:
-        bias = collective(bias, zero_after_first_rank, unchanged)
+        bias = collective(bias, on_first_rank, unchanged)
     return y, bias
-
-
-def zero_after_first_rank(x: Tensor) -> Tensor:
-    """`x` on the first rank, zeros on the others."""
-    return x if rank() == 0 else torch.zeros_like(x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter:
-    """Leaves each rank its slice of the sum.
+    """Reduce-scatters the partial outputs, which gives each rank a slice of the sum.
 
     Attributes:
         axis: The axis that is sliced.
@@ -381,7 +375,7 @@ class ReduceScatter:
     axis: int
 
     def __call__(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Adds up and slices; the bias gets the sum of the slices' gradients."""
+        """Sums and slices; the bias's gradient is summed over the slices."""
         if bias is not None:
             bias = all_reduce_gradient(bias)
         return reduce_scatter(y, self.axis), bias
@@ -390,12 +384,12 @@ class ReduceScatter:
 class RowParallelLinear(nn.Linear):
     """A linear layer split over its input features: (..., D') -> (..., F).
 
-    It is made with D; its `in_features` is D'. Other arguments are as in `nn.Linear`.
+    The constructor takes D; `in_features` is D'. Other arguments are as in `nn.Linear`.
 
     Args:
-        parts: How the input is divided: whole, or by blocks packed along it.
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs.
+        parts: How D is divided: as one block, or as several packed along it.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce: How the ranks' partial outputs are summed.
     """
 
     def __init__(
@@ -415,7 +409,7 @@ class RowParallelLinear(nn.Linear):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up."""
+        """Maps (..., D') to (..., F), summed over the ranks."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -431,8 +425,8 @@ class RowParallelLinear(nn.Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it.
+    The constructor takes V and the id of the padding. `num_embeddings` is V', and
+    `padding_idx` the row of that id in this rank's part; None if another rank holds it.
     """
 
     def __init__(
@@ -458,7 +452,7 @@ class VocabParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up."""
+        """Looks up ids (B, T), and sums: a rank finds zeros for the rows of others."""
         check_parts(self, input)
         if world_size() == 1:
             return super().forward(input)
@@ -470,7 +464,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def tied_head(x: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
-    """Logits by an embedding's table, (..., D) -> (..., V), of `x`'s type, on every rank."""
+    """Logits from an embedding's table, (..., D) -> (..., V), in the dtype of `x`."""
     y = nn.functional.linear(all_reduce_gradient(x), embedding.weight.to(x.dtype))
     return all_gather(y, full_size=embedding.full_num_embeddings)
 
@@ -480,9 +474,9 @@ class ColumnParallelEmbedding(nn.Embedding):
 
     Args:
         num_embeddings: V.
-        embedding_dim: D, of the whole table; the attribute of that name is D'.
+        embedding_dim: D; the attribute of that name is D'.
         padding_idx: The id whose row gets no gradient.
-        multiple_of: What equal shares are multiples of; 0: they may differ.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
         gather_output: Return (B, T, D) on every rank.
     """
 
@@ -505,7 +499,7 @@ class ColumnParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids (B, T); (B, T, D) with `gather_output`."""
+        """Maps ids (B, T) to (B, T, D'), or to (B, T, D) if the output is gathered."""
         check_parts(self, input)
         if self.output_shard is not None:  # for gather_output
             return gather(super().forward(input), self.output_shard)

@@ -27,7 +27,7 @@ from .shards import set_group as set_group
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Returns `x`: the identity."""
     return x
 
 
@@ -70,12 +70,12 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor) -> Tensor:
-    """Passes `x` unchanged; sums the gradients that the ranks have for it."""
+    """Passes `x` unchanged; sums its gradient over the ranks."""
     return collective(x, unchanged, sum_parts)
 
 
 def gather(x: Tensor, shard: Shard) -> Tensor:
-    """The ranks' parts put together; the gradient is this rank's slice."""
+    """Concatenates the ranks' parts; the gradient is this rank's slice."""
     return collective(x, shard.gather, shard.cut)
 
 
@@ -90,9 +90,9 @@ def all_gather(
     Args:
         x: This rank's part.
         axis: The axis to concatenate along.
-        full_size: The axis's size in the result. Without it all parts have one size.
-        tensor_parallel_output_grad: The ranks go on to compute different things, so
-            their gradients are summed before they are sliced.
+        full_size: The axis's size in the result; None: all parts have the same size.
+        tensor_parallel_output_grad: What follows differs between the ranks, so that
+            their gradients have to be summed before they are sliced.
     """
     shard = Shard(axis, full_size or x.shape[axis] * world_size())
     if tensor_parallel_output_grad:
@@ -101,7 +101,7 @@ def all_gather(
 
 
 def even_shard(x: Tensor, axis: int) -> Shard:
-    """How `x` is divided along `axis` into slices of one size.
+    """Divides `axis` of `x` into slices of the same size.
 
     Raises:
         ValueError: The axis does not divide over this many ranks.
@@ -116,7 +116,7 @@ def even_shard(x: Tensor, axis: int) -> Shard:
 
 
 def reduce_scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of the ranks' sum; the gradient is gathered from all slices.
+    """This rank's slice of the sum over the ranks; the gradient is all-gathered.
 
     Raises:
         ValueError: The axis does not divide over this many ranks.
@@ -126,7 +126,7 @@ def reduce_scatter(x: Tensor, axis: int) -> Tensor:
 
 
 def scatter(x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of `x`; the gradient is gathered from all slices.
+    """This rank's slice of `x`; the gradient is all-gathered.
 
     Raises:
         ValueError: The axis does not divide over this many ranks.
@@ -136,10 +136,10 @@ def scatter(x: Tensor, axis: int) -> Tensor:
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
-    """Notes that `module.<name>` is this rank's part of a tensor divided by `shard`.
+    """Records that `module.<name>` is this rank's part of a tensor divided by `shard`.
 
-    The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
-    From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+    From then on `load_state_dict` takes the full tensor and keeps this rank's part. The
+    record is kept on the module, since parameters may be replaced (`to_empty`, FSDP).
     """
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters, module.known_parts = {}, None
@@ -164,7 +164,7 @@ def _cut_full_tensors(
         tensor = state_dict.get(name)
         if not isinstance(tensor, Tensor):
             continue
-        # FSDP2 or DeepSpeed kept what is known to be a part.
+        # What FSDP2 or DeepSpeed saved is known to be a part.
         known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
         if of is None and shard.is_full(tensor):
             state_dict[name] = shard.cut(tensor.detach())
@@ -185,11 +185,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
+    """`torch.nn.utils.clip_grad_norm_` with the norm of the whole model's gradients.
 
-    That would scale by the norm of a rank's own parts, and what all ranks have a copy of
-    would drift apart. Every rank calls this one, with the model, or with its parameters
-    where they are the tensors that it was built with.
+    torch's function would take the norm of a rank's own parts: each rank would scale by
+    another number. Every rank calls this one, with the model or, if they are still the
+    tensors that it was built with, its parameters.
     """
     if isinstance(model, nn.Module):
         for module in model.modules():
@@ -227,12 +227,12 @@ def shard_parameter(
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    Parts are equal multiples of `multiple_of`; where that is 0 they may differ.
+    Parts are equal multiples of `multiple_of`; if that is 0 they may differ in size.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
     shard = Shard(axis, tensor.shape[axis], multiple_of)
-    # In place, so that whatever else is tied to the parameter stays tied.
+    # In place, so that tied parameters stay tied.
     tensor.data = shard.cut(tensor.data)
     record_shard(module, name, shard)
 
@@ -244,9 +244,9 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
     """
 
     def __init__(
@@ -268,24 +268,24 @@ class ColumnParallelLinear(nn.Linear):
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
+        """Maps (..., D) to (..., F'), or to (..., F) if the output is gathered."""
         check_parts(self)
         input = self.enter(input)
         return super().forward(input)
 
 
-# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
+# From a rank's partial output and the bias: the sum, and what to add to it as bias.
 Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sum of the ranks' partial outputs on every rank, and the bias."""
+    """Sums the partial outputs over the ranks; the bias is added to that as it is."""
     return all_reduce(y), bias
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter:
-    """Leaves each rank its slice of the sum.
+    """Reduce-scatters the partial outputs, which gives each rank a slice of the sum.
 
     Attributes:
         axis: The axis that is sliced.
@@ -294,7 +294,7 @@ class ReduceScatter:
     axis: int
 
     def __call__(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Adds up and slices; the bias gets the sum of the slices' gradients."""
+        """Sums and slices; the bias's gradient is summed over the slices."""
         if bias is not None:
             bias = all_reduce_gradient(bias)
         return reduce_scatter(y, self.axis), bias
@@ -303,11 +303,11 @@ class ReduceScatter:
 class RowParallelLinear(nn.Linear):
     """A linear layer split over its input features: (..., D') -> (..., F).
 
-    It is made with D; its `in_features` is D'. Other arguments are as in `nn.Linear`.
+    The constructor takes D; `in_features` is D'. Other arguments are as in `nn.Linear`.
 
     Args:
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce: How the ranks' partial outputs are summed.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class RowParallelLinear(nn.Linear):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up."""
+        """Maps (..., D') to (..., F), summed over the ranks."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -342,8 +342,8 @@ class RowParallelLinear(nn.Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it.
+    The constructor takes V and the id of the padding. `num_embeddings` is V', and
+    `padding_idx` the row of that id in this rank's part; None if another rank holds it.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class VocabParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up."""
+        """Looks up ids (B, T), and sums: a rank finds zeros for the rows of others."""
         check_parts(self, input)
         if world_size() == 1:
             return super().forward(input)

@@ -17,9 +17,9 @@ from .tensor_parallel import all_reduce, gather
 
 
 class _LogSumAndTarget(torch.autograd.Function):
-    """The logarithm of each prediction's summed exponentials, and its target's logit.
+    """Each prediction's log-sum-exp over the vocabulary, and the logit of its target.
 
-    The gradient of this rank's part of the logits takes no more memory than they do.
+    The backward pass needs memory for one tensor of the size of this rank's logits.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class _LogSumAndTarget(torch.autograd.Function):
     def backward(
         ctx: Any, log_sum: Tensor, at_target: Tensor
     ) -> tuple[Tensor, None, None]:
-        # `once_differentiable` lets it pass where what it is given is a constant.
+        # `once_differentiable` would not refuse this for constant gradients.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "the gradient of a loss of split logits has none of its own, as "
@@ -50,11 +50,11 @@ class _LogSumAndTarget(torch.autograd.Function):
 
 
 def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
-    """The logits of all V classes, on every rank, of the part that `head` gives.
+    """Gathers the logits of all V classes on every rank.
 
     Args:
-        logits: With V' classes on `axis`; with V they are whole already.
-        head: The layer that they are from.
+        logits: V' classes on `axis`; if there are V of them, they are returned as is.
+        head: The layer that computed them.
         axis: The axis of the classes.
     """
     shard = Shard(axis, vocabulary_of(head))
@@ -62,8 +62,8 @@ def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
 
 
 def vocabulary_of(head: Any) -> int:
-    """V, of a layer that is divided over the ranks, or of a whole one in its place."""
-    # An adapter of PEFT's stands around its layer.
+    """V, for an output layer that is split over the ranks, or one that is whole."""
+    # PEFT's adapters wrap the layer.
     layer = getattr(head, "base_layer", head)
     return int(getattr(layer, "full_out_features", layer.out_features))
 
@@ -71,7 +71,7 @@ def vocabulary_of(head: Any) -> int:
 def cross_entropy_of_parts(
     input: Tensor, target: Tensor, vocab_size: int, **options: Any
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits of which each rank has a part."""
+    """`torch.nn.functional.cross_entropy` of logits split over the vocabulary."""
     shard = Shard(min(1, input.dim() - 1), vocab_size)
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
@@ -109,7 +109,7 @@ def cross_entropy_of_parts(
 def vocab_parallel_criterion(
     criterion: nn.CrossEntropyLoss, input: Tensor, target: Tensor, *, head: nn.Module
 ) -> Tensor:
-    """`criterion(input, target)` of logits of which `head` gives each rank a part."""
+    """`criterion(input, target)` of the logits of `head`, split over the vocabulary."""
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     options = {name: getattr(criterion, name) for name in names}
     return cross_entropy_of_parts(input, target, vocabulary_of(head), **options)

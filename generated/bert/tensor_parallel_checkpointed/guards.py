@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for modeling_bert.py; rewrite.json says from what.
-"""Refuses, in words, what would train other weights than the model's."""
+"""Checks that stop a training run whose weights would not be those of one process."""
 
 import warnings
 from functools import cache, partial
@@ -15,18 +15,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .copies import compare_gradients, note_copies
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
-# What these do to an element depends on nothing that another rank has.
+# Optimizers that update every element by itself: a part as it would be in the whole.
 BY_ELEMENT = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
 )  # fmt: skip
-# What holds parts and has run: an optimizer has parameters alone, and not whose they are.
+# Sharded layers that have run: an optimizer knows its parameters, but not their layers.
 layers_run: WeakSet[Any] = WeakSet()
 
 
 @cache
 def watch_registrations() -> tuple[Any, ...]:
-    """From the first call on, what is put into a module is looked at first."""
+    """Installs the checks below as hooks of torch's, once for all models."""
     return (
         hooks.register_module_module_registration_hook(refuse_wrappers),
         hooks.register_module_parameter_registration_hook(refuse_reworked),
@@ -35,12 +35,12 @@ def watch_registrations() -> tuple[Any, ...]:
 
 
 def look_at_optimizer(optimizer: Any, *_: object) -> None:
-    """Before an optimizer's step: looks whether it may take parts for weights."""
+    """Before an optimizer's step: checks that it can train the parts of weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
     is_new = not vars(optimizer).get("knows_parts")
     optimizer.knows_parts = True
-    for layer in layers_run if is_new else ():  # FSDP2 has put other parameters in
+    for layer in layers_run if is_new else ():  # FSDP2 replaces parameters
         mark_parts(layer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(hasattr(p, "model_parallel") for p in parameters):
@@ -48,7 +48,7 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     note_copies(parameters, begins=is_new and not optimizer.state)
     if is_new:
         refuse_replicas(optimizer)
-    shares_out = "process_group" in vars(optimizer)  # among optimizers of its own
+    shares_out = "process_group" in vars(optimizer)  # as ZeRO-1 does
     if is_new and not (isinstance(optimizer, BY_ELEMENT) or shares_out):
         warnings.warn(
             f"`{type(optimizer).__name__}` is given this rank's parts of split weights: "
@@ -59,7 +59,7 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
 
 
 def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
-    """Refuses what a part would be worked out of: by pruning, or a norm of the weight."""
+    """Refuses pruning and weight norm of a sharded parameter: they need all of it."""
     of, _, kind = name.rpartition("_")
     parts = getattr(layer, "sharded_parameters", {})
     if of in parts and kind in ("orig", "g", "v") and world_size() > 1:
@@ -67,7 +67,7 @@ def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
 
 
 def refuse_beside_part(name: str, layer: nn.Module) -> None:
-    """Says what to do instead of putting parameters beside a part."""
+    """Raises, and says what to do instead of adding parameters to a sharded layer."""
     raise RuntimeError(
         f"`{name}` of `{type(layer).__name__}` works on this rank's part: each rank "
         "would train other parameters beside it. Put LoRA adapters in by "
@@ -77,13 +77,13 @@ def refuse_beside_part(name: str, layer: nn.Module) -> None:
 
 
 def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Refuses to put into `parent` what would train other weights than the model's.
+    """Refuses wrappers and replacements of sharded layers that train other weights.
 
-    Has a parent that can save itself refuse to save parts.
+    A parent with `save_pretrained` gets one that refuses to write parts.
     """
     if module is None or world_size() == 1:
         return
-    # `parametrizations` is what `torch.nn.utils.parametrize` puts into a layer first.
+    # `torch.nn.utils.parametrize` first registers `parametrizations`.
     parametrized = name == "parametrizations" and hasattr(parent, "sharded_parameters")
     before = next((c for n, c in parent.named_children() if n == name), None)
     if parametrized or is_adapter(module, before):
@@ -94,7 +94,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
             "of the original, in one process, and load what it saves"
         )
     can_save = hasattr(type(parent), "save_pretrained")
-    # A slice of a list of layers, which a `forward` may take, is not looked into.
+    # A `forward` may slice a list of layers: such a list is not searched each time.
     if (can_save or "process_group" in vars(parent)) and parts_in(module):
         if can_save:
             vars(parent)["save_pretrained"] = partial(save_whole, parent)
@@ -102,7 +102,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
 
 
 def refuse_replicas(holder: Any) -> None:
-    """Refuses what would copy parts between ranks that it takes for replicas."""
+    """Refuses data parallelism over ranks that hold different parts of weights."""
     replicas, ranks = vars(holder).get("process_group"), dist.get_process_group_ranks
     if not isinstance(replicas, dist.ProcessGroup):
         return
@@ -115,7 +115,7 @@ def refuse_replicas(holder: Any) -> None:
 
 
 def is_adapter(module: nn.Module, layer: Any) -> bool:
-    """Whether a module adds parameters to a layer that works on parts, which it holds."""
+    """Whether a module wraps a sharded layer and adds parameters, as LoRA does."""
     if not hasattr(layer, "sharded_parameters") or hasattr(layer, "takes_adapters"):
         return False
     held = layer in module.modules()
@@ -123,7 +123,7 @@ def is_adapter(module: nn.Module, layer: Any) -> bool:
 
 
 def is_made_of(layer: Any, module: nn.Module) -> bool:
-    """Whether a layer takes a split one's place with its weights, or with rounded ones."""
+    """Whether a module was made from a sharded layer's part: a copy, or quantised."""
     part, new = getattr(layer, "weight", None), getattr(module, "weight", None)
     if layer in module.modules() or hasattr(module, "sharded_parameters"):
         return False
@@ -137,19 +137,19 @@ def is_made_of(layer: Any, module: nn.Module) -> bool:
 
 
 def check_parts(layer: Any, ids: Tensor | None = None) -> None:
-    """Refuses to run a layer in another group than its own, or of which ranks have copies.
+    """Checks, when a layer first runs, that this rank has its own part of the weights.
 
-    Where the first run finds the same weights on every rank, something has copied one
-    rank's part over those of the others, or all have drawn the same numbers. Where it
-    finds other `ids` to look up, as does the first run in eval mode, the ranks have
-    taken batches of their own.
+    Refuses another group than the layer was built in, and the same weights on every
+    rank: one rank's part was copied over the others, or all drew the same numbers.
+    `ids` must be the same on all ranks; that is checked again on the first run in eval
+    mode.
     """
     shard, world, size = layer.sharded_parameters["weight"], named_world(), world_size()
-    if size == 1:  # `spectral_norm` goes on each time that the weight is read
+    if size == 1:  # reading the weight would advance `spectral_norm`
         shard.check_group()
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
-    # A copy of a layer has what that one knew.
+    # The id, since a copied layer has a copy of what the first one knew.
     here = id(layer), size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:  # as in each run but the first
         compare_gradients()
@@ -171,7 +171,7 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
         return
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
-        weight = weight.new_tensor([rank()])  # what is constant may well be alike
+        weight = weight.new_tensor([rank()])  # constants may be the same
     table, norm = weight.reshape(len(weight), -1), weight.float().norm().double()
     sums = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
     if are_alike(torch.cat([norm.reshape(1), *sums])):
@@ -184,48 +184,48 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
 
 
 def mark_parts(module: Any, *loaded: object) -> None:
-    """Marks sharded parameters, also those that loading or a copy has put in their place.
+    """Marks sharded parameters, including new ones after loading or copying.
 
     DeepSpeed counts a parameter in the gradient norm on every rank if it is so marked,
     else on the first rank only.
     """
     if loaded:
-        module.known_parts = None  # its next run looks at the weights
+        module.known_parts = None  # the next run checks the weights
     for name, shard in module.sharded_parameters.items():
         parameter = getattr(module, name)
         # Where it is None, another pipeline stage holds it.
         if parameter is not None and not hasattr(parameter, "model_parallel"):
-            before = [shard.ranges(r) for r in range(rank())]  # of these one counts
+            before = [shard.ranges(r) for r in range(rank())]  # copies count once
             parameter.model_parallel = shard.ranges(rank()) not in before
 
 
 def note_whose_parts(
     module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """In a state dict: notes which of how many ranks the parts belong to."""
+    """Notes in a state dict's metadata which rank's parts it holds."""
     if world_size() == 1:
         return
     metadata["part"] = rank(), world_size()
     is_made = named_world().supposed or torch.get_default_device().type == "meta"
     for name in module.sharded_parameters:
         part = state_dict.get(prefix + name)
-        if hasattr(part, "to_local"):  # FSDP2's, which asks what it holds
+        if hasattr(part, "to_local"):  # FSDP2's DTensor
             with torch.no_grad():
                 part = part.to_local()
         if type(part) is not Tensor or part is getattr(module, name):
             continue
-        # transformers asks a model on the meta device what it is to read.
+        # transformers asks a model on the meta device which tensors to read.
         if part.is_meta and not is_made:
             raise RuntimeError(
                 "`from_pretrained` reads whole tensors, and this rank holds parts: use "
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
-        # The checkpoint asks the one first; the other keeps both out of pickles.
+        # The checkpoint calls the first; the second keeps both out of pickles.
         vars(part).update(__create_write_items__=_refuse_checkpoint, __getstate__=dict)
 
 
 def _refuse_checkpoint(name: str, part: Tensor) -> None:
-    """Stops torch.distributed.checkpoint from keeping one rank's part as the whole."""
+    """Stops torch.distributed.checkpoint from saving one rank's part as the whole."""
     raise RuntimeError(
         f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
         "rank's only: save `loading.full_state_dict(model)`, on every rank, or the "
@@ -234,7 +234,7 @@ def _refuse_checkpoint(name: str, part: Tensor) -> None:
 
 
 def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own `save_pretrained`, of full tensors; it is refused of parts."""
+    """The model's own `save_pretrained` for full tensors; parts are refused."""
     states = [a for a in (*args, kwargs.get("state_dict")) if isinstance(a, dict)]
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):

@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for gpt.py; rewrite.json says from what.
-"""Looks, as training goes on, whether ranks train alike what each has a copy of."""
+"""Checks, during training, that parameters which every rank holds stay the same."""
 
 import warnings
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from .shards import named_world, world_size
 
-ALIKE = 1e-4  # what a GPU adds up in another order differs by less, in proportion
-SMALL = 1e-4  # of the largest: a smaller gradient may be one of rounding alone
-# By process group, how often layers have run: ranks run them alike, but steps of an
-# optimizer they may skip. And norms of the gradients of copies, and of those that
-# training begins with, at an optimizer's step since the ranks compared them last.
+ALIKE = 1e-4  # relative; sums in another order on a GPU differ by less
+SMALL = 1e-4  # of the largest gradient; smaller ones may be rounding errors
+# By process group: how often layers have run, which is the same on all ranks (a rank
+# may skip steps of its optimizer); and the norms of gradients and, as training begins,
+# of values, at the first optimizer step since the ranks last compared them.
 runs: dict[Any, int] = {}
 norms: dict[Any, list[tuple[float, float]]] = {}
 
 
 def note_copies(parameters: Iterable[Any], begins: bool) -> None:
-    """Before an optimizer's step: notes what each rank has a copy of, and its gradient."""
+    """Before an optimizer's step: records norms of what is not split."""
     group = named_world().group or dist.group.WORLD
     copies = [p for p in parameters if not hasattr(p, "model_parallel")]
     trained = [p for p in copies if p.grad is not None]
@@ -29,7 +29,7 @@ def note_copies(parameters: Iterable[Any], begins: bool) -> None:
 
 
 def _norm(x: Any) -> float:
-    x = x.to_local() if hasattr(x, "to_local") else x  # FSDP2's slice, alike on ranks
+    x = x.to_local() if hasattr(x, "to_local") else x  # FSDP2's local slice
     if x.layout is not torch.strided:
         return 0.0
     precise = torch.promote_types(x.dtype, torch.float32)
@@ -37,17 +37,17 @@ def _norm(x: Any) -> float:
 
 
 def compare_gradients() -> None:
-    """When a layer runs: at times, the ranks compare what their optimizers have found.
+    """When a layer runs: now and then, the ranks compare the norms that were recorded.
 
     Raises:
-        RuntimeError: Training began with other copies, or no gradient of one is alike.
+        RuntimeError: Values differ as training begins, or all gradients do.
     """
     group = named_world().group or dist.group.WORLD
     runs[group] = count = runs.get(group, 0) + 1
     if count & (count - 1):  # at the 2nd run, the 4th, the 8th ...
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return  # a graph holds no such comparison
+        return  # CUDA graphs cannot hold this
     everyones: list[Any] = [None] * world_size()
     dist.all_gather_object(everyones, norms.pop(group, []), group)
     pairs = [zip(*each, strict=True) for each in zip(*everyones, strict=False)]

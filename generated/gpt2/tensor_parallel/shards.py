@@ -16,8 +16,8 @@ class World(NamedTuple):
 
     Attributes:
         group: Their process group; None: the default one, if any is initialised.
-        ranks: The group's ranks; none where it holds all that there are.
-        supposed: How many ranks to make layers for that need not be there, and which.
+        ranks: The group's global ranks; empty where it has all of them.
+        supposed: A (world size, rank) to build layers for without such processes.
     """
 
     group: dist.ProcessGroup | None = None
@@ -32,8 +32,8 @@ def set_group(group: dist.ProcessGroup | None) -> None:
     """Names the tensor-parallel process group. Call it before the model is built.
 
     Without it the group is the default one where `torch.distributed` is initialised,
-    and a world of one where it is not. A model belongs to the group that it is built
-    in, and runs while that one is named.
+    and a world of one where it is not. A model runs in the group that was named when
+    it was built, and in no other.
     """
     global _world
     ranks: tuple[int, ...] = ()
@@ -43,13 +43,13 @@ def set_group(group: dist.ProcessGroup | None) -> None:
 
 
 def named_world() -> World:
-    """The ranks that share layers here."""
+    """The tensor-parallel world that is set now."""
     return _world
 
 
 @contextmanager
 def in_world(world: World) -> Iterator[None]:
-    """Inside, these ranks share layers."""
+    """A context in which this world is set."""
     global _world
     before, _world = _world, world
     try:
@@ -59,7 +59,7 @@ def in_world(world: World) -> Iterator[None]:
 
 
 def world_of(size: int, rank: int = 0) -> AbstractContextManager[None]:
-    """Inside, layers are made as on one of so many ranks, which need not be there."""
+    """A context in which layers are built as on this rank of `size`, in one process."""
     return in_world(_world._replace(supposed=(size, rank)))
 
 
@@ -111,8 +111,8 @@ class Shard:
     Attributes:
         axis: The axis that is divided.
         size: Its size in the full tensor.
-        multiple_of: What equal parts are multiples of, a head say; 0: they may differ.
-        world: How many ranks there were when this was made, and which the group had.
+        multiple_of: Parts are equal multiples of it (a head, say); 0: they may differ.
+        world: The world size and the group's ranks when this was made.
     """
 
     axis: int
@@ -134,7 +134,7 @@ class Shard:
             )
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Where what a rank holds lies on the full axis."""
+        """The pieces of the full axis, (start, stop), that a rank holds."""
         sizes = part_sizes(self.size, self.multiple_of)
         start = sum(sizes[:rank])
         return [(start, start + sizes[rank])]
@@ -149,7 +149,7 @@ class Shard:
         return self.sizes()[rank()]
 
     def sizes_with(self, part: Tensor) -> list[int]:
-        """The same of every rank; refuses a `part` that is not as long as this rank's."""
+        """The sizes of all ranks' parts; refuses a `part` that has not this rank's."""
         sizes = self.sizes()
         if part.shape[self.axis] != sizes[rank()]:
             raise RuntimeError(
@@ -160,9 +160,9 @@ class Shard:
         return sizes
 
     def looked_up(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Where rows with these numbers lie in this rank's part, and which are elsewhere.
+        """Row numbers within this rank's part, and a mask of rows that others hold.
 
-        Those that no rank holds count as being here: they fail as in one process.
+        Numbers out of range are not masked: they fail as in one process.
         """
         first, end = self.ranges(rank())[0]
         elsewhere = (numbers >= 0) & (numbers < first)
@@ -195,7 +195,7 @@ class Shard:
 
 
 class PiecewiseShard(Shard):
-    """A shard of which ranks hold several pieces, or the same ones."""
+    """A shard of which a rank may hold several pieces, or the same one as others."""
 
     def sizes(self) -> list[int]:
         """The axis's size in every rank's part."""
@@ -213,7 +213,7 @@ class PiecewiseShard(Shard):
         return torch.cat([pieces[place] for place in sorted(pieces)], self.axis)
 
 
-# Makes a shard of an axis, its size, and what equal parts are multiples of.
+# Makes a shard from an axis, its full size, and `multiple_of`.
 Parts = Callable[[int, int, int], Shard]
 
 
@@ -231,21 +231,21 @@ def gather_parts(part: Tensor, axis: int, sizes: list[int]) -> list[Tensor]:
 
 
 def are_alike(x: Tensor) -> bool:
-    """Whether every rank has these numbers, (N,)."""
+    """Whether `x`, (N,), is the same on every rank."""
     size = torch.tensor([len(x)], device=x.device)
     sizes = [int(n) for n in gather_parts(size, 0, [1] * world_size())]
     return all(torch.equal(each, x) for each in gather_parts(x, 0, sizes))
 
 
 def sum_parts(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The sum of the ranks' tensors, or what `op` makes of them, in a new tensor."""
+    """All-reduces `x` into a new tensor: the sum over the ranks, or another `op`."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op, group=_world.group)
     return x
 
 
 def parts_in(model: nn.Module) -> dict[int, Shard]:
-    """How the model's parameters and buffers are divided, by the tensors' ids."""
+    """The shards of the model's parameters and buffers, by `id` of the tensor."""
     return {
         id(getattr(module, name)): shard
         for module in model.modules()

@@ -18,7 +18,7 @@ from .shards import set_group as set_group
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Returns `x`: the identity."""
     return x
 
 
@@ -61,20 +61,20 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor) -> Tensor:
-    """Passes `x` unchanged; sums the gradients that the ranks have for it."""
+    """Passes `x` unchanged; sums its gradient over the ranks."""
     return collective(x, unchanged, sum_parts)
 
 
 def gather(x: Tensor, shard: Shard) -> Tensor:
-    """The ranks' parts put together; the gradient is this rank's slice."""
+    """Concatenates the ranks' parts; the gradient is this rank's slice."""
     return collective(x, shard.gather, shard.cut)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
-    """Notes that `module.<name>` is this rank's part of a tensor divided by `shard`.
+    """Records that `module.<name>` is this rank's part of a tensor divided by `shard`.
 
-    The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
-    From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+    From then on `load_state_dict` takes the full tensor and keeps this rank's part. The
+    record is kept on the module, since parameters may be replaced (`to_empty`, FSDP).
     """
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters, module.known_parts = {}, None
@@ -99,7 +99,7 @@ def _cut_full_tensors(
         tensor = state_dict.get(name)
         if not isinstance(tensor, Tensor):
             continue
-        # FSDP2 or DeepSpeed kept what is known to be a part.
+        # What FSDP2 or DeepSpeed saved is known to be a part.
         known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
         if of is None and shard.is_full(tensor):
             state_dict[name] = shard.cut(tensor.detach())
@@ -120,11 +120,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
+    """`torch.nn.utils.clip_grad_norm_` with the norm of the whole model's gradients.
 
-    That would scale by the norm of a rank's own parts, and what all ranks have a copy of
-    would drift apart. Every rank calls this one, with the model, or with its parameters
-    where they are the tensors that it was built with.
+    torch's function would take the norm of a rank's own parts: each rank would scale by
+    another number. Every rank calls this one, with the model or, if they are still the
+    tensors that it was built with, its parameters.
     """
     if isinstance(model, nn.Module):
         for module in model.modules():
@@ -165,10 +165,10 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        parts: How the output is divided: whole, or by blocks packed along it.
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        parts: How F is divided: as one block, or as several packed along it.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
     """
 
     def __init__(
@@ -191,26 +191,26 @@ class ColumnParallelLinear(nn.Linear):
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
+        """Maps (..., D) to (..., F'), or to (..., F) if the output is gathered."""
         check_parts(self)
         input = self.enter(input)
         return super().forward(input)
 
 
-# Makes the sum of the ranks' partial outputs, and of the bias what is added to that.
+# From a rank's partial output and the bias: the sum, and what to add to it as bias.
 Reduction = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def sum_now(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sum of the ranks' partial outputs on every rank, and the bias."""
+    """Sums the partial outputs over the ranks; the bias is added to that as it is."""
     return all_reduce(y), bias
 
 
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it.
+    The constructor takes V and the id of the padding. `num_embeddings` is V', and
+    `padding_idx` the row of that id in this rank's part; None if another rank holds it.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class VocabParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up."""
+        """Looks up ids (B, T), and sums: a rank finds zeros for the rows of others."""
         check_parts(self, input)
         if world_size() == 1:
             return super().forward(input)

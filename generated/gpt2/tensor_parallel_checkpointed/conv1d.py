@@ -25,12 +25,12 @@ class ColumnParallelConv1D(Conv1D):
     """A Conv1D split over its output features: (..., D) -> (..., F').
 
     Args:
-        nf: F, of the whole layer; the attribute of that name is F'.
+        nf: F; the attribute of that name is F'.
         nx: D.
         parts: Divides the output: one block, or several packed along it.
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
         gather_output: Return (..., F) on every rank.
     """
 
@@ -62,10 +62,10 @@ class RowParallelConv1D(Conv1D):
 
     Args:
         nf: F.
-        nx: D, of the whole layer; the attribute of that name is D'.
+        nx: D; the attribute of that name is D'.
         parts: Divides the input: one block, or several packed along it.
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce: Adds up the ranks' partial outputs.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce: How the ranks' partial outputs are summed.
     """
 
     def __init__(

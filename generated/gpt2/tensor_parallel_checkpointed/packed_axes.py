@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for modeling_gpt2.py; rewrite.json says from what.
-"""Axes along which several blocks lie packed, `[q | k | v]` say: a rank has a part of each."""
+"""Axes that pack several blocks, such as `[q | k | v]`: a rank has a part of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from .shards import PiecewiseShard, part_sizes
 
 
 def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
-    """Sizes of the blocks packed along an axis of `size`.
+    """The sizes of the blocks packed along an axis.
 
     Args:
-        size: The whole axis.
-        parts: How many equal blocks, or the blocks' relative sizes, such as (4, 1, 1).
+        size: The size of the whole axis.
+        parts: The number of equal blocks, or their relative sizes, such as (4, 1, 1).
 
     Raises:
         ValueError: `size` does not divide into such blocks.
@@ -28,16 +28,16 @@ def block_sizes(size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PackedShard(PiecewiseShard):
-    """How a tensor is divided that packs blocks along the axis.
+    """A shard of an axis that packs blocks; every rank holds a part of each.
 
     Attributes:
-        blocks: Their full sizes; every rank holds a part of each.
+        blocks: Their full sizes.
     """
 
     blocks: tuple[int, ...] = field(kw_only=True)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Where a rank's pieces lie on the full axis, one for each block."""
+        """The pieces of the full axis that a rank holds, one for each block."""
         found, start = [], 0
         for block in self.blocks:
             sizes = part_sizes(block, self.multiple_of)
@@ -52,13 +52,13 @@ class Packed:
     """Blocks packed along an axis: `ColumnParallelLinear(D, 3 * F, parts=Packed(3))`.
 
     Attributes:
-        blocks: How many equal ones, or their relative sizes, such as (4, 1, 1).
+        blocks: The number of equal ones, or their relative sizes, such as (4, 1, 1).
     """
 
     blocks: int | tuple[int, ...]
 
     def __call__(self, axis: int, size: int, multiple_of: int = 0) -> PackedShard:
-        """How an axis of `size` is divided.
+        """The shard of an axis of `size`.
 
         Raises:
             ValueError: `size` does not divide into such blocks.

@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for modeling_gpt_neo.py; rewrite.json says from what.
-"""Between the original's full tensors and the parts that this rank holds."""
+"""Converts between the original's full tensors and the parts that this rank holds."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -12,21 +12,21 @@ from .shards import Shard, are_alike, parts_in, rank, world_of, world_size
 
 
 def shards(model: nn.Module) -> dict[str, Shard]:
-    """How sharded parameters and buffers are divided, by name; tied ones by all names."""
+    """The shards of parameters and buffers by name; tied tensors under every name."""
     found = parts_in(model)
     return {n: found[id(t)] for n, t in named_tensors(model) if id(t) in found}
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; tied ones by all names."""
+    """Parameters and buffers by name; tied tensors under every name."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def to_local(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes this rank's parts of the original's full tensors, by parameter name.
+    """Cuts this rank's parts out of the original's full tensors, by parameter name.
 
-    They may be parameters, gradients or optimiser moments. Parts are left as they are.
+    They may be parameters, gradients or optimiser moments. Parts are kept as they are.
     """
     local = dict(named)
     for name, shard in shards(model).items():
@@ -54,8 +54,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The original's state dict, on every rank. Every rank calls it."""
     state = model.state_dict()
     full = to_full(model, state)
-    # What modules note beside their tensors, such as versions, stays; whose parts they
-    # were does not.
+    # The metadata of modules, such as versions, is kept, except for whose parts these
+    # were.
     for note in getattr(state, "_metadata", {}).values():
         note.pop("part", None)
     state.update(full)
@@ -65,11 +65,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     """The model that `make()` returns, initialised alike at every world size.
 
-    Each rank makes the whole model as well, draws its weights bit for bit as one process
-    does, and keeps its part of each, so the ranks must be seeded alike.
+    Each rank first makes the whole model, draws the same weights as one process, bit
+    for bit, and keeps its parts of them. So the ranks must be seeded alike.
 
     Raises:
-        ValueError: The ranks are seeded otherwise, or the default device is the meta
+        ValueError: The ranks are not seeded alike, or the default device is the meta
             device, which holds no weights.
     """
     check_seeds()
@@ -78,7 +78,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
     with world_of(1):
         original = make()
         whole = original.state_dict()
-    # A constructor may run layers, whose parts are alike on all ranks as yet.
+    # A constructor may run layers, whose parts are still the same on all ranks.
     with drawing_apart(), world_of(world_size(), rank()):
         model = make()
     model.load_state_dict(whole)
@@ -88,10 +88,10 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Takes over what loading leaves.
+    """Copies what `load_state_dict` does not set.
 
-    A hook of the model's own may change parameters as they are loaded, and a constructor
-    draw buffers that no state dict holds.
+    A hook of the model's may change parameters while they are loaded, and a constructor
+    may draw buffers that are not in the state dict.
     """
     local = to_local(model, full)
     for name, own in named_tensors(model):
@@ -102,14 +102,14 @@ def take_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 
 def drawing_apart() -> AbstractContextManager[None]:
-    """Random numbers go on behind it as if none had been drawn inside."""
+    """A context that leaves the state of the random number generator as it was."""
     device = torch.get_default_device()
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def check_seeds() -> None:
-    """Refuses ranks that would draw other weights than one process does."""
+    """Refuses ranks that would not draw the weights that one process draws."""
     device = torch.get_default_device()
     if device.type == "meta":
         raise ValueError("weights cannot be made on the meta device: leave it")

@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
-"""Stages of a model: what each holds, and its weights under the original names."""
+"""Pipeline stages: what each holds of the model, and its weights by original name."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,40 +21,40 @@ from .deferred_init import (
 from .loading import full_state_dict
 from .shards import world_size
 
-BUNDLE = 1 << 24  # so many numbers are sent at once
+BUNDLE = 1 << 24  # elements sent in one message
 
 
 class Stage(nn.Module):
-    """Makes a model of which it holds the modules and parameters of one stage only.
+    """The model, with the modules and parameters of one stage only.
 
-    It stands before the model's class among the bases of a stage. What it does not hold
-    is None, and has no memory; what it does hold starts as in the whole model, from the
-    same seed.
+    A stage's class derives from this one, then from the model's class. Modules of other
+    stages are None and take no memory. From the same seed, weights start as in the
+    whole model.
 
     Args:
-        *args: Those of the model's class.
+        *args: The arguments of the model's class.
         **kwargs: Likewise.
 
     Raises:
         ValueError: The stages were written for another model.
     """
 
-    # What attributes of the model have to be; `...` for anything but None.
+    # The values that attributes of the model must have; `...` for any but None.
     SETTINGS: ClassVar[Mapping[str, Any]] = {}
-    # The names of each parameter that has several, numbers as `*`.
+    # The names of each parameter that has several; `*` stands for numbers.
     TIES: ClassVar[Iterable[tuple[str, ...]]] = ()
-    # The modules of other stages whose sizes it reads; without memory they stay.
+    # Modules of other stages whose sizes it reads: they are kept, without weights.
     SIZES: ClassVar[Iterable[str]] = ()
     # What the stage holds of the model.
     held: Callable[[], Iterable[nn.Module | Tensor]]
-    # Makes a model with memory for what is held.
+    # Makes a model that has memory for what is held only.
     made_by: Callable[..., Any] = staticmethod(construct)
     # Its part of the original's state dict.
     full_state: Callable[[], dict[str, Tensor]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         def make() -> "Stage":
-            vars(self).clear()  # it is made again until it has what it is to hold
+            vars(self).clear()  # the constructor may run several times
             super(Stage, self).__init__(*args, **kwargs)
             return self
 
@@ -65,9 +65,9 @@ class Stage(nn.Module):
 
 
 class ShardedStage(Stage):
-    """A stage that the ranks of a tensor-parallel group share.
+    """A stage that is split over a tensor-parallel group.
 
-    Each rank draws the whole model's weights, and keeps its part of the stage's.
+    Each rank draws the weights of the whole model, and keeps its parts of the stage's.
     """
 
     made_by = staticmethod(construct_parts)
@@ -80,23 +80,23 @@ class ShardedStage(Stage):
             fill_parts(self, partial(model_class(type(self)), *args, **kwargs))
 
     def full_state(self) -> dict[str, Tensor]:
-        """Its part of the original's state dict, gathered from those ranks."""
+        """Its part of the original's state dict, gathered from the group."""
         return full_state_dict(self)
 
 
 def model_class(stage: type) -> Any:
-    """The class of the model that a stage is one of."""
+    """The model's class, which a stage's class derives from."""
     return next(kind for kind in stage.__mro__ if not issubclass(kind, Stage))
 
 
 def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Refuses a model for which the stages would leave out something that it does.
+    """Refuses a model whose settings are not those that the stages were written for.
 
-    `settings` are what attributes of the whole model were when the stages were written.
+    `settings` are the values of the whole model's attributes at that time, by path.
     """
     for path, expected in settings.items():
         owner, _, name = path.rpartition(".")
-        # What it has not is what a `getattr` with a default took for it.
+        # One that is missing was read by a `getattr` with this default.
         found = getattr(attrgetter(owner)(model) if owner else model, name, expected)
         if expected is ...:
             if found is None:
@@ -115,9 +115,9 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
 
 
 def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
-    """Refuses a model that shares other parameters than the stages were written for.
+    """Refuses a model whose tied parameters are not those at the time of writing.
 
-    `ties` are the names that each shared one had then, numbers written as `*`.
+    `ties` are the names of each tied parameter; `*` stands for numbers.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -141,18 +141,17 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def keep(
     model: nn.Module, held: Iterable[nn.Module | Tensor], sizes: Iterable[str] = ()
 ) -> None:
-    """Leaves nothing in a model but what a stage holds.
+    """Removes from a model what a stage does not hold, and puts None in its place.
 
-    Other names of a parameter that is held stay as well, so that each stage has all
-    names of its weights. What else is taken out is None from then on.
+    A tied parameter that is held keeps all of its names.
 
     Args:
-        model: The model.
-        held: Modules and parameters.
-        sizes: Paths of modules that stay without what they hold, for their sizes.
+        model: The whole model.
+        held: The modules and parameters of the stage.
+        sizes: Paths of modules that are kept without their weights, for their sizes.
 
     Raises:
-        ValueError: The model is not as deep as the one that was cut.
+        ValueError: The model has fewer layers than the one that was cut.
     """
     held = list(held)
     if any(isinstance(m, nn.ModuleList) and not len(m) for m in held):
@@ -177,7 +176,7 @@ def keep(
 
 
 def tensors_of(held: Iterable[nn.Module | Tensor]) -> list[Tensor]:
-    """All tensors of modules, and those that stand by themselves."""
+    """All tensors of modules, and the single tensors among them."""
     found = [each for each in held if isinstance(each, Tensor)]
     for module in held:
         if isinstance(module, nn.Module):
@@ -187,33 +186,33 @@ def tensors_of(held: Iterable[nn.Module | Tensor]) -> list[Tensor]:
 
 
 class SendableGradients(torch.autograd.Function):
-    """Gives each tensor its gradient in one piece of memory; zeros where it has none."""
+    """Makes the gradient of each tensor contiguous, and zeros where there is none."""
 
     @staticmethod
     def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The same values, not as views: a stage may write into what it is given."""
+        """The same values, not as views: a stage may write into its inputs."""
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Those that there are, and zeros."""
+        """The gradients; autograd fills missing ones with zeros."""
         return tuple(gradient.contiguous() for gradient in gradients)
 
 
 def check_names(inputs: Iterable[str], names: set[str]) -> None:
-    """Refuses other arguments of a step than the stages were written for."""
+    """Refuses arguments that the stages were not written for."""
     if {*inputs} != names:
         raise TypeError(f"the stages take {sorted(names)}, and not {sorted(inputs)}")
 
 
 def load_held(stage: nn.Module, full: Mapping[str, Tensor], **how: Any) -> None:
-    """Lets a stage load what it holds of the original's state dict."""
+    """Loads what a stage holds of the original's state dict."""
     held = {name: tensor for name, tensor in full.items() if has_place(stage, name)}
     stage.load_state_dict(held, **how)
 
 
 def has_place(model: nn.Module, name: str) -> bool:
-    """Whether a stage holds the module that a weight of the whole model belongs to."""
+    """Whether a stage holds this weight of the whole model."""
     found: Any = model
     for step in name.split(".")[:-1]:
         found = getattr(found, step, model)
@@ -225,12 +224,12 @@ def has_place(model: nn.Module, name: str) -> bool:
 def gathered(
     named: Mapping[str, Tensor], group: Any, first_rank_only: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of all stages, by name, on every rank. Every rank calls it.
+    """Gathers the tensors of all stages on every rank. Every rank calls it.
 
     Args:
-        named: Those of this rank's stages.
+        named: The tensors of this rank's stages, by name.
         group: The ranks that hold the stages of one model.
-        first_rank_only: Give them to the first of all processes alone, on its CPU.
+        first_rank_only: Gather them on the CPU of the first process only.
     """
     mine = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     listed: list[Any] = [None] * dist.get_world_size(group)
@@ -256,10 +255,10 @@ def gathered(
 
 
 def bundles(tensors: Mapping[str, tuple[torch.Size, Any]]) -> Iterator[list[str]]:
-    """Names of tensors that are sent as one, since many small messages take long.
+    """Groups tensors into messages, since many small ones take long.
 
     Args:
-        tensors: Their shapes and types, by name.
+        tensors: Their shapes and dtypes, by name.
     """
     names: list[str] = []
     held = 0

@@ -17,9 +17,9 @@ from .tensor_parallel import all_reduce, gather
 
 
 class _LogSumAndTarget(torch.autograd.Function):
-    """The logarithm of each prediction's summed exponentials, and its target's logit.
+    """Each prediction's log-sum-exp over the vocabulary, and the logit of its target.
 
-    The gradient of this rank's part of the logits takes no more memory than they do.
+    The backward pass needs memory for one tensor of the size of this rank's logits.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class _LogSumAndTarget(torch.autograd.Function):
     def backward(
         ctx: Any, log_sum: Tensor, at_target: Tensor
     ) -> tuple[Tensor, None, None]:
-        # `once_differentiable` lets it pass where what it is given is a constant.
+        # `once_differentiable` would not refuse this for constant gradients.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "the gradient of a loss of split logits has none of its own, as "
@@ -50,11 +50,11 @@ class _LogSumAndTarget(torch.autograd.Function):
 
 
 def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
-    """The logits of all V classes, on every rank, of the part that `head` gives.
+    """Gathers the logits of all V classes on every rank.
 
     Args:
-        logits: With V' classes on `axis`; with V they are whole already.
-        head: The layer that they are from.
+        logits: V' classes on `axis`; if there are V of them, they are returned as is.
+        head: The layer that computed them.
         axis: The axis of the classes.
     """
     shard = Shard(axis, vocabulary_of(head))
@@ -62,8 +62,8 @@ def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
 
 
 def vocabulary_of(head: Any) -> int:
-    """V, of a layer that is divided over the ranks, or of a whole one in its place."""
-    # An adapter of PEFT's stands around its layer.
+    """V, for an output layer that is split over the ranks, or one that is whole."""
+    # PEFT's adapters wrap the layer.
     layer = getattr(head, "base_layer", head)
     return int(getattr(layer, "full_out_features", layer.out_features))
 
@@ -71,7 +71,7 @@ def vocabulary_of(head: Any) -> int:
 def cross_entropy_of_parts(
     input: Tensor, target: Tensor, vocab_size: int, **options: Any
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits of which each rank has a part."""
+    """`torch.nn.functional.cross_entropy` of logits split over the vocabulary."""
     shard = Shard(min(1, input.dim() - 1), vocab_size)
     if target.is_floating_point():
         raise TypeError("a vocabulary-parallel loss takes classes, not probabilities")
@@ -114,14 +114,14 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **_: Any,
 ) -> Tensor:
-    """The loss of transformers' `ForMaskedLMLoss`, of this rank's logits.
+    """`ForMaskedLMLoss` of transformers, from this rank's part of the logits.
 
     Args:
         logits: (B, T, V'); they are cast to float32.
         labels: (B, T).
         vocab_size: V.
-        num_items_in_batch: What the sum is divided by, where gradients are accumulated
-            over several batches; without it, the number of labels that count here.
+        num_items_in_batch: What the sum of losses is divided by, for gradients that are
+            accumulated over several batches; None: the number of labels that count.
         ignore_index: The label of predictions that do not count.
     """
     loss = cross_entropy_of_parts(
@@ -145,15 +145,15 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The loss of transformers' `ForCausalLMLoss`, of this rank's logits.
+    """`ForCausalLMLoss` of transformers, from this rank's part of the logits.
 
     Args:
         logits: (B, T, V'); they are cast to float32.
-        labels: (B, T); a token's label is the next one's.
+        labels: (B, T), not shifted: a token's label is its own id.
         vocab_size: V.
         num_items_in_batch: As in `masked_lm_loss`.
         ignore_index: The label of predictions that do not count.
-        shift_labels: The labels as they stand beside their predictions, if that is done.
+        shift_labels: The labels already shifted to their predictions, if they are.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

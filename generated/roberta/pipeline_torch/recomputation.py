@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for modeling_roberta.py; rewrite.json says from what.
-"""What a checkpoint keeps, where it computes everything else again."""
+"""What activation checkpoints keep and restore when they recompute a forward pass."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 class EarlierBuffers:
-    """Inside, a module has the buffers that it had when this was made.
+    """A context in which a module has the buffers that it had when this was made.
 
     Args:
-        module: The module.
+        module: The module, with its submodules.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -22,12 +22,12 @@ class EarlierBuffers:
         self.later: list[Any] = []
 
     def __enter__(self) -> None:
-        """Puts them in."""
+        """Puts copies of the earlier buffers in."""
         self.later = [getattr(module, name) for module, name, _ in self.places]
         for module, name, buffer in self.places:
             setattr(module, name, buffer.clone())
 
     def __exit__(self, *error: object) -> None:
-        """Puts back those that there were before."""
+        """Puts the later buffers back."""
         for (module, name, _), buffer in zip(self.places, self.later, strict=True):
             setattr(module, name, buffer)

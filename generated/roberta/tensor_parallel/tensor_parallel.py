@@ -17,7 +17,7 @@ from .shards import set_group as set_group
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Returns `x`: the identity."""
     return x
 
 
@@ -60,20 +60,20 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor) -> Tensor:
-    """Passes `x` unchanged; sums the gradients that the ranks have for it."""
+    """Passes `x` unchanged; sums its gradient over the ranks."""
     return collective(x, unchanged, sum_parts)
 
 
 def gather(x: Tensor, shard: Shard) -> Tensor:
-    """The ranks' parts put together; the gradient is this rank's slice."""
+    """Concatenates the ranks' parts; the gradient is this rank's slice."""
     return collective(x, shard.gather, shard.cut)
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
-    """Notes that `module.<name>` is this rank's part of a tensor divided by `shard`.
+    """Records that `module.<name>` is this rank's part of a tensor divided by `shard`.
 
-    The note stands on the module since parameters may be replaced (`to_empty`, FSDP).
-    From then on `load_state_dict` takes the full tensor and keeps this rank's part.
+    From then on `load_state_dict` takes the full tensor and keeps this rank's part. The
+    record is kept on the module, since parameters may be replaced (`to_empty`, FSDP).
     """
     if not hasattr(module, "sharded_parameters"):
         module.sharded_parameters, module.known_parts = {}, None
@@ -98,7 +98,7 @@ def _cut_full_tensors(
         tensor = state_dict.get(name)
         if not isinstance(tensor, Tensor):
             continue
-        # FSDP2 or DeepSpeed kept what is known to be a part.
+        # What FSDP2 or DeepSpeed saved is known to be a part.
         known = hasattr(tensor, "full_tensor") or getattr(module, "takes_parts", False)
         if of is None and shard.is_full(tensor):
             state_dict[name] = shard.cut(tensor.detach())
@@ -119,11 +119,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
+    """`torch.nn.utils.clip_grad_norm_` with the norm of the whole model's gradients.
 
-    That would scale by the norm of a rank's own parts, and what all ranks have a copy of
-    would drift apart. Every rank calls this one, with the model, or with its parameters
-    where they are the tensors that it was built with.
+    torch's function would take the norm of a rank's own parts: each rank would scale by
+    another number. Every rank calls this one, with the model or, if they are still the
+    tensors that it was built with, its parameters.
     """
     if isinstance(model, nn.Module):
         for module in model.modules():
@@ -161,12 +161,12 @@ def shard_parameter(
 ) -> None:
     """Cuts the parameter or buffer `module.<name>` down to this rank's part of `axis`.
 
-    Parts are equal multiples of `multiple_of`; where that is 0 they may differ.
+    Parts are equal multiples of `multiple_of`; if that is 0 they may differ in size.
     """
     tensor = getattr(module, name)
     axis = axis % tensor.dim()
     shard = Shard(axis, tensor.shape[axis], multiple_of)
-    # In place, so that whatever else is tied to the parameter stays tied.
+    # In place, so that tied parameters stay tied.
     tensor.data = shard.cut(tensor.data)
     record_shard(module, name, shard)
 
@@ -178,9 +178,9 @@ class ColumnParallelLinear(nn.Linear):
     `nn.Linear`.
 
     Args:
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
-        reduce_input_gradient: Sum the input's gradient over the ranks. Off where
-            that is done once for several layers.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
+        reduce_input_gradient: Sum the input's gradient over the ranks. False where it
+            is summed once for several layers.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ColumnParallelLinear(nn.Linear):
             record_shard(self, "bias", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D) to (..., F'), or to (..., F) where that is gathered."""
+        """Maps (..., D) to (..., F'), or to (..., F) if the output is gathered."""
         check_parts(self)
         input = self.enter(input)
         return super().forward(input)
@@ -211,10 +211,10 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """A linear layer split over its input features: (..., D') -> (..., F).
 
-    It is made with D; its `in_features` is D'. Other arguments are as in `nn.Linear`.
+    The constructor takes D; `in_features` is D'. Other arguments are as in `nn.Linear`.
 
     Args:
-        multiple_of: What equal shares of a block are multiples of; 0: they may differ.
+        multiple_of: Shares are equal multiples of it; 0: their sizes may differ.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class RowParallelLinear(nn.Linear):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up."""
+        """Maps (..., D') to (..., F), summed over the ranks."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(input)
@@ -244,8 +244,8 @@ class RowParallelLinear(nn.Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding split over its vocabulary: ids (B, T) -> (B, T, D).
 
-    It is made with V and the padding's id; its `num_embeddings` is V', its `padding_idx`
-    that id's row in this rank's part, None where another rank holds it.
+    The constructor takes V and the id of the padding. `num_embeddings` is V', and
+    `padding_idx` the row of that id in this rank's part; None if another rank holds it.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class VocabParallelEmbedding(nn.Embedding):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Looks up ids; what the ranks find is added up."""
+        """Looks up ids (B, T), and sums: a rank finds zeros for the rows of others."""
         check_parts(self, input)
         if world_size() == 1:
             return super().forward(input)

@@ -1,16 +1,16 @@
 # Written by slapo-rewrite 0.2.0 for modeling_t5.py; rewrite.json says from what.
-"""What transformers does for its own models: initial weights, checkpoints."""
+"""Lets transformers treat the model as its own: initial weights, checkpoints."""
 
 
 class LibraryModel:
-    """A model that transformers is to treat as the original, which is one of its own.
+    """A model that transformers initialises and loads as one of its own classes.
 
-    For a class outside of its package it skips what `_init_weights` does for modules
-    without parameters of their own, such as attention, so that others start from weights
-    of another scale; nor does it convert checkpoints.
+    For custom classes it does not call `_init_weights` on modules without parameters of
+    their own, such as attention, which may set the scale of other weights; and it does
+    not convert checkpoints.
     """
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Whether transformers leaves these things to the model: no."""
+        """Whether transformers is to treat this as a custom class: no."""
         return False
