@@ -1,4 +1,4 @@
-"""Who asked for a change: a call in the schedule."""
+"""Directives: the schedule's primitive calls, to which every change is traced back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fractions import Fraction
 
 from slapo_rewrite.errors import Span
 
-# Why a line changes by which a file takes from a copy what it took from the original.
+# The reason given for an import that is changed to import from a copy of a file.
 REDIRECTED = "import from the copy of the file"
 
 
 @dataclass(frozen=True)
 class Share:
-    """A slice of a module list by fractions of its length, which are rounded down.
+    """A slice of a module list by fractions of its length; the ends are rounded down.
 
-    Rounded so, `[:0.5]` and `[0.5:]` are all elements, each once, whatever their number.
+    So `[:0.5]` and `[0.5:]` together are all elements, each once, at every length.
     """
 
     path: str  # the module list
@@ -26,7 +26,7 @@ class Share:
     stop: Fraction  # where it ends
 
     def elements(self, length: int) -> range:
-        """The elements that it takes of so many."""
+        """The indices it selects in a list of this length."""
         return range(math.floor(self.start * length), math.floor(self.stop * length))
 
     def __str__(self) -> str:
@@ -43,29 +43,28 @@ class Directive:
     primitive: str  # the primitive's name
     at: Span | None  # where the schedule calls it
     text: str  # the call as the schedule writes it, on one line
-    paths: tuple[str, ...]  # the module paths that it was called on
-    shares: tuple[Share, ...] = ()  # the slices by fractions by which these paths were selected
-    # The collective that was inferred from it for these paths, if it infers any.
+    paths: tuple[str, ...]  # the selected module paths
+    shares: tuple[Share, ...] = ()  # the slices by fractions in the selection
+    # For `infer_sync`: the collective that it inferred for these paths.
     inferred: str | None = None
-    # What the primitive has chosen among these paths, and why, in words; it does nothing to the
-    # others.
+    # For a primitive that chooses among the selected modules: which it chose, and why.
     outcome: str | None = None
 
 
-# Who asked for one thing, in the schedule's order.
+# The directives that asked for one change, in the schedule's order.
 Causes = tuple[Directive, ...]
 
 
 def merged_causes(*causes: Iterable[Directive]) -> Causes:
-    """Directives without repetition, in the schedule's order."""
+    """All of these directives, each once, in the schedule's order."""
     found = {d.number: d for group in causes for d in group}
     return tuple(found[n] for n in sorted(found))
 
 
 def needed_depth(directives: Iterable[Directive]) -> int:
-    """How many layers a list needs so that each of those is there that is treated differently.
+    """The least number of layers that has one layer of each kind of treatment.
 
-    Of what a primitive has chosen by number that is the last one, and the one behind it.
+    If a primitive has chosen layers by number, that is up to one after the last of them.
     """
     directives = [d for d in directives if d.paths]
     chosen = [path for d in directives if d.outcome is not None for path in d.paths]
@@ -74,7 +73,7 @@ def needed_depth(directives: Iterable[Directive]) -> int:
 
 
 def depth_of(shares: Iterable[Share]) -> int:
-    """How long module lists have to be, so that no share comes to nothing, or to the same."""
+    """The least length of a module list at which no two ends of shares coincide."""
     ends = sorted({Fraction(0), Fraction(1), *(e for s in shares for e in (s.start, s.stop))})
     pairs = list(itertools.pairwise(ends))
     lengths = (n for n in range(2, 1000) if all(Share("", *ab).elements(n) for ab in pairs))

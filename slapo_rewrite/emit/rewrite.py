@@ -1,4 +1,4 @@
-"""The main job: a source file and a schedule in, the output's files out, all in memory."""
+"""The main job: from a source file and a schedule to the output's files, in memory."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ from slapo_rewrite.schedule.plan import Plan
 
 @dataclass
 class Output:
-    """What a rewrite gives."""
+    """The result of a rewrite."""
 
     files: dict[str, str]  # the output folder's files, by name
     originals: dict[str, Original]  # the sources, by the names of the rewritten files
     model_file: str  # the name of the rewritten model file
     warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
     seconds: dict[str, float] = field(default_factory=dict)  # CPU time of each part of the work
-    inputs: list[Path] = field(default_factory=list)  # the user's files that it is made from
-    # The names that it uses of its support folder, by helper module.
+    inputs: list[Path] = field(default_factory=list)  # the user's files that it depends on
+    # The names that it imports from its support folder, by helper module.
     uses: dict[str, set[str]] = field(default_factory=dict)
 
     def diff(self, context: int = 3) -> str:
         """The unified diff of the rewritten files against their originals.
 
-        Imports that only became absolute are one remark above it.
+        Imports that only became absolute are left out, and counted in a line above it.
         """
         return whole_diff(self.originals, self.files, context)
 
@@ -77,16 +77,16 @@ def rewrite(
     support: str | None = None,
     tries: Trial | None = None,
 ) -> Output:
-    """Carries out a schedule on a source file; writes nothing.
+    """Applies a schedule to a source file; writes nothing.
 
     Args:
         source: A file or an importable module.
         schedule: A file, or the name of a schedule that ships with the tool.
         settings: Knobs, as `name=value`.
         single_file: Put the helpers into the model file, instead of a package around it.
-        further: Names of helpers to be added that are left out otherwise.
-        support: The name of the folder beside the output that is to hold its helpers.
-        tries: What the output is tried with, imported and built; None to run a small model of it
+        further: Optional helpers to add (`--with`).
+        support: A folder beside the output to put the helpers in (`--support`).
+        tries: A trial to run on the output, imported and built; None: a small model of it is run
             against the original's.
     """
     options = Options(settings, single_file, optional_helpers(further), support, tries)
@@ -98,10 +98,10 @@ def rewrite(
 def try_out(
     project: Project, settings: Sequence[str], trial: Trial, *, on_ranks: bool = True
 ) -> None:
-    """Carries out a schedule, and tries the output, of which no more is made than that takes.
+    """Applies a schedule in memory and runs a trial on the output.
 
-    Nothing has been carried out on the project, nor is it here; `on_ranks` says whether budgets for
-    ranks that share layers choose what is recomputed.
+    The project itself is left as it is. `on_ranks` says whether memory budgets for ranks that share
+    layers may choose what is recomputed.
     """
     options = Options(settings, tries=trial, on_ranks=on_ranks)
     with _emitting(project.anew(), options) as emission:
@@ -115,25 +115,25 @@ def _emitting(project: Project, options: Options) -> Iterator[_Emission]:
         with project.placed("schedule"), without_dynamo():
             yield _Emission(project, options, original)
     finally:
-        # While the schedule changed the source, its name stood for what it was changed to.
+        # While the schedule ran, this name stood for the changed source.
         sys.modules[project.original.name] = original
 
 
 class _Emission:
-    """Makes the files of one output, one kind after the other."""
+    """Makes the files of one output, step by step."""
 
     def __init__(self, project: Project, options: Options, original: types.ModuleType) -> None:
         self.project, self.options, self.original = project, options, original
         self.moved_cuts: tuple[str, ...] = ()
 
     def run(self) -> Output:
-        """All of it, in order: each step goes on with what those before it have made."""
+        """Runs all steps, in their order, and returns the result."""
         self.construct()
         with self.project.timed("write"):
             return self._finished()
 
     def construct(self) -> None:
-        """Makes the output's files, and tries them before anything is written."""
+        """Makes the output's files and tries them, before anything is written."""
         project = self.project
         with project.timed("rewrite"):
             self.knobs = project.schedule.settings(self.options.settings)
@@ -150,7 +150,7 @@ class _Emission:
         if self.options.support is not None:
             self._share_helpers(self.options.support)
         self.users = own_modules(project.original, project.schedule.tree, project.loaded)
-        # The output is imported, built and run.
+        # These are imported anew with the output, which is built and run.
         anew = [*self.users, project.original.name]
         made = Construction(
             self.draft, project, self.plan, self.copies, anew, self.original, self.sizes
@@ -158,7 +158,7 @@ class _Emission:
         made.tried(self.options.tries)
 
     def _lower(self) -> None:
-        """What the schedule asked for becomes edits, and names the rewritten files."""
+        """Lowers the schedule's requests to edits, and names the rewritten files."""
         project, plan = self.project, self.plan
         self.sizes: tuple[int, ...] = ()
         if not _has_own_code(plan):
@@ -171,12 +171,12 @@ class _Emission:
             project.sources,
             self._step_inputs,
             self._small,
-            # What runs on both world sizes, in eval mode too, is told sooner and by its line.
+            # What a trial at several world sizes would find is found sooner so, with its line.
             thorough=len(self.sizes) != 1,
         )
         self.outputs: OutputFiles = self.lowered.files
         self.draft = Draft(f"{self.outputs.stem(project.file)}.py")
-        # The schedule's own classes are edited like the model's, and copied from there.
+        # The schedule's own classes are edited as the model's are, then copied to the output.
         self.definitions, self.moved = project.schedule, list[Change]()
         if edits := [*self.lowered.edits.pop(SCHEDULE, ())]:
             edits += self.outputs.named(SCHEDULE).imports.edits()
@@ -200,7 +200,7 @@ class _Emission:
         return model, small_model.training_inputs(schedule, model)
 
     def _refer(self) -> None:
-        """What rules have written is imported, as far as nothing later took it away again."""
+        """Imports what rules have written, if later changes have not removed it."""
         project = self.project
         if not project.references:
             return
@@ -211,7 +211,7 @@ class _Emission:
                 self.outputs.main.imports.refer(reference, why)
 
     def _write_models(self) -> None:
-        """The rewritten files."""
+        """Makes the rewritten files."""
         project, draft, copies = self.project, self.draft, self.copies
         if self.options.single_file:
             check_single(copies, self.lowered.edits)
@@ -244,7 +244,7 @@ class _Emission:
             draft.lengths[name] = file.line_length
 
     def _write_helpers(self) -> None:
-        """What the rewritten files call."""
+        """Makes the helper files that the rewritten files import."""
         for output in self.outputs:
             for module, causes in output.imports.causes().items():
                 self.draft.because(module, causes)
@@ -260,7 +260,7 @@ class _Emission:
         return f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
 
     def _cut_stages(self) -> None:
-        """The pipeline's stages, which may need further helpers."""
+        """Makes the pipeline's stages, which may need further helpers."""
         from slapo_rewrite.emit.pipeline_file import pipeline_text
         from slapo_rewrite.stages.program import Cut
 
@@ -286,7 +286,7 @@ class _Emission:
         self.moved_cuts = stages.warnings
 
     def _share_helpers(self, folder: str) -> None:
-        """The helpers of several outputs lie in one folder beside them."""
+        """Moves the helpers into the support folder that several outputs share."""
         draft = self.draft
         draft.uses = library_uses(draft.used, self.definitions)
         files = use_support(folder, draft.uses, draft.files, draft.changes, draft.lengths)
@@ -302,7 +302,7 @@ class _Emission:
         left += [*draft.warnings, *idle_calls(plan, draft, self.lowered.inferred)]
         draft.warnings = [*plan.warnings, *left, *self.lowered.warnings, *self.moved_cuts]
         helpers = draft.helpers
-        # Those of a support folder are written there.
+        # Helpers in a support folder are written with that folder.
         files = {name: text for name, text in draft.files.items() if Path(name).name == name}
         if not self.options.single_file:
             files["__init__.py"] = init_text(draft.model_file, helpers)
@@ -347,22 +347,22 @@ UNCHECKED = (
 
 
 def _has_own_code(plan: Plan) -> bool:
-    """Whether the schedule puts code of its own into the model, that may mean something else."""
+    """Whether the schedule puts its own code into the model, which may compute something else."""
     return any(
         directive.primitive in ("replace", "replace_all") for directive in plan.directives
     ) or any(not isinstance(sync.op, str) for state in plan.states.values() for sync in state.syncs)
 
 
 def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[str]:
-    """Warns of the calls that selected modules, and changed nothing.
+    """Warnings for calls that selected modules and changed nothing.
 
-    Not of those that have said what they chose or left out, and why, nor of those that only check.
+    Calls that have told what they chose or left out do not count, nor do those that only check.
     """
     changes = (change for own in draft.changes.values() for change in own)
     causes = [*(change.causes for change in changes), *draft.helper_causes().values()]
     busy = {directive.number for each in causes for directive in each}
     told = {d.number for d in plan.directives if d.outcome is not None} | plan.notes.keys()
-    # Splits and collectives are held against each other: some say what follows from the others.
+    # Splits and collectives are checked against each other: some only confirm what follows.
     states = plan.states.values()
     is_split = bool(inferred) or any(s.shards or s.shares or s.syncs for s in states)
     checked = {"shard", "sync", "infer_sync"} if is_split else set()
@@ -376,7 +376,7 @@ def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[
 
 
 def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> Directive | None:
-    """What lets ranks hold slices of the values between layers, if anything does."""
+    """The directive by which ranks hold slices of activations (sequence parallelism), if any."""
     ops = {"scatter", "reduce_scatter", "all_to_all"}
     request = (s.cause for state in states for s in state.syncs if s.op in ops)
     guessed = (d for d in inferred if d.inferred and any(op in d.inferred for op in ops))
@@ -384,7 +384,7 @@ def slicing(states: Iterable[ModuleRequests], inferred: Iterable[Directive]) -> 
 
 
 def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[str]]:
-    """The names that the rewritten files use of each helper module."""
+    """The names that the rewritten files import from each helper module."""
     used: dict[str, set[str]] = {}
     for file in copies.files.values():
         for module, names in outputs.of_file(file).imports.helpers.items():
@@ -394,7 +394,7 @@ def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[st
 
 
 def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> None:
-    """One file cannot hold what others define: their names may mean something else in it."""
+    """Refuses a single file if the schedule changes several: their names might clash."""
     others = [f for f in copies.files.values() if f is not copies.sources.main]
     if others:
         causes = merged_causes(*(e.causes for f in others for e in edits.get(f.name, ())))

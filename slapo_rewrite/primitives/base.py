@@ -1,4 +1,4 @@
-"""What every primitive is made of."""
+"""The base classes of primitives, and what they share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLURALS = {str: "strings", int: "whole numbers"}
 
 
 def check_types(called: str, takes: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of other types than those of a signature (`BadArgument`)."""
+    """Checks arguments against the annotations of a signature (`BadArgument`)."""
     for name, kinds in _annotations(takes).items():
         value = arguments[name]
         if not any(_is_a(value, kind) for kind in kinds):
@@ -44,7 +44,7 @@ def check_types(called: str, takes: Callable[..., None], arguments: Mapping[str,
 
 
 def as_written(takes: Callable[..., None]) -> str:
-    """A signature's names and defaults, without its types: `(n, by='parameters')`."""
+    """The signature without annotations: `(n, by='parameters')`."""
     signature = inspect.signature(takes)
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
@@ -52,7 +52,7 @@ def as_written(takes: Callable[..., None]) -> str:
 
 @functools.cache
 def _annotations(takes: Callable[..., None]) -> dict[str, tuple[Any, ...]]:
-    """The alternatives that each argument has."""
+    """The types that each argument may have."""
     found = typing.get_type_hints(takes)
     found.pop("return", None)
     unions = typing.Union, types.UnionType
@@ -63,12 +63,12 @@ def _annotations(takes: Callable[..., None]) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, which is no union."""
+    """Whether a value is of a type that is not a union."""
     if kind in (Any, object):
         return True
     origin: Any = typing.get_origin(kind) or kind
     of = typing.get_args(kind)
-    if not isinstance(origin, type):  # what is no class is for the primitive to judge
+    if not isinstance(origin, type):  # not a class: the primitive checks it
         return True
     if origin is int and isinstance(value, bool):
         return False
@@ -87,84 +87,84 @@ def _words(kind: Any) -> str:
 if TYPE_CHECKING:
     from torch import nn
 
-# Counts a model's tree, given the modules of its output.
+# Measures something of a model's tree, given the imported modules of its output.
 Count = Callable[[Tree, Iterable[types.ModuleType]], Any]
-# What that gives on one of so many ranks; `DoesNotFit` says why nothing.
+# Applies a `Count` to one of so many ranks; raises `DoesNotFit` if that is impossible.
 OnRanks = Callable[[int, Count], Any]
 
 
 class DoesNotFit(Exception):
-    """What a schedule gives is not counted on so many ranks, in words."""
+    """The scheduled model cannot be measured on so many ranks; the message says why."""
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of a primitive."""
 
-    directive: Directive  # who asks
+    directive: Directive  # the call in the schedule
     schedule: types.ModuleType  # the schedule's namespace
     arguments: dict[str, Any]  # by name
-    sources: Sources  # the files that the model's classes come from
+    sources: Sources  # the files that define the model's classes
     tree: Tree  # the module tree
-    states: Mapping[str, ModuleRequests]  # what was asked of modules so far
-    done: Rewrite | None = None  # what it changed in the source, once that is done
-    references: tuple[Reference, ...] = ()  # what earlier changes of the source use from elsewhere
-    # Counts what the schedule gives on one of several ranks; None while that is done.
+    states: Mapping[str, ModuleRequests]  # the requests of modules so far
+    done: Rewrite | None = None  # how it has changed the source, if it has
+    references: tuple[Reference, ...] = ()  # imports of earlier changes
+    # Measures the scheduled model as one of several ranks; None while that is being done.
     on_ranks: OnRanks | None = None
-    # The paths of other modules that would do, where the chosen ones do not.
+    # Paths of other modules to use if the chosen ones do not fit.
     instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The modules that a call is about."""
+    """The modules that a call acts on."""
 
-    nodes: Iterable[Node]  # these
-    # Why these, in words, where the primitive has chosen among those selected.
+    nodes: Iterable[Node]
+    # If the primitive has chosen among the selected modules: which, and why.
     outcome: str | None = None
-    instead: tuple[str, ...] = ()  # the paths of others that would do, where these do not
+    instead: tuple[str, ...] = ()  # paths of other modules to use if these do not fit
 
 
 class Primitive:
     """One verb of the schedule language.
 
-    A subclass says what its call means for one module: `apply` reads the module and what was asked
-    of it so far, and returns what is asked of it now, or raises. How that becomes source is decided
-    later and elsewhere (`edit/`, `changes/`).
+    A subclass says what its call means for one module: `apply` reads the module and its requests
+    so far, and returns its requests after the call, or raises. How they become source is decided
+    later, in `lowering/` and `changes/`.
     """
 
-    name: ClassVar[str]  # what the schedule calls it
-    # A stub, which has the arguments that it takes in a schedule.
+    name: ClassVar[str]  # the method's name in a schedule
+    # A function whose signature is that of the method in a schedule.
     takes: ClassVar[Callable[..., None]]
-    needs_calls: ClassVar[bool] = True  # whether it does nothing for a module that is never called
+    needs_calls: ClassVar[bool] = True  # whether it acts where the module is called
     examples: ClassVar[tuple[Example, ...]] = ()
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """What is asked of `node` after this call; no more than before where it is not said."""
+        """The requests of `node` after this call; by default, those before it."""
         return state
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The modules that the call is about; those selected, as a rule."""
+        """The modules that the call acts on; by default, those selected."""
         return nodes
 
     def choose(self, call: Call, nodes: list[Node]) -> Chosen:
-        """The same, for a primitive that says why."""
+        """The same, with the reason, for a primitive that chooses."""
         return Chosen(self.targets(call, nodes))
 
     def check_whole(self, call: Call) -> None:
-        """Refuses what the rest of the schedule leaves no room for; asked of what has chosen."""
+        """Checks a choice against the rest of the schedule, at its end."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
-        """How the source changes before the schedule goes on; None where it does not."""
+        """How the source is changed before the schedule goes on; None if it is not."""
         return None
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
-        """What later calls find in the place of the module; None where that is the module."""
+        """The module that later calls find in its place; None if it is not replaced."""
         return None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call's arguments by name, checked against what it takes, defaults filled in."""
+        """Binds the call's arguments to their names, checks their types and fills in defaults."""
         signature = inspect.signature(self.takes)
         for name in kwargs:
             if name not in signature.parameters:
@@ -185,24 +185,24 @@ class Primitive:
 
 
 class Question(Primitive):
-    """A verb that asks: it looks at the selected modules, and changes nothing."""
+    """A primitive that returns something about the selected modules, and changes nothing."""
 
     def answer(self, call: Call, nodes: list[Node]) -> Any:
-        """What the call gives to the schedule."""
+        """What the call returns to the schedule."""
         raise NotImplementedError
 
 
 class Rewriting(Primitive):
-    """A verb that changes the source before the schedule goes on.
+    """A primitive that changes the source before the schedule goes on.
 
-    The schedule goes on with the model that the changed source defines; the call has `done` then.
+    The schedule goes on with the model that the changed source defines; `call.done` is set then.
     """
 
     needs_calls = False
 
 
 def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
-    """What to write in the place of a name that is no parameter of a module."""
+    """The hint for a name that is not a parameter of the module."""
     path, _, own = name.rpartition(".")
     inner = node.at(path)
     if path and inner is not None and own in {**inner.parameters, **inner.buffers}:
@@ -212,7 +212,7 @@ def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
 
 
 def check_called(call: Call, node: Node) -> None:
-    """Refuses a container that holds modules and is never called itself (`Unsupported`)."""
+    """Refuses a module list or dictionary, which is never called itself (`Unsupported`)."""
     if node.is_container and node.cls.__name__ in ("ModuleList", "ModuleDict"):
         raise errors.Unsupported(
             f"{node.shown} is a {node.cls.__name__}: it is never called",
@@ -221,7 +221,7 @@ def check_called(call: Call, node: Node) -> None:
 
 
 def function_of(call: Call, value: Any, what: str) -> Function:
-    """A function or class of the schedule, by its name at the top level of its file."""
+    """A function or class that the schedule names; it must be at the top level of a file."""
     name = getattr(value, "__qualname__", None)
     if not callable(value) or name is None or "<" in name or "." in name:
         raise errors.BadArgument(
@@ -238,7 +238,7 @@ def function_of(call: Call, value: Any, what: str) -> Function:
 
 
 def subgraph_of(call: Call) -> Subgraph | None:
-    """The part of `forward` that a call's `subgraph` means; None where it means all of it."""
+    """The part of `forward` that the argument `subgraph` selects; None for all of it."""
     given, name = call.arguments["subgraph"], call.arguments.get("name")
     if name is not None and not may_be_bound(name):
         raise errors.BadArgument(f"{name!r} is no name for a method")

@@ -1,4 +1,4 @@
-"""The rewrite as planned so far: the module tree, and what was asked of each module."""
+"""The plan: the module tree, and what the schedule has requested of each module so far."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.primitives.base import Call, OnRanks, Primitive, Question
 from slapo_rewrite.schedule.load import ScheduleFile
 
-# Changes the source, and gives the model that it defines then, with the files of its classes.
+# Changes the source; returns the tree of the model that it then defines, and its files.
 Change = Callable[[Directive, Rewrite], tuple[Tree, Sources]]
 
 
 class Plan:
-    """Takes primitive calls in the schedule's order.
+    """Collects what the schedule's primitive calls request, in their order.
 
     Attributes:
         tree: The module tree on the meta device.
-        sources: The files that the model's classes come from.
+        sources: The files that define the model's classes.
         directives: The primitive calls so far.
-        states: What was asked of each module path; a path that is not in it was not touched.
+        states: The requests of each module, by path; untouched modules are not in it.
         order: The position of each path in the tree.
-        idle: Modules that are not called any more, and which directive did that.
-        seldom: Modules that are only called in eval mode, likewise; what they hold may be.
-        notes: What became of the rules that a directive asked for, by its number.
-        warnings: What other numbers of layers will not be treated as meant, in words.
-        references: What changes of the source use from elsewhere.
+        idle: Modules that are no longer called, with the directive that caused it.
+        seldom: Modules that are only called in eval mode, likewise; their submodules may be.
+        notes: Which rules applied where, by the number of the directive that asked for them.
+        warnings: Shares of layers that other lengths would not treat as meant.
+        references: What the changed source imports from elsewhere.
 
     Args:
-        change: Changes the source; None where nothing that does so is called.
-        on_ranks: Counts what the schedule gives on one of several ranks; None where nothing is to
-            be chosen by that.
+        change: Changes the source; None if no primitive of the schedule does.
+        on_ranks: Measures the scheduled model as one of several ranks; None if no primitive may
+            choose by that.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Plan:
         self.warnings: list[str] = schedule.shadowed()
         self.references: tuple[Reference, ...] = ()
         self.order = {path: number for number, path in enumerate(tree.nodes)}
-        # What put other modules into the tree, to be done again where that is built anew.
+        # Calls that replaced modules in the tree: repeated after the tree is rebuilt.
         self._grafted: list[tuple[Primitive, Call, list[str]]] = []
         self._choices: list[tuple[Primitive, Call]] = []
 
@@ -72,10 +72,10 @@ class Plan:
         kwargs: dict[str, Any],
         shares: tuple[Share, ...] = (),
     ) -> Any:
-        """Carries out one primitive call on the selected modules; gives the answer of a question.
+        """Carries out one primitive call on the selected modules; returns a question's answer.
 
-        The primitive decides once for each different combination of class, parameter shapes and
-        state, not for each module.
+        The primitive decides once for each combination of class, parameter shapes and state, not
+        for each module.
         """
         at = self.schedule.caller()
         if not isinstance(primitive, Question):
@@ -131,7 +131,7 @@ class Plan:
             if primitive.needs_calls and done is None:
                 self._check_called(node, directive)
             state = self.states.get(node.path, EMPTY)
-            # States are shared, so that one object is one state.
+            # Equal states are one object, so its id is a key.
             key = (node.kind, id(state))
             if key not in decided:
                 decided[key] = primitive.apply(call, node, state)
@@ -147,13 +147,13 @@ class Plan:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """The slices by fractions by which modules were selected, each once."""
+        """The slices by fractions in all selections, each once."""
         return tuple(dict.fromkeys(s for d in self.directives if d.paths for s in d.shares))
 
     def _first_named(self, nodes: list[Node]) -> list[Node]:
-        """The nodes, each by the first name of its module: what is asked of one, is of all.
+        """Replaces each node by the first node of the same module, which may have several.
 
-        What is no more part of the tree keeps its name, to be refused by that.
+        A node that is no longer in the tree is kept, and refused later.
         """
         first = {}
         for node in nodes:
@@ -163,7 +163,7 @@ class Plan:
         return list(first.values())
 
     def _graft(self, grafts: Mapping[str, Any]) -> None:
-        """Puts other modules into the tree."""
+        """Replaces modules in the tree."""
         self.tree.graft(grafts)
         self.sources.regrown()
         self.order = {path: number for number, path in enumerate(self.tree.nodes)}
@@ -171,7 +171,7 @@ class Plan:
     def _rewritten(
         self, primitive: Primitive, call: Call, nodes: list[Node]
     ) -> tuple[Call, list[Node]]:
-        """A call and its modules, once the source is changed as it says, if it says so."""
+        """Changes the source if the primitive wants it; returns the call and nodes after that."""
         while True:
             rewrite = primitive.rewrites(call, list(nodes))
             rewrite = rewrite.after(call.done) if rewrite is not None else None
@@ -191,11 +191,11 @@ class Plan:
             nodes = [self.tree.nodes[n.path] for n in nodes if n.path in self.tree.nodes]
             if not rewrite.again:
                 return replace(call, done=rewrite), nodes
-            if rewrite.notes:  # and not just opened branches
+            if rewrite.notes:  # it did more than open branches
                 call = replace(call, done=rewrite)
 
     def _check_there(self, directive: Directive) -> None:
-        """What was scheduled is still there in the model that the changed source defines."""
+        """Checks that the changed source still defines every module that was scheduled."""
         for path, state in self.states.items():
             if state != EMPTY and path not in self.tree.nodes:
                 raise errors.ConflictingEdits(
@@ -209,7 +209,7 @@ class Plan:
         return [d for d in self.directives if path in d.paths and d.at]
 
     def _check_called(self, node: Node, directive: Directive) -> None:
-        """What is done where a module is called needs a call of it."""
+        """Refuses a module that is no longer called, for primitives that act at its calls."""
         for above in node.outwards() if self.idle else ():
             if above.path not in self.idle:
                 continue
@@ -220,7 +220,7 @@ class Plan:
             raise _conflict(words, self.seldom[node.path], directive, hint)
 
     def _check_ties(self, node: Node, state: ModuleRequests) -> None:
-        """What is read of a module that is not called stays whole, by whatever name."""
+        """Refuses to shard a parameter that is also read whole from a module not called."""
         for shard in state.shards if self.seldom else ():
             name = f"{node.path}.{shard.name}"
             tied = (other for names in self.tree.ties.values() if name in names for other in names)
@@ -231,13 +231,13 @@ class Plan:
                     raise _conflict(words, self.seldom[path], shard.cause, "leave it whole")
 
     def check(self) -> None:
-        """What the whole schedule asks goes together (`ConflictingEdits`)."""
+        """Checks that the directives of the whole schedule fit together (`ConflictingEdits`)."""
         for primitive, call in self._choices:
             primitive.check_whole(call)
         self._check_cuts()
 
     def _check_cuts(self) -> None:
-        """Of what the last stage of a pipeline gives, the engine computes the loss."""
+        """Checks that pipeline cuts fit the other directives."""
         cuts = {path: state.cut for path, state in self.states.items() if state.cut}
         if cuts and self.seldom:
             path, cause = next(iter(self.seldom.items()))
@@ -258,7 +258,7 @@ class Plan:
                     raise _conflict(words, wrapped[0][1], cut.cause, hint)
 
     def _check_untouched(self, grafts: Mapping[str, Any]) -> None:
-        """What a replaced module holds goes with it, so it cannot have been scheduled before."""
+        """Refuses to replace a module after something inside it was scheduled."""
         for path, state in self.states.items():
             above = path.rpartition(".")[0]
             while above and above not in grafts:
@@ -274,7 +274,7 @@ class Plan:
 def _conflict(
     words: str, cause: Directive, directive: Directive, hint: str | None
 ) -> errors.ConflictingEdits:
-    """The error for what an earlier directive leaves no room for."""
+    """The error for a request that an earlier directive rules out."""
     line = f" of line {cause.at.line}" if cause.at else ""
     return errors.ConflictingEdits(
         f"{words} since `{cause.primitive}(...)`{line}", at=directive.at, cause=cause, hint=hint

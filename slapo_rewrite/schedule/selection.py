@@ -33,7 +33,7 @@ class Selection:
 
     @property
     def _nodes(self) -> list[Node]:
-        """The modules in the model as the source defines it now, all of them."""
+        """The selected modules, in the tree of the source as it is changed so far."""
         now = self._plan.tree
         if self._tree is not now:
             gone = next((n.path for n in self._found if n.path not in now.nodes), None)
@@ -67,7 +67,7 @@ class Selection:
         return self._inside(nodes, f'{self._said}["{pattern}"]')
 
     def _inside(self, nodes: list[Node], said: str) -> Selection:
-        """Modules of what is selected, which are in the same shares."""
+        """A selection of modules below this one; it keeps the shares."""
         return Selection(self._plan, nodes, said, self._shares)
 
     def _unknown(self, pattern: str) -> errors.RewriteError:
@@ -82,7 +82,7 @@ class Selection:
         )
 
     def _indexed(self, pattern: str) -> str | None:
-        """A hint for a path with an index in it, `layers.[0-3].up` as `tree` writes it."""
+        """The hint for a path that contains an index, `layers.[0-3].up` as `tree` prints it."""
         found = re.fullmatch(r"([^\[]+?)\.?\[(\d+)(?:([-:])(\d+))?\](?:\.(.+))?", pattern)
         if found is None:
             return None
@@ -112,7 +112,7 @@ class Selection:
                 self._warn_of(share, len(taken), len(items))
                 continue
             if isinstance(key, slice):
-                picked = items[key]  # may be none, as in `[:0]`, but not from behind the end
+                picked = items[key]  # may be empty, as in `[:0]`, but must not start past the end
                 exists = bool(picked) or key.start is None or key.start <= len(items)
             elif exists := -len(items) <= key < len(items):
                 picked = [items[key]]
@@ -125,7 +125,7 @@ class Selection:
         return Selection(self._plan, nodes, said, (*self._shares, *shares))
 
     def _check_numbers(self, key: slice) -> None:
-        """Raises `BadArgument` where a slice is none of numbers."""
+        """Raises `BadArgument` for a slice that is not of whole numbers."""
         ends = (key.start, key.stop, key.step)
         if key.step == 0 or not all(end is None or type(end) is int for end in ends):
             raise errors.BadArgument(
@@ -134,7 +134,7 @@ class Selection:
             )
 
     def _fractions(self, key: slice) -> tuple[Fraction, Fraction] | None:
-        """The ends of a slice by fractions, from 0 to 1; None of one by numbers."""
+        """The ends of a slice by fractions, from 0 to 1; None for a slice by numbers."""
         ends = [end for end in (key.start, key.stop, key.step) if end is not None]
         if not any(isinstance(end, float) for end in ends):
             return None
@@ -154,7 +154,7 @@ class Selection:
         raise errors.BadArgument(f"`{shown}`: {wrong}", hint=hint)
 
     def _warn_of(self, share: Share, taken: int, length: int) -> None:
-        """Says that a share came to nothing, or to everything, and the output is written so."""
+        """Warns of a share that selects no or all elements: the output will, at every length."""
         how = "none" if not taken and share.start < share.stop else "all"
         if how == "all" and (taken < length or share.stop - share.start == 1):
             return
@@ -234,7 +234,7 @@ def _children_hint(node: Node) -> str:
 
 
 def _fraction(end: float) -> Fraction:
-    """What is meant by a float: 1 / 3 where it is the nearest to that, else its decimals."""
+    """The fraction that a float stands for: 1/3 if it is the float of that, else its decimals."""
     simple = Fraction(end).limit_denominator(100)
     return simple if float(simple) == end else Fraction(str(float(end)))
 
