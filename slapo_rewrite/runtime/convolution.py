@@ -22,7 +22,7 @@ from .tensor_parallel import (
 
 
 def refuse_groups(convolution: Any) -> None:
-    """Raises `ValueError` for a convolution in groups, whose ranks need not all channels."""
+    """Raises `ValueError` for a convolution that has groups in this configuration only."""
     if convolution.groups > 1 and world_size() > 1:
         raise ValueError(
             f"this convolution has {convolution.groups} groups, and the one that it was "
@@ -31,7 +31,7 @@ def refuse_groups(convolution: Any) -> None:
 
 
 class ColumnParallelConvolution(nn.Module):
-    """What convolutions have in common that are split over their output channels.
+    """Base class of convolutions split over their output channels.
 
     Args:
         in_channels: C.
@@ -80,7 +80,7 @@ class ColumnParallelConv2d(ColumnParallelConvolution, nn.Conv2d):
 
 
 class RowParallelConvolution(nn.Module):
-    """What convolutions have in common that are split over their input channels.
+    """Base class of convolutions split over their input channels.
 
     Args:
         in_channels: C, of the whole layer; the attribute of that name is C'.
@@ -110,7 +110,7 @@ class RowParallelConvolution(nn.Module):
         record_shard(self, "weight", shard)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (B, C', *S) to (B, F, *S), added up as `reduce` does it."""
+        """Maps (B, C', *S) to (B, F, *S), summed as `reduce` does it."""
         check_parts(self)
         if world_size() == 1:
             whole: Tensor = super().forward(input)
@@ -133,7 +133,7 @@ class RowParallelConv2d(RowParallelConvolution, nn.Conv2d):
 
 
 class GroupParallelConvolution(nn.Module):
-    """What convolutions have in common whose groups are split over the ranks.
+    """Base class of grouped convolutions whose groups are split over the ranks.
 
     A group maps its own channels of the input, so a rank needs no others.
 

@@ -15,7 +15,7 @@ from .tensor_parallel import Reduction, record_shard, sum_now
 class VocabParallelEmbeddingBag(nn.EmbeddingBag):
     """An embedding bag split over its rows: ids (B, L), or (N,) and offsets -> (B, D).
 
-    It is made with V; its `num_embeddings` is V'. `reduce` adds up what the ranks find.
+    The constructor takes V; `num_embeddings` is V'. `reduce` sums what the ranks find.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Looks up ids; what the ranks find is added up as `reduce` does it."""
+        """Looks up ids; what the ranks find is summed as `reduce` does it."""
         check_parts(self, input)
         if world_size() == 1:
             return super().forward(input, offsets, per_sample_weights)

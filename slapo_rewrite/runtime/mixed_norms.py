@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Float32Norm(nn.Module):
-    """What norms have in common that compute in float32."""
+    """Base class of norms that compute in float32."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps a tensor to one of its shape, in float32."""

@@ -47,7 +47,7 @@ class BFloat16RowParallelLinear(RowParallelLinear, BFloat16Linear):
     """A `RowParallelLinear` that computes in bfloat16: (..., D') -> (..., F)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up in bfloat16 as `reduce` does it."""
+        """Maps (..., D') to (..., F), summed in bfloat16 as `reduce` does it."""
         if world_size() == 1:
             return super().forward(input)
         check_parts(self)
@@ -93,7 +93,7 @@ class Float16RowParallelLinear(RowParallelLinear, Float16Linear):
     """A `RowParallelLinear` that computes in float16: (..., D') -> (..., F)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up in float16 as `reduce` does it."""
+        """Maps (..., D') to (..., F), summed in float16 as `reduce` does it."""
         if world_size() == 1:
             return super().forward(input)
         check_parts(self)

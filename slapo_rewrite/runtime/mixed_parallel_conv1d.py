@@ -24,7 +24,7 @@ class BFloat16RowParallelConv1D(RowParallelConv1D, BFloat16Conv1D):
     """A `RowParallelConv1D` that computes in bfloat16: (..., D') -> (..., F)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up in bfloat16 as `reduce` does it."""
+        """Maps (..., D') to (..., F), summed in bfloat16 as `reduce` does it."""
         if world_size() == 1:
             return super().forward(x)
         check_parts(self)
@@ -45,7 +45,7 @@ class Float16RowParallelConv1D(RowParallelConv1D, Float16Conv1D):
     """A `RowParallelConv1D` that computes in float16: (..., D') -> (..., F)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up in float16 as `reduce` does it."""
+        """Maps (..., D') to (..., F), summed in float16 as `reduce` does it."""
         if world_size() == 1:
             return super().forward(x)
         check_parts(self)

@@ -29,7 +29,7 @@ class BFloat16Linear(nn.Linear):
 
 
 class BFloat16Convolution(nn.Module):
-    """What convolutions have in common that compute in bfloat16."""
+    """Base class of convolutions that compute in bfloat16."""
 
     def _conv_forward(
         self, input: Tensor, weight: Tensor, bias: Tensor | None
@@ -70,7 +70,7 @@ class Float16Linear(nn.Linear):
 
 
 class Float16Convolution(nn.Module):
-    """What convolutions have in common that compute in float16."""
+    """Base class of convolutions that compute in float16."""
 
     def _conv_forward(
         self, input: Tensor, weight: Tensor, bias: Tensor | None

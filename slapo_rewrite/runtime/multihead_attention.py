@@ -75,7 +75,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gives what the torch class gives, whole on every rank.
+        """Returns what the torch class does, whole on every rank.
 
         Raises:
             RuntimeError: `is_causal` is said of no mask.
@@ -124,13 +124,13 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return weights, (None,) * 3 if bias is None else bias.chunk(3)
 
     def with_batch(self, x: Tensor) -> Tensor:
-        """(B, T, E), of however it is given."""
+        """The input in the order (B, T, E)."""
         if x.dim() == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
     def as_given(self, y: Tensor, query: Tensor) -> Tensor:
-        """(T, B, E) with its axes as the queries' were."""
+        """The output (T, B, E) with its axes in the order of the queries'."""
         if query.dim() == 2:
             return y.squeeze(1)
         return y.transpose(0, 1) if self.batch_first else y

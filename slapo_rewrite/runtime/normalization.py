@@ -16,7 +16,7 @@ from .tensor_parallel import collective, gather_if_sharded, record_shard
 
 
 class ParallelBatchNorm(nn.Module):
-    """What batch norms have in common that are split over their channels.
+    """Base class of batch norms split over their channels.
 
     Every channel has statistics of its own, so nothing is communicated.
 
@@ -88,7 +88,7 @@ class ParallelGroupNorm(nn.GroupNorm):
 
 
 def full_size(module: Any, name: str) -> int:
-    """How many elements all ranks have of the sharded parameter `module.<name>`."""
+    """The full size of the sharded parameter `module.<name>`."""
     shard: Shard = module.sharded_parameters[name]
     return shard.size
 
@@ -159,7 +159,7 @@ def single_size(normalized_shape: int | Sequence[int]) -> int:
 
 
 class ParallelLayerNorm(nn.LayerNorm):
-    """A LayerNorm split over its features, of which all take part: (..., D') to the same.
+    """A LayerNorm split over its features, normalised over all: (..., D') to the same.
 
     Args:
         normalized_shape: D; the attribute of that name is D'.
@@ -200,7 +200,7 @@ class ParallelLayerNorm(nn.LayerNorm):
 
 
 class ParallelRMSNorm(nn.RMSNorm):
-    """An RMSNorm split over its features, of which all take part: (..., D') to the same.
+    """An RMSNorm split over its features, normalised over all: (..., D') to the same.
 
     Args:
         normalized_shape: D; the attribute of that name is D'.

@@ -14,7 +14,7 @@ from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 def split_inside(layer: Any) -> None:
-    """Has parallel layers take the place of a layer's own, with this rank's part of them.
+    """Replaces a layer's submodules by parallel ones, with this rank's parts.
 
     Raises:
         ValueError: The heads, or the inner width, do not divide over the ranks.
@@ -41,7 +41,7 @@ def split_inside(layer: Any) -> None:
 
 
 def take_place(layer: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts a new module in the place of `layer.<name>`, with its weights as they are."""
+    """Replaces `layer.<name>` by a new module, and copies the weights."""
     new.load_state_dict(getattr(layer, name).state_dict(), assign=True)
     setattr(layer, name, new)
 
@@ -113,7 +113,7 @@ class ParallelTransformer(nn.Transformer):
 
 
 def split_layers(layers: nn.Module, split: type[nn.Module]) -> None:
-    """Has parallel layers take the place of those of a stack, with this rank's part of them."""
+    """Replaces the layers of a stack by parallel ones, with this rank's parts."""
     layer: Any
     for name, layer in [*layers.named_children()]:
         attention, up = layer.self_attn, layer.linear1

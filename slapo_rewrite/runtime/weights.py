@@ -1,4 +1,4 @@
-"""Weights of a module that stands in another's place, made of that other's."""
+"""The weights of a module that replaces another, made from the other's weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ Get = Callable[[str], Any]
 
 
 class Weight:
-    """A tensor made of tensors of the original, by name."""
+    """A tensor made from tensors of the original."""
 
     def names(self) -> tuple[str, ...]:
         """The original's tensors that this is made of."""
@@ -34,17 +34,17 @@ class Weight:
         raise NotImplementedError
 
     def view(self, originals: Mapping[str, Tensor]) -> Tensor:
-        """Where the tensor lies in the original's, if it lies in one of them."""
+        """The view of an original's tensor that the tensor is, if it is one."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor, originals: Mapping[str, Tensor]) -> None:
-        """Puts the tensor back to where it comes from."""
+        """Writes the tensor back into the originals."""
         self.view(originals).copy_(tensor)
 
 
 @dataclass(frozen=True)
 class Original(Weight):
-    """A tensor of the original as it is."""
+    """A tensor of the original, unchanged."""
 
     name: str
 
@@ -68,7 +68,7 @@ class Original(Weight):
 
 @dataclass(frozen=True)
 class Concat(Weight):
-    """Tensors one after another along an axis."""
+    """Tensors concatenated along an axis."""
 
     sources: tuple[Weight, ...]
     axis: int
@@ -98,7 +98,7 @@ class Concat(Weight):
         return torch.cat(pieces, self.axis)
 
     def write(self, tensor: Tensor, originals: Mapping[str, Tensor]) -> None:
-        """To each source its own."""
+        """Writes each source its slice."""
         shapes = {name: tuple(originals[name].shape) for name in self.names()}
         sizes = [source.shape(shapes)[self.axis] for source in self.sources]
         pieces = torch.split(tensor, sizes, self.axis)
@@ -155,7 +155,7 @@ class Transpose(Weight):
         return self.source.names()
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """The source's shape, turned round."""
+        """The source's shape, reversed."""
         rows, columns = self.source.shape(shapes)
         return columns, rows
 
@@ -169,7 +169,7 @@ class Transpose(Weight):
         return self.source.view(originals).t()
 
     def write(self, tensor: Tensor, originals: Mapping[str, Tensor]) -> None:
-        """To the source."""
+        """Writes it back transposed."""
         self.source.write(tensor.t(), originals)
 
 
@@ -358,7 +358,7 @@ class StandingOriginal:
     buffers: dict[str, Tensor]
 
     def give_way(self, model: nn.Module) -> None:
-        """Puts the module into the original's place in `model`, with its tensors."""
+        """Puts the module in the original's place in `model`, with its weights."""
         module, taken = self.module, self.original.state_dict()
         first: dict[int, str] = {}
         tied = {
@@ -385,14 +385,14 @@ def look_up(module: nn.Module, name: str) -> Any:
 
 
 def put(module: nn.Module, name: str, tensor: Any) -> None:
-    """Makes `tensor` the one of that name below `module`."""
+    """Sets the tensor of that name below `module`."""
     path, _, last = name.rpartition(".")
     setattr(module.get_submodule(path), last, tensor)
 
 
 @contextmanager
 def originals_standing() -> Iterator[list[StandingOriginal]]:
-    """Inside, `map_weights` gives the originals; what belongs there comes in the list."""
+    """A context in which `map_weights` returns originals, and lists their replacements."""
     global _standing
     before, _standing = _standing, []
     try:
@@ -403,7 +403,7 @@ def originals_standing() -> Iterator[list[StandingOriginal]]:
 
 @contextmanager
 def originals_only() -> Iterator[None]:
-    """Inside, `map_weights` makes the originals alone, which draw the numbers that they do."""
+    """A context in which `map_weights` makes only originals, for their initial weights."""
     global _only
     before, _only = _only, True
     try:
@@ -417,7 +417,7 @@ def map_weights(
     original: Callable[[], nn.Module],
     weights: Mapping[str, str | Weight],
 ) -> Any:
-    """Makes a module, and notes how its tensors are made of those of the one it replaces.
+    """Makes a module, and records how its tensors follow from those that it replaces.
 
     From then on `load_state_dict` takes the original's tensors. What is not in
     `weights` has the original's name.
@@ -462,7 +462,7 @@ def unsaved_buffers(
 def _take_originals(
     module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: object
 ) -> None:
-    """Before loading: makes the module's tensors of the original's."""
+    """Before loading: makes the module's tensors from the original's."""
     if "mapped" not in metadata:
         new = module.weight_map.to_new(state_dict, prefix)
         state_dict.clear()
