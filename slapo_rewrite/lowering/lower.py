@@ -311,14 +311,20 @@ class _Lowering:
         return found
 
     def _follow(self, run: Follow) -> ShardingResult:
-        """What follows from the sharded sizes, with the syncs that are to be inferred."""
+        """What follows from the sharded sizes, with the syncs that are to be inferred.
+
+        If there are such, those are preferred that fit on ways that arguments choose as well.
+        """
         refused: tuple[CannotFollow, CannotFollow | None] | None = None
+        fitting: tuple[dict[str, ModuleRequests], ShardingResult] | None = None
         # What failed: from one start all ways of repairing it go alike for a while.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []
         starts = list(self.inference.starts(self.states, self._asked().layers))
-        at_borders, at_values, by_gathers = range(3)
-        first = itertools.product(starts, (at_borders, at_values))
+        at_borders, at_gradients, at_values, by_gathers = range(4)
+        first = itertools.product(starts, (at_borders, at_gradients, at_values))
         for states, way in (*first, *((states, by_gathers) for states in starts)):
+            if way == at_gradients and fitting is None:
+                continue  # of use only if gradients meet otherwise on some way
             repaired: dict[str, ModuleRequests] | None = states
             failed: CannotFollow | None = None
             before: CannotFollow | None = None
@@ -328,12 +334,18 @@ class _Lowering:
                 failed = next((error for those, error in tried if those == repaired), None)
                 if failed is None:
                     try:
-                        return self._checked(run, asked)
+                        followed = self._checked(run, asked)
+                        if not followed.misfits or not self.inference.causes:
+                            return followed
+                        fitting = fitting or (self.states, followed)
+                        failed = _without_frames(followed.misfits[0])
+                        tried.append((repaired, failed))
                     except CannotFollow as error:
                         failed = _without_frames(error)
                         tried.append((repaired, failed))
-                known = (at_statement(self.files, m) for m in failed.at_values if way == at_values)
-                missing = next(filter(None, known), None)
+                modes = {at_gradients: ("bwd_post",), at_values: ("bwd_post", "fwd_post")}
+                values = (m for m in failed.at_values if m.mode in modes.get(way, ()))
+                missing = next(filter(None, (at_statement(self.files, m) for m in values)), None)
                 if way == by_gathers:
                     gather = self.inference.gather_instead(asked.layers, failed)
                     missing = failed.to_gather or gather
@@ -341,6 +353,9 @@ class _Lowering:
                 before = failed if repaired is not None else before
             assert failed is not None
             refused = refused or (failed, before)
+        if fitting is not None:
+            self.states, followed = fitting
+            return followed
         assert refused is not None
         raise self._unfollowable(*refused) from None
 

@@ -350,11 +350,7 @@ class _Crossing:
     def _resized(self, shape: Shape) -> torch.Tensor:
         """A tensor of another shape, that stands for the same value in the whole model."""
         whole = self.run.full_shape(self.tensor)
-        self.run.depth += 1
-        try:
-            new = self.tensor.new_empty(shape, requires_grad=self.tensor.requires_grad)
-        finally:
-            self.run.depth -= 1
+        new = self.run.made(self.tensor, shape, self.tensor.requires_grad)
         self.run.whole[id(new)] = whole
         # What was sliced is one block; it must not meet several that lie packed on a rank.
         self.run.blocks[id(new)] = {a: (whole[a],) for a in self.run.split_axes(new)}

@@ -69,11 +69,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     names, told_of_part = tuple(_names(run, frame, head)), told not in (None, classes)
     run.followed.losses[place] = ParallelLoss(place, function, owner, head, names, told_of_part)
     run.fed |= set(run.seen_as(logits))
-    run.depth += 1
-    try:
-        loss = logits.new_empty(entry.outputs[0], requires_grad=logits.requires_grad)
-    finally:
-        run.depth -= 1
+    loss = run.made(logits, entry.outputs[0], logits.requires_grad)
     run.alive.append(loss)
     return loss
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import random
-import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.dataflow import read_in
 from slapo_rewrite.code.syntax import (
     changing_in_tests,
@@ -66,6 +67,9 @@ _TESTS = {
     machine_in_tests: "what it runs on, and only float32 on a CPU was followed",
     changing_in_tests: "what earlier calls left, and only a first one was followed",
 }
+
+
+_parsed = functools.lru_cache(maxsize=4)(ast.parse)
 
 
 @dataclass
@@ -240,25 +244,33 @@ class _Propagation:
                 followed.unfollowed.append(
                     (f"{way} the output would be wrong: {error}", error.place)
                 )
+                followed.misfits.append(error)
             finally:
                 self.way, self.whole = main
                 self.guess = guess
         return followed
 
     def _flags(self) -> Iterator[tuple[str, bool]]:
-        """The arguments of the model that are yes or no and were not given, turned round."""
-        for name, default in self._not_given():
+        """The arguments of the model that are yes or no and were not given, turned round.
+
+        If the configuration says it for one that is None, as whether a router's loss is added, that
+        is turned round where the model's own `forward` asks for it.
+        """
+        asked = functools.cache(lambda: self._names_in(type(self.model), names_in_tests))
+        for name, default, kind in self._not_given():
             if isinstance(default, bool):
                 yield name, not default
+            elif default is None and "bool" in str(kind) and name in asked():
+                yield name, not getattr(getattr(self.model, "config", None), name, False)
 
-    def _not_given(self) -> Iterator[tuple[str, Any]]:
-        """The arguments of the model that keep their defaults, and these."""
+    def _not_given(self) -> Iterator[tuple[str, Any, Any]]:
+        """The arguments of the model that keep their defaults, with these and annotations."""
         forward = inspect.unwrap(type(self.model).forward)
         if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
             return
         for name, parameter in inspect.signature(forward).parameters.items():
             if parameter.default is not parameter.empty and name not in self.inputs:
-                yield name, parameter.default
+                yield name, parameter.default, parameter.annotation
 
     def _note_choices(self, followed: ShardingResult) -> None:
         """Notes what `forward` chooses its way by besides: other arguments, and other sizes."""
@@ -266,7 +278,7 @@ class _Propagation:
         # What a model of a library does without is its own affair, and well known.
         not_given = [
             (name, default)
-            for name, default in self._not_given()
+            for name, default, _ in self._not_given()
             if not isinstance(default, bool) and not (known and default is None)
         ]
         read = self._names_in(type(self.model), read_in) if not_given else ()
@@ -292,13 +304,15 @@ class _Propagation:
 
     def _names_in(self, cls: type, names: Callable[[ast.AST], Set[str]]) -> Set[str]:
         """Names in the text of a class's `forward`; none where it may not be changed."""
-        forward: Any = inspect.unwrap(getattr(cls, "forward", object))
-        if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
-            return set()
-        try:
-            return names(ast.parse(textwrap.dedent(inspect.getsource(forward))))
-        except (OSError, SyntaxError):  # a text that was edited in memory
-            return set()
+        code: Any = getattr(inspect.unwrap(getattr(cls, "forward", object)), "__code__", None)
+        text, line = (
+            self.editable(getattr(code, "co_filename", "")),
+            getattr(code, "co_firstlineno", 0),
+        )
+        for node in ast.walk(_parsed(text or "")):
+            if isinstance(node, ast.FunctionDef) and first_line(node) == line:
+                return names(node)
+        return set()
 
     def _check_on_more_ranks(self, guess: Hypothesis, world: int) -> None:
         """Holds what was found against a group of another size."""
@@ -374,6 +388,10 @@ class _Propagation:
             or any(attribute.cls not in makers for attribute in further.repeats | further.few)
         ):
             return followed
+        few_here = further.few, further.may_repeat
+        if not further.take_in(followed):  # of the other ways
+            return followed
+        further.few, further.may_repeat = few_here
         return further
 
     def _search(self, wanted: Hypothesis) -> ShardingResult:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,15 @@ class Run:
             self.depth -= 1
         self.same(tensor, new)
         return new
+
+    def made(self, like: torch.Tensor, shape: Sequence[int], has_gradient: bool) -> torch.Tensor:
+        """A tensor in the place of an operation's result, which may be changed in place."""
+        self.depth += 1
+        try:
+            new = like.new_empty(shape, requires_grad=has_gradient)
+            return new.clone() if has_gradient else new  # no leaf of the graph
+        finally:
+            self.depth -= 1
 
     def check_reading(self, name: str, value: Any) -> None:
         """Refuses an operation on what is read in a way that means another tensor on a rank."""

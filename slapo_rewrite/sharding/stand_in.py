@@ -194,6 +194,7 @@ class StandIn:
             },
             cuts={(paths[path], place, number) for path, place, number in found.cuts},
             even=set(),
+            misfits=[self._meant(error) for error in found.misfits],
             is_of_small=True,
         )
 

@@ -52,12 +52,7 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
     run.flow.cover(x, path)
     run.followed.tied_heads.add(TiedHead(place, owner, path))
     shape = run.next_entry(func).outputs[0]
-    run.depth += 1
-    try:
-        trained = x.requires_grad or layer.weight.requires_grad
-        whole: torch.Tensor = x.new_empty(shape, requires_grad=trained)
-    finally:
-        run.depth -= 1
+    whole = run.made(x, shape, x.requires_grad or layer.weight.requires_grad)
     run.whole[id(whole)] = shape
     run.flow.set(whole, State())
     run.alive.append(whole)

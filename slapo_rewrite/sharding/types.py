@@ -309,6 +309,8 @@ class ShardingResult:
     # Ways through `forward` that were not followed to their end, in words, each with its place if
     # it has one.
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
+    # What does not fit on those of them that arguments choose.
+    misfits: list[CannotFollow] = field(default_factory=list)
     # Whether a small model was followed instead, whose sizes may be in other ratios.
     is_of_small: bool = False
 
@@ -320,6 +322,8 @@ class ShardingResult:
             mine, others = getattr(self, each.name), getattr(other, each.name)
             if each.name not in _TAKEN and isinstance(mine, (set, frozenset, dict)):
                 setattr(self, each.name, others | mine)  # of two that differ, what is known
+        self.unfollowed += other.unfollowed
+        self.misfits += other.misfits
         return True
 
 

@@ -788,3 +788,92 @@ class Model(nn.Module):
     schedule = SPLITTING.replace("torch.randn(2, 8)", "torch.randn(2, 2, 4, 4)")
     text = refused(tmp_path, source, schedule + CHANNELS, "SR104")
     assert "its input is whole on every rank" in text and "`functional.unfold` is right" in text
+
+
+MIXTURE = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x):
+        logits = F.linear(x, self.weight)
+        return logits, logits.softmax(-1)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = Router()
+        self.up = nn.Parameter(torch.randn(2, 8, 12))
+        self.down = nn.Parameter(torch.randn(2, 12, 8))
+
+    def forward(self, x):
+        logits, weights = self.router(x)
+        y = torch.einsum("bd,edf->bef", x, self.up).relu()
+        y = torch.einsum("bef,efd->bed", y, self.down)
+        return (y * weights.unsqueeze(-1)).sum(1), logits
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.mixture = nn.Linear(8, 8), Mixture()
+
+    def forward(self, x, add_router_loss: bool | None = None):
+        y, logits = self.mixture(self.stem(x))
+        y = y.square().mean()
+        if add_router_loss:
+            y += logits.logsumexp(-1).square().mean()
+        return y
+"""
+OF_EXPERTS = """\
+import torch
+
+
+def model(m):
+    return m.Model()
+
+
+def inputs(model):
+    return {"x": torch.randn(4, 8)}
+
+
+def loss(outputs):
+    return outputs
+
+
+def schedule(s):
+    s["mixture"].shard("up", axis=2)
+    s["mixture"].shard("down", axis=1)
+    s.infer_sync()
+"""
+TOLD = OF_EXPERTS.replace("(4, 8)}", '(4, 8), "add_router_loss": True}')
+
+
+def test_gradients_are_summed_where_they_fit_with_an_argument_as_well(tmp_path):
+    """A router's loss has its whole gradient on every rank; what goes through experts has not."""
+    with_loss, without = (
+        rewritten(tmp_path, MIXTURE, TOLD),
+        rewritten(tmp_path, MIXTURE, OF_EXPERTS),
+    )
+    assert not with_loss.warnings
+    for output in (with_loss, without):
+        assert "weights = all_reduce_gradient(weights)" in output.files[output.model_file]
+        assert "all_reduce_gradient(self.weight)" not in output.files[output.model_file]
+    assert not any("the output would be wrong" in each for each in without.warnings)
+
+
+def test_a_way_that_stated_collectives_do_not_fit_is_told(tmp_path):
+    stated = OF_EXPERTS.replace(
+        "    s.infer_sync()\n",
+        '    s["mixture"].sync("bwd_post", "all_reduce")\n'
+        '    s["mixture"].sync("fwd_post", "all_reduce")\n',
+    )
+    told = "with `add_router_loss=True` the output would be wrong"
+    assert any(told in each for each in rewritten(tmp_path, MIXTURE, stated).warnings)
