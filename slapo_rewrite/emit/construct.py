@@ -124,6 +124,12 @@ class Construction:
                 )
                 return
         draft.warnings += self._idle(rehearsed.uncalled)
+        if rehearsed.apart:
+            held = " and ".join(f"`{name}`" for name in rehearsed.apart[:2])
+            draft.warnings.append(
+                f"no state dict holds {held}, of which a rank makes another than the original's: "
+                "begin with `loading.build`, also where weights are loaded"
+            )
         if rehearsed.unfit:
             tried = " or ".join(map(str, self.sizes))
             draft.warnings.append(

@@ -80,6 +80,8 @@ class Rehearsed:
     unfit: str = ""
     # What it was to call, and does not, though it does modules inside.
     uncalled: frozenset[str] = frozenset()
+    # Buffers that no state dict holds, and of which the output's constructor makes others.
+    apart: tuple[str, ...] = ()
 
 
 def rehearse(
@@ -147,7 +149,8 @@ def rehearse(
         with _quiet(), _without_dropout(), small_model.one_thread():
             _check_mixed(references[0], output)
     idle = frozenset.intersection(*(u for u, _ in watched)) if watched else frozenset()
-    return Rehearsed(unfit[0] if unfit and all(unfit) else "", idle)
+    apart = dict.fromkeys(name for each in references for name in each.buffers)
+    return Rehearsed(unfit[0] if unfit and all(unfit) else "", idle, tuple(apart))
 
 
 def _check_step(

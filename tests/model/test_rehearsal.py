@@ -65,7 +65,11 @@ def test_random_numbers_in_a_buffer_that_no_state_dict_holds_are_the_originals(l
     noise = "self.register_buffer('noise', torch.rand(8), persistent=False)"
     source = DRAWING.replace("        gain =", f"        {noise}\n        gain =")
     source = source.replace("ASKED", "False").replace("self.up(x)", "self.up(x + self.noise)")
-    rewritten(tmp_path, source, f"{SPLITTING}    {line}\n")
+    warnings = rewritten(tmp_path, source, f"{SPLITTING}    {line}\n").warnings
+    says = [each.startswith("no state dict holds `noise`") for each in warnings]
+    assert says == ([True] if line == "split(s)" else [])  # as ranks draw fewer numbers before
+    kept = source.replace(", persistent=False", "")
+    assert not rewritten(tmp_path, kept, f"{SPLITTING}    {line}\n").warnings
 
 
 def test_a_constructor_may_run_split_layers(tmp_path):
