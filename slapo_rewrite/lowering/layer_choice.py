@@ -132,7 +132,10 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> N
         problem = (
             f"the output of {node.shown} is a partition: {spoken} would add up different features"
         )
-        hint = f'gather it: .sync("fwd_post", "all_gather", axis={split.axes[0]})'
+        hint = (
+            f'gather it: .sync("fwd_post", "all_gather", axis={split.axes[0]}); where its parts '
+            'go on, what adds up is its input\'s gradient: .sync("bwd_post", "all_reduce")'
+        )
     elif first and split.output == "partition" and sync.op == "scatter":
         problem = f"the output of {node.shown} is a partition: it is scattered already"
         hint = 'split another axis instead: .sync("fwd_post", "RS->SR")'

@@ -8,6 +8,7 @@ calls the module, and the changes of a class become edits (`specialize`).
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import traceback
@@ -27,10 +28,11 @@ from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.pretrained import keep_all_treatments
 from slapo_rewrite.changes.reduced_gradients import ReducedGradients
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
-from slapo_rewrite.changes.state import ModuleRequests, Sync
+from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
 from slapo_rewrite.changes.vocab_parallel_loss import place_losses, place_tied_head
 from slapo_rewrite.code.splice import Edit
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.lowering.forked_random import Forks
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
@@ -43,6 +45,7 @@ from slapo_rewrite.model.join import Sources
 from slapo_rewrite.model.layers import Layer, base_of, is_grouped
 from slapo_rewrite.model.representatives import Representatives
 from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.sharding.placements import COVER
 from slapo_rewrite.sharding.propagate import Records, propagate
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.sharding.types import (
@@ -426,12 +429,16 @@ class _Lowering:
         """The error as a user sees it; `before` is what was mended last, by a collective."""
         at = self.files.span(error.place) if error.place is not None else None
         shares = [share.cause.at for state in self.states.values() for share in state.shares]
-        causes = (self._sync_line(error.sync), self._a_cause(error.path), *shares)
+        syncs = (sync for path in error.twice for sync in self.states.get(path, EMPTY).syncs)
+        twice = [sync.cause.at for sync in syncs if sync.mode == "bwd_post"]
+        causes = (self._sync_line(error.sync), *twice, self._a_cause(error.path), *shares)
         places = list(dict.fromkeys(p for p in (at, *causes) if p is not None))
         hint = error.hint
         if gather := self.inference.gather_instead(self._asked().layers, error):
             line = f'.sync("fwd_post", "all_gather", axis={gather.axis})'
             hint = f"gather what it is made of: {line} on `{gather.path}`"
+        elif sum_line := self._sum_of_argument(error):
+            hint = f"add it up: {sum_line}"
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
             hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
         # What is refused may only follow from what made a gather necessary.
@@ -446,6 +453,19 @@ class _Lowering:
             also=places[1:],
             hint=hint,
         )
+
+    def _sum_of_argument(self, error: CannotFollow) -> str | None:
+        """The line that adds up the gradient of an argument, where a module's border is no help."""
+        remedy, given = error.remedy, next(iter(error.at_values), None)
+        if remedy is None or given is None or given.value is None or given.mode != "bwd_post":
+            return None
+        stated = any(s.mode == remedy.mode for s in self.states.get(remedy.path, EMPTY).syncs)
+        node = self.tree.nodes[given.path]
+        names = list(inspect.signature(type(node.live).forward).parameters)
+        if not (stated or error.hint == COVER) or given.value.name not in names[1:]:
+            return None
+        of = f', of="{given.value.name}"' if given.value.name != names[1] else ""
+        return f's["{with_wildcards(given.path)}"].sync("bwd_post", "all_reduce"{of})'
 
     def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:
         """The same of a small model in its place; where there is none, that is warned of."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.operations import treatment
 from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import CannotFollow, MissingCollective
@@ -64,7 +65,10 @@ class PlacementError(Exception):
         sync: The collective that it concerns, by module path and number.
         remedy: The collective that is missing, where that is what is wrong.
         tensor: The value that it would be for, where known.
+        twice: The modules that both add up a gradient, where that is what is wrong.
     """
+
+    twice: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -185,12 +189,14 @@ class Flow:
         if not tensor.requires_grad and not is_asked:
             return state
         if state.grad_reduced is not None:
-            raise PlacementError(
+            error = PlacementError(
                 f"the gradient of this value is summed over the ranks twice, for `{path}` and for "
                 f"`{state.grad_reduced}`",
                 'keep one of the two .sync("bwd_post", "all_reduce")',
                 path,
             )
+            error.twice = (path, state.grad_reduced)
+            raise error
         if state.kind != REPLICATE:
             raise PlacementError(
                 f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
@@ -246,12 +252,15 @@ class Flow:
             )
         else:
             gather = min(state.gathers, default=None)
+            line = f's["{with_wildcards(source or "")}"].sync("bwd_post", "all_reduce")'
             raise PlacementError(
                 f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
                 "on each rank, and nothing adds it up",
                 f"let the all-gather on `{gather[0]}` add it up: leave out "
                 "`tensor_parallel_output_grad`, or put it right before the sharded layers"
                 if gather
+                else f"add it up: {line}"
+                if what == f"`{source}`"  # which takes it
                 else COVER,
                 source,
                 gather,

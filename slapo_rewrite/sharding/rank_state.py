@@ -326,6 +326,7 @@ class Run:
             remedy=error.remedy,
             place=place_in_traceback(error, self.editable) or self.place(),
         )
+        refused.twice = error.twice
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if self.editable(frame.f_code.co_filename):
                 refused.within = self.method_owner(frame) or refused.within

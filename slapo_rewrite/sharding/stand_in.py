@@ -226,6 +226,7 @@ class StandIn:
             place=error.place,
         )
         meant.within = self._path(error.within)
+        meant.twice = tuple(self.paths[path] for path in error.twice)
         meant.at_values = [replace(m, path=self.paths[m.path]) for m in error.at_values]
         return meant
 

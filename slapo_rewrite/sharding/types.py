@@ -355,6 +355,7 @@ class CannotFollow(Exception):
         remedy: The collective that is missing, where that is what is wrong.
         within: The module in whose method the operation stands, or what leads to it.
         at_values: The collectives that would mend it at values inside modules, the nearest first.
+        twice: The modules that both add up a gradient, where that is what is wrong.
         to_scatter: A whole value that would fit by a rank's slice of it, and the slice's axis.
         to_gather: What would mend it if nothing else does: the gather of a part, as a layer that is
             not split has it.
@@ -381,6 +382,7 @@ class CannotFollow(Exception):
         self.repeats: frozenset[Attribute] = frozenset()
         self.within: str | None = None
         self.at_values: list[MissingCollective] = []
+        self.twice: tuple[str, ...] = ()
         self.to_scatter: tuple[Any, int] | None = None
         self.to_gather: MissingCollective | None = None
 

@@ -114,6 +114,8 @@ def _lines(found: list[_Held], sizes: set[int]) -> list[str]:
         else:
             shape = getattr(held.module, held.name).shape
             axes = [axis for axis, size in enumerate(shape) if size in sizes]
+            if isinstance(held.module, nn.Linear):  # which is given the part
+                axes = axes[-1:] if held.name == "weight" else []
         if len(axes) != 1:
             return []
         lines[f's["{with_wildcards(held.path)}"].shard({names}, axis={axes[0]})'] = None

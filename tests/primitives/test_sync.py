@@ -476,7 +476,70 @@ def test_a_gradient_that_only_callers_ask_for_is_summed_once(lines, words, tmp_p
     lines += sync('s["up"]', "all_reduce", mode="bwd_post")
     text = refused(tmp_path, DENSE, DENSE_SCHEDULE + indent(lines, "    "), "SR104")
     assert words in text
-    assert '.sync("bwd_post", ' in text, "the schedule's line is shown"
+    shown = {line for line in lines.splitlines() if "bwd_post" in line and line in text}
+    assert len(shown) == 1 + (words in lines or "twice" in words), "the schedule's lines are shown"
+
+
+GATED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, weights):
+        return self.down(self.up(x).tanh()) * weights
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.route, self.gated = nn.Linear(8, 8), nn.Linear(8, 1), Gated()
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.gated(x, self.route(x).sigmoid())
+"""
+GATED_LINES = [
+    's["gated.up"].shard(["weight", "bias"], axis=0)',
+    's["gated.down"].shard("weight", axis=1)',
+    's["gated.down"].sync("fwd_post", "all_reduce")',
+    's["gated.up"].sync("bwd_post", "all_reduce")',
+]
+BARE = GATED.replace(
+    "self.down(self.up(x).tanh())", "F.linear(F.linear(x, self.up).tanh(), self.down)"
+)
+BARE = BARE.replace("nn.Linear(8, 8)\n", "nn.Parameter(torch.randn(8, 8))\n").replace(
+    "self.up, self.down = nn.Linear(8, 8)", "self.up, self.down = nn.Parameter(torch.randn(8, 8))"
+)
+BARE_LINES = [
+    's["gated"].shard("up", axis=0)',
+    's["gated"].shard("down", axis=1)',
+    's["gated"].sync("fwd_post", "all_reduce")',
+    's["gated"].sync("bwd_post", "all_reduce")',
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "lines", "advised"),
+    [
+        (GATED, GATED_LINES[:3], GATED_LINES[3]),
+        # The bias stays whole, and both axes have the size.
+        (GATED, [GATED_LINES[0], GATED_LINES[3]], GATED_LINES[1]),
+        # The sum that would make it one whole value is there already, and comes later.
+        (BARE, BARE_LINES, 's["gated"].sync("bwd_post", "all_reduce", of="weights")'),
+    ],
+)
+def test_the_line_that_is_advised_is_right(source, lines, advised, tmp_path):
+    head = SPLITTING.partition("def split")[0] + "def schedule(s):\n"
+    text = refused(tmp_path, source, head + indent("\n".join(lines), "    "), "SR104")
+    assert advised in text.partition("= help: ")[2]
+    completed = [*lines, advised, *(GATED_LINES[2:3] if advised == GATED_LINES[1] else ())]
+    rewritten(tmp_path, source, head + indent("\n".join(completed), "    "))
 
 
 def test_both_lines_of_the_schedule_are_shown(tmp_path):
