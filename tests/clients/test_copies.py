@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_ as clip_by_torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from slapo_rewrite.runtime import loading, shards
 from slapo_rewrite.runtime.tensor_parallel import (
@@ -73,6 +75,14 @@ def check_what_trains_alike(clip: Callable[[nn.Module], None]) -> None:
     train(model.double(), clip)
 
 
+def check_recomputed_layers() -> None:
+    model = loading.build(make)
+    keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    for _ in range(STEPS):
+        x = torch.ones(8, 6, requires_grad=True)
+        checkpoint(model, x, use_reentrant=False, context_fn=keeps).sum().backward()
+
+
 def check_what_does_not(clip: Callable[[nn.Module], None], skipped: int, with_fsdp: bool) -> None:
     torch.manual_seed(0)
     if with_fsdp:
@@ -114,6 +124,12 @@ def test_what_trains_as_in_one_process_is_not_refused(
     world: int, clip: Callable[[nn.Module], None]
 ) -> None:
     run(check_what_trains_alike, world, clip)
+
+
+@pytest.mark.processes
+def test_nothing_is_compared_as_layers_are_computed_again() -> None:
+    """Selective checkpointing would find operations that it has not seen before."""
+    run(check_recomputed_layers, 2)
 
 
 @pytest.mark.processes
