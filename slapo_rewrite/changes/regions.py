@@ -19,7 +19,7 @@ from slapo_rewrite.changes.places import Place
 from slapo_rewrite.changes.recomputation import Recomputed, without_caches
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.build import call as call_of
-from slapo_rewrite.code.build import parsed
+from slapo_rewrite.code.build import code, parsed
 from slapo_rewrite.code.dataflow import bound_in, names_in
 from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.layout import fitting_at
@@ -142,7 +142,15 @@ class _Regions:
         function = self.imports.outside(CHECKPOINT, "checkpoint", wanted.causes)
         options = call_of("f", keywords=change.options(self.imports, wanted.causes)).args
 
-        def make(made: cst.Call) -> cst.Call:
+        def make(made: cst.BaseExpression) -> cst.Call:
+            called = self.file.segment(call.func)
+            if not isinstance(made, cst.Call) or code(made.func) != called:
+                raise errors.ConflictingEdits(
+                    f"the call of `{called}` is written otherwise, as `{code(made)}`",
+                    at=wanted.causes[0].at,
+                    cause=wanted.causes,
+                    hint="checkpoint the module around it, or several calls with this one",
+                )
             given = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in made.args]
             count = sum(1 for a in given if a.keyword is None and a.star != "**")
             args = [cst.Arg(made.func), *given[:count], *options, *given[count:]]

@@ -69,6 +69,16 @@ SHARDED = """\
 """
 
 
+@pytest.mark.parametrize("first", [DECOMPOSED, ""])
+def test_a_call_that_became_a_sum_is_not_checkpointed_alone(first, tmp_path):
+    """It ended in a traceback; what is advised works."""
+    alone = '    blocks.checkpoint(["query"])\n'
+    text = refused(tmp_path, MODEL, SCHEDULE + first + alone + (DECOMPOSED * (not first)), "SR306")
+    assert "the call of `self.query` is written otherwise, as `linear_product(" in text
+    several = alone.replace("query", 'query", "F.gelu')
+    rewritten(tmp_path, MODEL, SCHEDULE + DECOMPOSED + several)
+
+
 def test_sums_keep_to_themselves(tmp_path):
     text = " ".join(changed_lines(rewritten(tmp_path, MODEL, SCHEDULE + DECOMPOSED)).split())
     assert "+ x = -(linear_product(x, self.query) + self.query.bias).relu()" in text
