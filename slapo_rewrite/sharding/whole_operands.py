@@ -74,11 +74,11 @@ def to_scatter(run: Run, operands: Iterable[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def to_gather(run: Run, operands: Iterable[torch.Tensor]) -> MissingCollective | None:
-    """The gather of a part that meets a whole value of its full shape, a residual say."""
+    """The gather of a part that meets a whole value of its full shape, a residual say, or rows."""
     operands = list(operands)
     part = next((t for t in operands if run.flow.of(t).kind == SHARD), None)
-    wholes = {tuple(t.shape) for t in operands if run.flow.of(t).kind == REPLICATE}
-    if part is None or tuple(run.full_shape(part)) not in wholes:
+    wholes = [tuple(t.shape) for t in operands if run.flow.of(t).kind == REPLICATE]
+    if part is None or tuple(run.full_shape(part)) not in [w[-part.dim() :] for w in wholes]:
         return None
     return MissingCollective.whole_of(run.flow.of(part).border, run.flow.of(part).axis)
 

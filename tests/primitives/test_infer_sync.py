@@ -568,7 +568,10 @@ def test_a_part_that_meets_a_whole_residual_is_gathered(tmp_path):
     model = texts(rewritten(tmp_path, RESIDUAL, SPLIT_BLOCKS + INFER))["model"]
     assert "self.a = ColumnParallelLinear(8, 8, gather_output=True)" in model
     assert "self.stem = nn.Linear(8, 8)" in model
-    cases = {"residual": Case(RESIDUAL, SPLIT_BLOCKS + INFER)}
+    # What is added to each of the batch.
+    rows = RESIDUAL.replace("self.norm(x)", "self.norm(x[0])")
+    assert rows != RESIDUAL
+    cases = {n: Case(m, SPLIT_BLOCKS + INFER) for n, m in (("residual", RESIDUAL), ("rows", rows))}
     prepare(tmp_path, cases)
     run(compare, 2, tmp_path, cases)
 
