@@ -61,7 +61,8 @@ class TensorParallelTrainer(Trainer):
         accelerator.prepare_model = partial(self.replicate, accelerator.prepare_model)
         accelerator.prepare_data_loader = self.load_alike
         accelerator.clip_grad_norm_ = self.clip
-        self.gather_function = self.found
+        # Trainer takes it up again after each evaluation.
+        accelerator.gather_for_metrics = self.gather_function = self.found
 
     def replicate(
         self, prepare: Any, model: Any, evaluation_mode: bool = False, **others: Any
@@ -148,7 +149,7 @@ def main() -> None:
             max_grad_norm=1.0,
             logging_steps=1,
             eval_strategy="steps",
-            eval_steps=options.steps,
+            eval_steps=max(1, options.steps // 2),
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
