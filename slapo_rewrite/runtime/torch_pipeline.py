@@ -75,6 +75,8 @@ class Pipeline:
             generator.set_state(before)  # each stage draws what the whole model would
             module = self.stages[number](*args, **kwargs).to(device)
             module.register_forward_pre_hook(with_sendable_gradients)
+            if number < len(self.stages) - 1:
+                module.register_forward_hook(with_outputs_apart)
             stages.append(
                 PipelineStage(module, number, len(self.stages), device, group=group)
             )
@@ -247,6 +249,16 @@ def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
     It sends no others, and some versions wait for all of them.
     """
     return SendableGradients.apply(*given) if given else None  # type: ignore[no-untyped-call]
+
+
+def with_outputs_apart(module: nn.Module, given: object, outputs: Any) -> Any:
+    """Hands on other tensors than the stage has saved for its backward pass.
+
+    Torch detaches them in place where a schedule divides that pass (zero bubble).
+    """
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    apart: Any = SendableGradients.apply
+    return tuple(apart(each)[0] if each.requires_grad else each for each in several)
 
 
 class SameSizes:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +84,53 @@ def schedule(s):
 """
 
 
+# What its stages hand on they have also saved, for the gradients of their weights.
+HANDED_ON = """\
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, first):
+        return x + self.linear(self.norm(first))
+
+
+class HandedOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x, y):
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return F.mse_loss(x, y)
+"""
+HANDED_ON_SCHEDULE = """\
+import torch
+
+
+def model(m):
+    return m.HandedOn()
+
+
+def inputs(model):
+    return {"x": torch.rand(2, 16, 4), "y": torch.rand(2, 16, 4)}
+
+
+def schedule(s):
+    s["blocks.0"].cut_pipeline_stage()
+    s["blocks.1"].cut_pipeline_stage()
+    s["blocks.2"].cut_pipeline_stage()
+"""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the stages of a model are run.
@@ -107,6 +155,7 @@ LAYOUTS = (
     Layout("slices", 2, ScheduleGPipe, shards=2),
     Layout("turned", 2, Schedule1F1B, replicas=DistributedDataParallel),
     Layout("t5", 2, ScheduleInterleaved1F1B, replicas=fully_shard),
+    Layout("handed_on", 4, ScheduleInterleavedZeroBubble),
 )
 FURTHER = (
     Layout("bert", 2, Schedule1F1B, replicas=DistributedDataParallel),
@@ -249,8 +298,11 @@ def reference(folder: Path, source: str, copies: int) -> tuple[Any, Any, int]:
 @pytest.mark.long
 @pytest.mark.parametrize("layouts", [LAYOUTS, release(FURTHER)], ids=["short", "further"])
 def test_torch_schedules_train_as_one_process_does(layouts, tmp_path):
-    (tmp_path / "model.py").write_text(TURNED)
-    cases = {**CASES, "turned": Case(str(tmp_path / "model.py"), TURNED_SCHEDULE)}
+    cases = dict(CASES)
+    own = {"turned": (TURNED, TURNED_SCHEDULE), "handed_on": (HANDED_ON, HANDED_ON_SCHEDULE)}
+    for name, (text, schedule) in own.items():
+        (tmp_path / f"{name}_model.py").write_text(text)
+        cases[name] = Case(str(tmp_path / f"{name}_model.py"), schedule)
     folders = {}
     for name in dict.fromkeys(layout.case for layout in layouts):
         source, text = cases[name].source, for_torch(cases[name].schedule)
