@@ -45,17 +45,20 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-def _stays(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a constructor computes on the CPU with what it draws, of which there are no values.
+def _staying(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What an operation gives without values: what is moved to a device stays without them.
 
-    As `torch.linalg.qr(torch.randn(n, n).cpu())` does.
+    As in `torch.linalg.qr(torch.randn(n, n).cpu())`, or `self.to(device)` of a whole module.
     """
-    if func is Tensor.to and len(args) + len(kwargs) == 2:
-        to = (*args[1:], *kwargs.values())[0]
-        is_moved = isinstance(to, (str, torch.device)) and torch.device(to).type == "cpu"
-    else:
-        is_moved = func is Tensor.cpu
-    return is_moved and bool(args[0].is_meta)
+    if func is Tensor.cpu:
+        return args[0]
+    if func is Tensor.to:
+        args, kwargs = tuple(map(_here, args)), {name: _here(v) for name, v in kwargs.items()}
+    return func(*args, **kwargs)
+
+
+def _here(value: Any) -> Any:
+    return "meta" if isinstance(value, (str, torch.device)) else value
 
 
 class _OnMeta(TorchFunctionMode):
@@ -82,7 +85,8 @@ class _OnMeta(TorchFunctionMode):
                 self._forget(filled)
                 return filled
         if func not in _CONSTANTS and not self._takes_constants(args, kwargs):
-            return args[0] if _stays(func, args, kwargs) else func(*args, **kwargs)
+            is_without = func in (Tensor.to, Tensor.cpu) and args[0].is_meta
+            return _staying(func, args, kwargs) if is_without else func(*args, **kwargs)
         values = self._values_of(func, args, kwargs)
         if getattr(func, "__name__", "") in READS and values is not None:
             return values

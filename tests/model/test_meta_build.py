@@ -73,9 +73,24 @@ def test_what_is_drawn_and_moved_to_the_cpu_has_no_values_there_either(moved):
     assert found.is_meta and found.shape == (3, 3)
 
 
-def test_what_changes_more_than_the_device_is_not_passed_by():
-    with on_meta(), pytest.raises(NotImplementedError):
-        torch.randn(3).to("cpu", torch.float64)
+def test_what_is_moved_to_a_device_in_another_precision_has_that():
+    with on_meta():
+        assert torch.randn(3).to("cpu", torch.float64).dtype == torch.float64
+        found = torch.randn(3).to("cpu", copy=True)
+    assert found.is_meta
+
+
+def test_a_module_that_moves_itself_to_a_device_is_built():
+    class Moves(torch.nn.Linear):
+        def __init__(self, device="cpu"):
+            super().__init__(2, 3)
+            self.register_buffer("drawn", torch.rand(2))
+            self.to(device)
+
+    with on_meta():
+        for device in ("cpu", torch.device("cuda", 0)):
+            made = Moves(device)
+            assert made.weight.is_meta and made.bias.requires_grad and made.drawn.is_meta
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
