@@ -48,12 +48,8 @@ def carried_over(
             held = [_held(node.live, path) for path in paths]
             if all(each is node.live._buffers for each in held):  # or nothing of the module's
                 continue
-            match value:  # as it is by then: of that type, or there
-                case (
-                    ast.Call(func=ast.Attribute(value=same, attr="to"), args=[new])
-                    | ast.IfExp(test=ast.Compare(), body=new, orelse=same)
-                ) if _paths(same, method) == paths and not _is_of_itself(new, paths, method):
-                    continue
+            if value is not None and _stays(value, paths, method):
+                continue
             shown, name = ast.unparse(target), paths[0].rpartition(".")[2]
             if value is None or _is_of_itself(value, paths, method):
                 called = {getattr(n.func, "attr", "") for n in _calls(statement)}
@@ -141,6 +137,24 @@ def _held(live: Any, path: str) -> object:
             return live._buffers
         held = getattr(held, name, None)
     return held
+
+
+def _stays(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef) -> bool:
+    """Whether what is set is what stands there by then: of that type, or there, or None."""
+    match value:
+        case ast.Call(func=ast.Attribute(value=same, attr="to"), args=args, keywords=keywords):
+            new = [*args, *(keyword.value for keyword in keywords)]
+        case ast.IfExp(
+            test=ast.Compare(left=same, ops=[ast.IsNot()], comparators=[ast.Constant(None)]),
+            body=inner,
+            orelse=ast.Constant(None),
+        ) if _paths(same, method) == paths:
+            return _stays(inner, paths, method)
+        case ast.IfExp(test=ast.Compare(), body=body, orelse=same):
+            new = [body]
+        case _:
+            return False
+    return _paths(same, method) == paths and not any(_is_of_itself(n, paths, method) for n in new)
 
 
 def _is_of_itself(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef) -> bool:

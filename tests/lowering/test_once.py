@@ -373,6 +373,14 @@ SET = {
     "self.other = y; y = self.other * 2": None,
     "self.table.add_(1)": "changes `self.table` in place",
     "self.table = self.table.to(y.dtype)": None,
+    "self.table = self.table.to(dtype=y.dtype, device=y.device) "
+    "if self.table is not None else None": None,
+    "self.table = self.table.to(y.dtype) * 2 if self.table is not None else None": (
+        "changes `self.table` in place"
+    ),
+    "y = y * self.table; self.table = self.table.to(y.dtype) if self.last is not None else None": (
+        "changes `self.table` in place"
+    ),
     "self.last = y.mean() if self.last is None else self.last": None,
     "if not self.training and len(y) > 2: self.step = 5": None,
     "setattr(self.drop, 'p', self.drop.p / 2)": "reads `track.drop.p`",
