@@ -86,7 +86,9 @@ def _split(node: Node, state: ModuleRequests) -> Split:
                 f"`{node.path}.{shard.name}` ({node.cls.__name__}) cannot be sharded along "
                 f"axis {shard.axis}",
                 at=shard.cause.at,
-                hint="it can be sharded as " + ", ".join(f"`{n}` axis {a}" for n, a in possible),
+                hint="it can be sharded as " + ", ".join(f"`{n}` axis {a}" for n, a in possible)
+                if possible
+                else "it stays whole, being made as it is: with sparse=True, say",
             )
         chosen.setdefault(split, shard)
     if len(chosen) > 1:

@@ -119,7 +119,7 @@ for _n in "12":
     SHARES[f"GroupParallelConv{_n}d"] = ("out_channels", None)
     SHARES[f"ParallelBatchNorm{_n}d"] = ("num_features", None)
 
-_TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "device", "dtype")
+_TABLE = ("num_embeddings", "embedding_dim", "padding_idx", "sparse", "device", "dtype")
 _COLUMN = Split("tensor_parallel", "ColumnParallelLinear", "partition")
 _ROW = Split(
     "tensor_parallel",
@@ -303,6 +303,8 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
     base = base_of(type(module))
     if base is None or (isinstance(module, nn.EmbeddingBag) and module.mode == "max"):
         return None  # the largest values of parts do not add up
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        return None  # the gradients of parts are dense
     if (split := _AS_ONE.get(qualified(base))) is not None:
         inner = inner_of(module).items()
         return {(joined_path(path, name), axis): split for (path, name), (axis, _) in inner}

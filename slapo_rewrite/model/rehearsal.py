@@ -509,6 +509,7 @@ def _step(
             evaluated = model(**inputs)
         draws = draws and small_model.random_states() != before
     grads |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {name: gradient.to_dense() for name, gradient in grads.items()}  # some are sparse
     zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in grads}
     with torch.no_grad():
         return Step(

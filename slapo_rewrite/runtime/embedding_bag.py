@@ -28,7 +28,10 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         reduce: Reduction = sum_now,
+        sparse: bool = False,  # for sparse
     ) -> None:
+        if sparse:  # for sparse
+            raise ValueError("a split table's gradients are dense: use sparse=False")
         if mode == "max":
             raise ValueError(
                 "the largest values of parts are not added up: split sums, or means"

@@ -438,7 +438,10 @@ class VocabParallelEmbedding(nn.Embedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
         reduce: Reduction = sum_now,  # for reduce
+        sparse: bool = False,  # for sparse
     ) -> None:
+        if sparse:  # for sparse
+            raise ValueError("a split table's gradients are dense: use sparse=False")
         shard = Shard(0, num_embeddings)
         first, end = shard.ranges(rank())[0]
         if padding_idx is not None:
@@ -490,7 +493,10 @@ class ColumnParallelEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
         multiple_of: int = 0,
         gather_output: bool = False,  # for gather_output
+        sparse: bool = False,  # for sparse
     ) -> None:
+        if sparse:  # for sparse
+            raise ValueError("a split table's gradients are dense: use sparse=False")
         shard = Shard(1, embedding_dim, multiple_of)
         size = shard.local_size()
         super().__init__(num_embeddings, size, padding_idx, device=device, dtype=dtype)

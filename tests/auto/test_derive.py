@@ -593,6 +593,57 @@ def test_rows_of_bags_are_split(tmp_path):
     assert "tables" not in str(shards(derive(str(source), str(file)).text))
 
 
+TABLES = """\
+import torch
+from torch import nn
+
+
+class Scores(nn.Module):
+    def __init__(self, sizes=(5000, 3000), dim=16, sparse=False):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, dim, sparse=sparse) for n in sizes)
+        self.bag = nn.EmbeddingBag(5000, dim, mode="sum", sparse=sparse)
+        self.top = nn.Sequential(nn.Linear(3 * dim, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, ids):
+        looked_up = [table(ids[:, 0]) for table in self.tables]
+        return self.top(torch.cat([*looked_up, self.bag(ids)], 1))
+"""
+SCORES = """\
+import torch
+
+
+def model(m):
+    return m.Scores()
+
+
+def inputs(model):
+    return {"ids": torch.randint(3000, (9, 2))}
+"""
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tables_are_split_whose_gradients_are_not_sparse(tmp_path, sparse):
+    """Sparse ones are compared, too."""
+    source, file = tmp_path / "scores.py", tmp_path / "step.py"
+    source.write_text(TABLES.replace("sparse=False", f"sparse={sparse}"))
+    file.write_text(SCORES)
+    derived = derive(str(source), str(file))
+    assert ("tables" in str(shards(derived.text))) is not sparse
+    (tmp_path / "s.py").write_text(derived.text)
+    output = rewrite(str(source), str(tmp_path / "s.py"))
+    made = output.files["scores.py"]
+    assert ("VocabParallelEmbedding(n, dim, sparse=sparse)" in made) is not sparse
+    assert ('VocabParallelEmbeddingBag(5000, dim, mode="sum", sparse=sparse)' in made) is not sparse
+    assert not output.warnings
+    by_hand = f"{SCORES}\n\ndef schedule(s):\n    s['bag'].shard('weight', axis=0)\n"
+    (tmp_path / "s.py").write_text(by_hand)
+    if sparse:
+        with pytest.raises(errors.BadAxis) as caught:
+            rewrite(str(source), str(tmp_path / "s.py"))
+        assert "sparse=True" in caught.value.render()
+
+
 def test_inputs_may_hold_others_and_have_to_be_named(tmp_path):
     source, file = tmp_path / "mlp.py", tmp_path / "said.py"
     source.write_text(MLP.replace("self, x):", "self, batch):\n        x = batch['x']"))

@@ -225,6 +225,11 @@ def check_vocab_parallel_embedding():
             sharded(torch.tensor([0, wrong]))
     with pytest.raises(IndexError):
         tp.VocabParallelEmbedding(10, 4, padding_idx=10)
+    for kind in (
+        tp.VocabParallelEmbedding, tp.ColumnParallelEmbedding, VocabParallelEmbeddingBag,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="gradients are dense"):
+            kind(10, 4, sparse=True)
 
 
 def check_vocab_parallel_embedding_bag():
