@@ -202,7 +202,10 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
     lists = {
         path: parts
         for path, node in nodes.items()
-        if isinstance(node.live, (nn.ModuleList, nn.Sequential))
+        if (
+            isinstance(node.live, (nn.ModuleList, nn.Sequential))
+            or (isinstance(node.live, nn.ModuleDict) and all(map(str.isdecimal, node.children)))
+        )
         and (
             path in flow.apart
             or any(p.startswith(f"{path}.*.") for p in (*flow.layers, *flow.between))

@@ -593,6 +593,56 @@ def test_rows_of_bags_are_split(tmp_path):
     assert "tables" not in str(shards(derive(str(source), str(file)).text))
 
 
+NUMBERED = """\
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self, dim=16, depth=4, names="0123"):
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for i in range(depth):
+            self.layers[names[i]] = Layer(dim)
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+"""
+NUMBERED_STEP = """\
+import torch
+
+
+def model(m):
+    return m.Stack()
+
+
+def inputs(model):
+    return {"x": torch.randn(3, 16)}
+"""
+
+
+def test_layers_that_a_dictionary_numbers_are_checkpointed(tmp_path):
+    source, file = tmp_path / "stack.py", tmp_path / "step.py"
+    source.write_text(NUMBERED)
+    file.write_text(NUMBERED_STEP)
+    (tmp_path / "s.py").write_text(derive(str(source), str(file)).text)
+    made = rewrite(str(source), str(tmp_path / "s.py"), ["ckpt_ratio=0.5"]).files["stack.py"]
+    assert "CheckpointedLayer(dim) if i < depth // 2 else Layer(dim)" in made
+    source.write_text(NUMBERED.replace("0123", "abcd"))
+    assert "ckpt_ratio" not in derive(str(source), str(file)).text
+
+
 TABLES = """\
 import torch
 from torch import nn
