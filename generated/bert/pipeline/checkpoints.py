@@ -15,7 +15,7 @@ from .stages import load_held
 def layer_files(
     folder: str | Path, tag: str | None, count: int
 ) -> list[Sequence[Path]]:
-    """What the tensor-parallel ranks saved of each stage.
+    """The files of each stage in a checkpoint, one for each tensor-parallel rank.
 
     Args:
         folder: The folder of the checkpoints.
@@ -38,11 +38,11 @@ def layer_files(
 
 
 def read_layer(file: Path, model: nn.Module) -> dict[str, Tensor]:
-    """What one rank saved of a stage, read when it is used.
+    """One rank's tensors of a stage, memory-mapped.
 
     Args:
-        file: Where it was saved.
-        model: The model, as it is on that rank.
+        file: The file.
+        model: The model as on that rank.
 
     Raises:
         ValueError: A tensor is of another size in the model.
@@ -90,10 +90,10 @@ def joined(
 
 
 def in_order(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in the order of the model's.
+    """Sorts tensors in the order of the model's state dict.
 
     Raises:
-        ValueError: They are not those of the model.
+        ValueError: The names are not those of the model.
     """
     names = model.state_dict().keys()
     if names != named.keys():
@@ -110,13 +110,13 @@ def write_layers(
     stages: Iterable[Callable[[], nn.Module]],
     rank: int = 0,
 ) -> None:
-    """Writes what one tensor-parallel rank loads.
+    """Writes the files that one tensor-parallel rank loads.
 
     Args:
         folder: The folder of the checkpoints.
         full: The original's state dict.
         stages: Make the stages.
-        rank: The rank, as which this is called.
+        rank: The tensor-parallel rank.
 
     Raises:
         FileExistsError: The folder has such a checkpoint already.
@@ -131,6 +131,6 @@ def write_layers(
         part = {n: t.detach().clone() for n, t in stage.state_dict().items()}
         file = f"layer_{number:02}-model_{rank:02}-model_states.pt"
         torch.save(part, target / file)
-    engine = {"module": None, "dp_world_size": 1}  # what it wants beside the weights
+    engine = {"module": None, "dp_world_size": 1}  # required by DeepSpeed
     torch.save(engine, target / "mp_rank_00_model_states.pt")
     (target.parent / "latest").write_text(tag)

@@ -83,7 +83,7 @@ class RowParallelConv1D(Conv1D):
         record_shard(self, "weight", shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., D') to (..., F), added up as `reduce` does it."""
+        """Maps (..., D') to (..., F), summed as `reduce` does it."""
         check_parts(self)
         if world_size() == 1:
             return super().forward(x)

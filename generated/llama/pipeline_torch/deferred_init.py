@@ -1,5 +1,5 @@
 # Written by slapo-rewrite 0.2.0 for modeling_llama.py; rewrite.json says from what.
-"""Building a model of whose parameters only some, or parts, are kept, with their right values.
+"""Building a model of which only some parameters, or parts of them, are kept.
 
 `build_deferred` does what `loading.build` does, in less memory.
 """
@@ -34,11 +34,11 @@ CHANGES |= {"__imul__", "__iadd__", "__isub__", "__itruediv__", "erfinv_"}
 
 
 class Unfollowed(Exception):
-    """A constructor does with a parameter what cannot be followed."""
+    """A constructor does something with a parameter that cannot be recorded."""
 
 
 class Step(NamedTuple):
-    """A call of a function that writes to a parameter, and may read others.
+    """A recorded call that writes to a parameter, and may read others.
 
     Attributes:
         name: The function's.
@@ -81,7 +81,7 @@ class Following(TorchFunctionMode):
         self.require(not self.failed)  # the constructor may have caught it
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Begins to follow a parameter."""
+        """Starts to follow a parameter."""
         storage = parameter.untyped_storage()
         follows = storage not in self.numbers and threading.get_ident() == self.thread
         follows &= type(parameter) is nn.Parameter and not parameter.is_meta
@@ -97,7 +97,7 @@ class Following(TorchFunctionMode):
         return frozenset(self.numbers[s] for s in stored & self.numbers.keys())
 
     def require(self, condition: bool) -> None:
-        """Gives up where it does not hold."""
+        """Raises `Unfollowed` unless the condition holds."""
         if not condition:
             self.failed = True
             raise Unfollowed
@@ -149,7 +149,7 @@ class Following(TorchFunctionMode):
 
 
 class Recording(Following):
-    """Runs a constructor without its parameters' values; notes what it does to them.
+    """Runs a constructor without memory for parameters; records what it does to them.
 
     Attributes:
         steps: That.
@@ -211,13 +211,13 @@ class Replaying(Following):
 
 
 def give_back() -> None:
-    """Has the C library give back freed memory, which glibc keeps between blocks in use."""
+    """Returns freed memory to the system, which glibc keeps between blocks in use."""
     if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
 
 def is_without_values(func: Any) -> bool:
-    """Whether a function neither reads nor writes values of the tensors it is given."""
+    """Whether a function neither reads nor writes values of its tensor arguments."""
     name = func.__name__
     if name == "__set__":  # of an attribute
         return getattr(func.__self__, "__name__", "data") != "data"
@@ -293,7 +293,7 @@ def places_of(plan: Recording, tensors: list[Tensor]) -> dict[int, list[int]]:
 def construct_parts(
     make: Callable[[], nn.Module], wanted: Callable[[Any], Iterable[Tensor]]
 ) -> Any:
-    """The same for parts of a model, which have memory and no values as yet."""
+    """The same for parts of a model; they have memory, but no values yet."""
     if world_size() == 1 or torch.get_default_device().type == "meta":
         return construct(make, wanted)
     # A constructor may run layers, whose parts have no values as yet.
@@ -334,7 +334,7 @@ def fill_parts(model: nn.Module, make: Callable[[], nn.Module]) -> None:
 
 @torch.no_grad()
 def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
-    """Fills a weight with this rank's part of the full one, without a copy between."""
+    """Copies this rank's part of a full weight into place, without another copy."""
     if shard is None:
         tensor.copy_(full)
         return
@@ -345,13 +345,13 @@ def take_part(tensor: Tensor, shard: Shard | None, full: Tensor) -> None:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state dict, as they are in the model."""
+    """The tensors of a model's state dict, not detached."""
     named = model.state_dict(keep_vars=True).items()
     return {name: tensor for name, tensor in named if isinstance(tensor, Tensor)}
 
 
 def random_states() -> list[tuple[Callable[[Any], Any], Any]]:
-    """How random numbers are to go on, each with what sets it: torch's, Python's, NumPy's."""
+    """The random states of torch, Python and NumPy, each with what sets it."""
     devices = {torch.device("cpu"), torch.get_default_device()}
     generators = [default_generator(device) for device in devices]
     states: list[tuple[Callable[[Any], Any], Any]] = [
@@ -364,13 +364,13 @@ def random_states() -> list[tuple[Callable[[Any], Any], Any]]:
 
 
 def restore(states: list[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Lets random numbers go on from earlier states."""
+    """Restores earlier random states."""
     for set_state, state in states:
         set_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Where random numbers on a device come from; the meta device has none of its own."""
+    """The default generator of a device; for the meta device, that of the CPU."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module: Any = torch.get_device_module(device)

@@ -76,6 +76,8 @@ class Pipeline:
             generator.set_state(before)  # each stage draws what the whole model would
             module = self.stages[number](*args, **kwargs).to(device)
             module.register_forward_pre_hook(with_sendable_gradients)
+            if number < len(self.stages) - 1:
+                module.register_forward_hook(with_outputs_apart)
             stages.append(
                 PipelineStage(module, number, len(self.stages), device, group=group)
             )
@@ -135,7 +137,7 @@ class Pipeline:
     def load_full(
         self, stages: Sequence[PipelineStage], full: Mapping[str, Tensor]
     ) -> None:
-        """Takes the original's state dict; do it before the stages are wrapped."""
+        """Loads the original's state dict. Call it before the stages are wrapped."""
         for stage in stages:
             load_held(stage.submod, full)
 
@@ -167,10 +169,10 @@ class Pipeline:
 
 
 class ShardedPipeline(Pipeline):
-    """Stages whose weights are divided over tensor-parallel groups."""
+    """A pipeline with its weights divided over tensor-parallel groups."""
 
     def lay_out(self, mesh: DeviceMesh) -> None:
-        """Names the tensor-parallel group: the ranks along the axis `tp`, if any."""
+        """Sets the tensor-parallel group: the ranks along the axis `tp`, if any."""
         if "tp" in (mesh.mesh_dim_names or ()):
             set_group(mesh.get_group("tp"))
         else:
@@ -178,7 +180,7 @@ class ShardedPipeline(Pipeline):
             set_group(dist.new_group(alone, use_local_synchronization=True))
 
     def counted(self, stage: nn.Module) -> list[nn.Parameter]:
-        """Parts, and on the first of the ranks what each has a copy of."""
+        """Parts; and on the first rank, what every rank has a copy of."""
         for module in stage.modules():
             if hasattr(module, "sharded_parameters"):  # FSDP2 has put others in
                 mark_parts(module)
@@ -235,8 +237,18 @@ def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
     return SendableGradients.apply(*given) if given else None  # type: ignore[no-untyped-call]
 
 
+def with_outputs_apart(module: nn.Module, given: object, outputs: Any) -> Any:
+    """Hands on other tensors than the stage has saved for its backward pass.
+
+    Torch detaches them in place where a schedule divides that pass (zero bubble).
+    """
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    apart: Any = SendableGradients.apply
+    return tuple(apart(each)[0] if each.requires_grad else each for each in several)
+
+
 class SameSizes:
-    """Refuses outputs in other sizes than a stage's first: the next one waits for these."""
+    """Refuses outputs of another shape than a stage's first, which the next expects."""
 
     def __init__(self) -> None:
         self.sizes: list[torch.Size] = []
@@ -279,7 +291,7 @@ def spare_buffers(module: nn.Module) -> None:
 
 
 def unwrapped(stage: PipelineStage) -> Any:
-    """A stage's module as it was before it was wrapped for data parallelism."""
+    """A stage's module without its data-parallel wrapper."""
     module = stage.submod
     return module.module if isinstance(module, DistributedDataParallel) else module
 
@@ -420,14 +432,14 @@ class Schedule:
         return self.schedule
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """The model's own loss. It is only asked for where the last stage is."""
+        """The model's own loss; only called on the rank with the last stage."""
         return unwrapped(self.stages[-1]).step_loss(outputs, labels)  # type: ignore[no-any-return]
 
 
 def sum_shared_gradients(
     stages: Sequence[PipelineStage], shared: Sequence[Mapping[int, str]]
 ) -> None:
-    """Adds up the gradients of what several stages hold, on each of them.
+    """Sums the gradients of parameters that several stages hold, on each of them.
 
     Every rank that holds one of these stages calls it.
 
@@ -451,7 +463,7 @@ def sum_shared_gradients(
 def start_alike(
     stages: Sequence[PipelineStage], shared: Sequence[Mapping[int, str]]
 ) -> None:
-    """Gives what several stages hold the values that it has in the first of them.
+    """Copies shared parameters from the first stage that holds them to the others.
 
     Every rank on the axis `pp` calls it.
     """
@@ -468,7 +480,7 @@ def start_alike(
 def parameters_of(
     stages: Sequence[PipelineStage], names: Mapping[int, str]
 ) -> list[nn.Parameter]:
-    """A parameter that several stages hold, as it is in each of these."""
+    """A shared parameter in each of this rank's stages that hold it."""
     return [
         attrgetter(names[stage.stage_index])(unwrapped(stage))
         for stage in stages
@@ -477,7 +489,7 @@ def parameters_of(
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that lies here, where FSDP2 has divided it."""
+    """This rank's part of a tensor that FSDP2 has divided; others as they are."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
