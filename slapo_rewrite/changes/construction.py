@@ -420,8 +420,9 @@ def _choose_by_class(
     """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
     also = ""
     if not changes.keys() >= {*present}:
-        told = _told_by_number(site, present, dict.fromkeys(changes, True), text)
-        test = told.test(told.numbers[True])
+        # Of a share a small model has one class alone, maybe, and verification nothing of others.
+        told = _told_by_number(site, present, changes, text)
+        test = told.test(set().union(*(told.numbers[kind] for kind in kinds)))
         also = f" and ({test})" if " or " in test else f" and {test}"
     assert site.callee is not None
     called = ast.unparse(site.callee)
