@@ -372,20 +372,20 @@ def _call_of(node: cst.BaseExpression) -> cst.Call:
 class _Told:
     """Which elements become what, and how they are told from each other."""
 
-    numbers: Mapping[Hashable, set[int]]  # by what they become
+    numbers: Mapping[Construction | None, set[int]]  # by what they become
     test: Callable[[set[int]], str]  # an expression that is true for some of them
     by: str  # what `test` goes by, in a word
     first_apart: bool = False  # whether the first is another, and in a share as well
 
 
 def _told_by_number(
-    site: Site, present: Collection[str], becomes: Mapping[str, Hashable], text: ClassText
+    site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> _Told:
     """By their indices, or by shares of what counts them."""
-    numbers: dict[Hashable, set[int]] = {}
-    level = _deciding(site, present, becomes, text)
+    numbers: dict[Construction | None, set[int]] = {}
+    level = _deciding(site, present, changes, text)
     for index in sorted(present, key=_numbers):
-        numbers.setdefault(becomes.get(index), set()).add(_numbers(index)[level])
+        numbers.setdefault(changes.get(index), set()).add(_numbers(index)[level])
     groups = list(numbers.values())
     innermost = level == -1
     regions = text.indices.regions(site, text.causes, groups, counted=True) if innermost else []
@@ -420,7 +420,7 @@ def _choose_by_class(
     """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
     also = ""
     if not changes.keys() >= {*present}:
-        # Of a share a small model has one class alone, maybe, and verification nothing of others.
+        # By number if there are several classes: a small model may have one of them in a share.
         told = _told_by_number(site, present, changes, text)
         test = told.test(set().union(*(told.numbers[kind] for kind in kinds)))
         also = f" and ({test})" if " or " in test else f" and {test}"
@@ -444,11 +444,11 @@ def _choice(
     by_text: dict[str, tuple[cst.BaseExpression, set[int]]] = {}
     unchanged = code(original)
     for change, numbers in told.numbers.items():
-        node = change.made(original, site, text) if isinstance(change, Construction) else original
+        node = original if change is None else change.made(original, site, text)
         by_text.setdefault(code(node), (node, set()))[1].update(numbers)
     # What most elements are stands last, the original's own class if it is among them.
     order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
-    if told.first_apart:
+    if told.first_apart:  # a share may hold the first element as well
         order.sort(key=lambda t: by_text[t][1] != {0})
     result = by_text[order[-1]][0]
     for choice in reversed(order[:-1]):
@@ -502,14 +502,14 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
 
 
 def _deciding(
-    site: Site, present: Collection[str], becomes: Mapping[str, Hashable], text: ClassText
+    site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> int:
     """Which of the loops around a site tells what its elements become, counted from the inside."""
     depth = max(len(_numbers(index)) for index in present)
     for level in range(-1, -depth - 1, -1):
-        kinds: dict[int, set[Hashable]] = {}
+        kinds: dict[int, set[Construction | None]] = {}
         for index in present:
-            kinds.setdefault(_numbers(index)[level], set()).add(becomes.get(index))
+            kinds.setdefault(_numbers(index)[level], set()).add(changes.get(index))
         if all(len(each) == 1 for each in kinds.values()):
             return level
     raise errors.UnfollowableConstruction(

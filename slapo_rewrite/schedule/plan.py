@@ -131,7 +131,7 @@ class Plan:
             if primitive.needs_calls and done is None:
                 self._check_called(node, directive)
             state = self.states.get(node.path, EMPTY)
-            # Equal states are one object, so its id is a key.
+            # Modules share states, so that the object's id stands for one.
             key = (node.kind, id(state))
             if key not in decided:
                 decided[key] = primitive.apply(call, node, state)

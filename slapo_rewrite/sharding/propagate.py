@@ -305,12 +305,9 @@ class _Propagation:
     def _names_in(self, cls: type, names: Callable[[ast.AST], Set[str]]) -> Set[str]:
         """Names in the text of a class's `forward`; none where it may not be changed."""
         code: Any = getattr(inspect.unwrap(getattr(cls, "forward", object)), "__code__", None)
-        text, line = (
-            self.editable(getattr(code, "co_filename", "")),
-            getattr(code, "co_firstlineno", 0),
-        )
+        text = self.editable(getattr(code, "co_filename", ""))
         for node in ast.walk(_parsed(text or "")):
-            if isinstance(node, ast.FunctionDef) and first_line(node) == line:
+            if isinstance(node, ast.FunctionDef) and first_line(node) == code.co_firstlineno:
                 return names(node)
         return set()
 

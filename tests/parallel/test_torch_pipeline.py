@@ -112,23 +112,15 @@ class HandedOn(nn.Module):
             x = block(x, first)
         return F.mse_loss(x, y)
 """
-HANDED_ON_SCHEDULE = """\
-import torch
-
-
-def model(m):
-    return m.HandedOn()
-
-
-def inputs(model):
-    return {"x": torch.rand(2, 16, 4), "y": torch.rand(2, 16, 4)}
-
-
+HANDED_ON_SCHEDULE = TURNED_SCHEDULE.partition("def schedule")[0].replace("Turned", "HandedOn")
+HANDED_ON_SCHEDULE = (
+    HANDED_ON_SCHEDULE.replace("16, 1)", "16, 4)")
+    + """\
 def schedule(s):
-    s["blocks.0"].cut_pipeline_stage()
-    s["blocks.1"].cut_pipeline_stage()
-    s["blocks.2"].cut_pipeline_stage()
+    for number in range(3):
+        s[f"blocks.{number}"].cut_pipeline_stage()
 """
+)
 
 
 @dataclass(frozen=True)
