@@ -27,13 +27,14 @@ from slapo_rewrite.changes.parameters import place_biases, place_shard
 from slapo_rewrite.changes.placement import Placement, Requested
 from slapo_rewrite.changes.pretrained import keep_all_treatments
 from slapo_rewrite.changes.reduced_gradients import ReducedGradients
+from slapo_rewrite.changes.refuse_branch import place_refusals
 from slapo_rewrite.changes.sizes import place_full_sizes, place_sizes, place_statistic
 from slapo_rewrite.changes.state import EMPTY, ModuleRequests, Sync
 from slapo_rewrite.changes.value_syncs import at_statement, value_of
 from slapo_rewrite.changes.vocab_parallel_loss import place_losses, place_tied_head
 from slapo_rewrite.code.splice import Edit
 from slapo_rewrite.code.text import with_wildcards
-from slapo_rewrite.directive import Causes, Directive
+from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.lowering.forked_random import Forks
 from slapo_rewrite.lowering.inferred_syncs import Inference, named
 from slapo_rewrite.lowering.inner_layers import join_inner_layers
@@ -215,6 +216,7 @@ class _Lowering:
             place_tied_head(to, head)
         for path, layer in layers.items():
             place_full_sizes(to, self.tree.nodes[path], layer)
+        place_refusals(to, merged_causes(*owners.values()))
         cuts = (state.cut.cause for state in self.states.values() if state.cut)
         keep_all_treatments(self.tree, self.files, (*self.before, *cuts), self.directives)
 

@@ -154,6 +154,19 @@ def all_to_all(x: Tensor, gather_axis: int, scatter_axis: int) -> Tensor:
     return collective(x, forth, back)
 
 
+def single_rank_only() -> None:
+    """Refuses, at more than one rank, layers that the model had not when it was split.
+
+    Raises:
+        NotImplementedError: There are several ranks.
+    """
+    if world_size() > 1:
+        raise NotImplementedError(
+            "this configuration brings in layers that the model had not when this file "
+            "was written, and how to split them is not known: write an output for it"
+        )
+
+
 def record_shard(module: Any, name: str, shard: Shard) -> None:
     """Records that `module.<name>` is this rank's part of a tensor divided by `shard`.
 

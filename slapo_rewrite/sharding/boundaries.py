@@ -47,8 +47,10 @@ def enter_layer(run: Run, module: nn.Module, args: Any, kwargs: Any) -> None:
 
 def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
     """Raises `PlacementError` where a layer is given what it does not take."""
-    layer, state = run.request.layers[path], run.flow.of(tensor)
-    split = split_of(run.tree.nodes[path].live, layer)
+    layer, node, state = run.request.layers[path], run.tree.nodes[path], run.flow.of(tensor)
+    split = split_of(node.live, layer)
+    if node.owner is not None:
+        run.note_reader([tensor], node.owner.live)
     keywords = dict(layer.keywords)
     if state.kind == PARTIAL:
         raise PlacementError(
@@ -224,6 +226,7 @@ class _Crossing:
         self.value = f"the {side} of {node.shown}" if node.path else f"the model's {side}"
         self.split = run.split_axes(tensor)
         self.key = (node.path, border.number)
+        run.note_reader([tensor], node.live)
 
     def made(self) -> torch.Tensor:
         """What comes out of the collective, if it fits the value (`PlacementError`)."""

@@ -446,6 +446,7 @@ class _Propagation:
             raise
         self._check_complete(run, wanted)
         run.note_changed_calls()
+        run.note_inner_modules()
         _check_told_apart(followed)
         self.guess = wanted
         return followed

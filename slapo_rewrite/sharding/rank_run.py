@@ -195,6 +195,7 @@ def _take_in(
     if run.flow.leave_out(name, inputs, (args, kwargs), outputs):
         run.alive += outputs
         return
+    run.note_reader(inputs)
     check_operation(run, entry, outputs, args, kwargs)
     check_numbers(run, name, entry, args, kwargs)
     check_made(run, name, entry, inputs, outputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,8 @@ class Run:
         linear: The linear ones among them.
         calls: Calls that are told a size, as code and instruction, each with the modules, by their
             ids, in whose methods they are made, and whether they are given parts there.
+        read: Modules, by their ids, whose methods read what a rank has otherwise than one process,
+            each with the module that it comes from.
         alive: Every tensor that something is known of, so that no other gets its id.
     """
 
@@ -162,6 +164,7 @@ class Run:
         self.layers: list[nn.Module] = []
         self.linear: list[nn.Module] = []
         self.calls: dict[tuple[types.CodeType, int], set[tuple[int, bool]]] = {}
+        self.read: set[tuple[int, str]] = set()
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:
@@ -286,12 +289,31 @@ class Run:
 
     def note_call(self, is_part: bool) -> None:
         """Notes of a call that may have to change whether it is given a part."""
-        frame = caller = calling_frame()
-        while caller is not None and not isinstance(first_argument(caller), nn.Module):
-            caller = caller.f_back
-        if frame is not None and caller is not None:
+        frame = calling_frame()
+        if frame is not None and (caller := _calling_module(frame)) is not None:
             made = self.calls.setdefault((frame.f_code, frame.f_lasti), set())
-            made.add((id(first_argument(caller)), is_part))
+            made.add((id(caller), is_part))
+
+    def note_reader(self, given: Iterable[torch.Tensor], reader: nn.Module | None = None) -> None:
+        """Notes the module whose method reads what a rank has otherwise than one process."""
+        states = [self.flow.of(tensor) for tensor in given if self.flow.knows(tensor)]
+        sources = {s for state in states if (s := state.source or state.grad_reduced) is not None}
+        if sources and (module := reader or _calling_module(calling_frame())) is not None:
+            self.read.update((id(module), source) for source in sources)
+
+    def note_inner_modules(self) -> None:
+        """Notes the modules among which values go that a rank has otherwise than one process.
+
+        They are between a module that reads such a value and the one that it comes from.
+        """
+        by_id = {id(node.live): node for node in self.tree.nodes.values()}
+        for module, source in self.read:
+            if module in by_id and source in self.tree.nodes:
+                ways = [[*by_id[module].outwards()], [*self.tree.nodes[source].outwards()]]
+                first = next(node for node in ways[0] if node in ways[1])
+                for way in ways:
+                    self.followed.inner |= {n.path for n in way[: way.index(first)]}
+                self.followed.around.add(first.path)
 
     def note_changed_calls(self) -> None:
         """Notes which modules make the calls that change, with parts and with whole values."""
@@ -331,3 +353,12 @@ class Run:
             if self.editable(frame.f_code.co_filename):
                 refused.within = self.method_owner(frame) or refused.within
         return refused
+
+
+def _calling_module(frame: types.FrameType | None) -> nn.Module | None:
+    """The module in whose method a call is, be it in a function that this calls."""
+    while frame is not None:
+        if isinstance(module := first_argument(frame), nn.Module):
+            return module
+        frame = frame.f_back
+    return None

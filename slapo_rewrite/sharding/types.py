@@ -286,6 +286,10 @@ class ShardingResult:
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
     # Where parameters are read, if there are any among `shared`.
     readings: set[Reading] = field(default_factory=set)
+    # The modules inside of which parts or partial sums are, and what come or go from module to
+    # module there; those whose own border such values pass.
+    around: set[str] = field(default_factory=set)
+    inner: set[str] = field(default_factory=set)
     # The split layers that each add up the gradient of the same value, by that value's identity.
     readers: dict[int, frozenset[str]] = field(default_factory=dict)
     # The all-gathers whose gradient has to be summed over the ranks, by module path and number.

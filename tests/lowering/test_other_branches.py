@@ -1,0 +1,127 @@
+"""Branches of constructors that the model did not take: refused where parts would meet them."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tests.rewriting import SPLITTING, imported, rewritten, written
+
+SOURCE = """\
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass
+class Config:
+    norm: bool = False
+    gate: bool = False
+    kind: str = "plain"
+    drop: bool = False
+    scale: bool = False
+    deep: bool = False
+    head: bool = False
+    twin: bool = False
+    half: bool = False
+
+
+class Inner(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        if config.deep:
+            self.deep = nn.LayerNorm(8)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config, number):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        if config.norm: self.norm = nn.LayerNorm(16)
+        self.gate = nn.Linear(16, 16) if config.gate else None
+        if config.kind == "plain":
+            self.inner = Inner(config)
+        elif config.kind == "wide":
+            self.inner = nn.Sequential(nn.Linear(16, 16), Inner(config))
+        else:
+            self.inner = nn.Identity()
+        if config.drop:
+            self.drop = nn.Dropout(0.1)
+        if config.scale:
+            self.scale = 2.0
+        if number == 1:
+            self.last = nn.LayerNorm(8)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.inner(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, config=Config()):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(config, i) for i in range(2)])
+        if config.head:
+            self.head = nn.Linear(8, 8)
+        if config.twin:
+            self.twin = Block(config, 2)
+        if config.half:
+            self.half = Inner(config)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+"""
+SCHEDULE = SPLITTING + '    split(s["layers.*"])\n'
+REFUSED = {
+    "a layer of a class with parts": {"norm": True},
+    "a layer by an expression": {"gate": True},
+    "one of several ways": {"kind": "wide"},
+    "a layer of a class that is given parts": {"deep": True},
+    "a class that is given parts": {"half": True},
+}
+TAKEN = {
+    "what computes each element by itself": {"drop": True, "kind": "none"},
+    "a number": {"scale": True},
+    "a layer among whole values": {"head": True},
+    "a class with parts inside alone": {"twin": True},
+}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untaken")
+    output = rewritten(folder, SOURCE, SCHEDULE)
+    assert not output.warnings
+    model = imported(written(folder, output))
+    return output, model, importlib.import_module(f"{model.__package__}.shards")
+
+
+def test_what_is_written(output):
+    text = output[0].files[output[0].model_file]
+    assert text.count("single_rank_only()\n") == len(REFUSED)
+    assert "        if config.gate:\n            single_rank_only()\n        self.gate = " in text
+    assert '        elif config.kind == "wide":\n            single_rank_only()\n' in text
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_on_two_ranks_alone(output, case):
+    _, module, shards = output
+    config = module.Config(**REFUSED[case])
+    assert module.Model(config)(torch.randn(2, 8)).shape == (2, 8)
+    with shards.world_of(2), pytest.raises(NotImplementedError, match="brings in layers"):
+        module.Model(config)
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_taken_on_two_ranks(output, case):
+    _, module, shards = output
+    with shards.world_of(2):
+        module.Model(module.Config(**TAKEN[case]))
