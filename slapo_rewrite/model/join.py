@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -382,19 +381,17 @@ class _Made:
         return any((c.__module__, c.__name__) == own for c in cls.__mro__)
 
 
-_known: WeakKeyDictionary[SourceFile, dict[Position, _Made | None]] = WeakKeyDictionary()
-
-
 def _made_at(sources: Sources, call: Place, scope: Mapping[str, Any]) -> _Made | None:
     """The call or subscript at a place; None where it stands in no function, or is none."""
     file = sources.file_named(str(scope.get("__name__")))
     path, at = call
     if file is None or not construction_calls.is_file(file, path):
         return None
-    known = _known.setdefault(file, {})
-    if at not in known:
-        known[at] = _read(file, file.holding(at))
-    return known[at]
+    key = file.name, at
+    if key not in sources.made:
+        sources.made[key] = _read(file, file.holding(at))
+    made: _Made | None = sources.made[key]
+    return made
 
 
 def _read(file: SourceFile, held: Sequence[ast.AST]) -> _Made | None:

@@ -19,6 +19,7 @@ from slapo_rewrite.code.blocks import first_line
 from slapo_rewrite.code.evaluate import is_plain
 from slapo_rewrite.code.facts import Submodule, dotted
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.text import Position
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.construction_calls import Stack
@@ -46,7 +47,8 @@ class Sources:
         self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
         self._made: dict[tuple[int, int], tuple[Node, dict[Stack, dict[str, nn.Module]]]] = {}
-        # What is known of what some calls made in a model.
+        # What the calls are that make modules, by file and place; what is known of what they made.
+        self.made: dict[tuple[str, Position], Any] = {}
         self.filled: dict[tuple[int, Stack], Any] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
