@@ -1,7 +1,7 @@
-"""What goes into sharded layers and modules with collectives, and what comes out of them.
+"""Checks the inputs of sharded layers and of collectives, and records their outputs' placements.
 
-A layer takes whole values, parts or partial sums according to how it is split, and gives what its
-arguments say; a collective at the border of a module makes its first tensor whole, or covers it.
+How a layer is split says which placements it takes and returns. A collective at the border of a
+module changes the placement of its first tensor, or covers its gradient.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import SPOKEN, Indivisible, MissingCollective, ModuleBoundary
 from slapo_rewrite.sharding.units import note_even
 
-# What a size must be a multiple of for its parts to be taken as even ones.
+# Parts of a size that is a multiple of this count as even.
 EVEN = 8
 
 
 def enter_layer(run: Run, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Checks what a sharded layer is given; operations inside it are not looked at."""
+    """Checks the inputs of a sharded layer; operations inside it are not checked."""
     run.depth += 1
     if run.depth == 1:
         for tensor in {id(t): t for t in tensors((args, kwargs))}.values():
@@ -46,7 +46,7 @@ def enter_layer(run: Run, module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
-    """Raises `PlacementError` where a layer is given what it does not take."""
+    """Raises `PlacementError` if an input does not have the placement that the layer takes."""
     layer, node, state = run.request.layers[path], run.tree.nodes[path], run.flow.of(tensor)
     split = split_of(node.live, layer)
     if node.owner is not None:
@@ -94,7 +94,7 @@ def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
 
 
 def _taken(split: Split) -> str:
-    """What a layer is split over, in words."""
+    """What a layer is split over, for messages."""
     if split.output == "partial sum":
         return "inputs"
     return "channels" if split.takes_part else "outputs"
@@ -115,7 +115,7 @@ def _check_same_blocks(
 
 
 def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
-    """Notes what a sharded layer gives: a part, a partial sum or a whole value."""
+    """Records the placement of a sharded layer's output: part, partial sum or whole."""
     run.depth -= 1
     if run.depth:
         return
@@ -152,13 +152,13 @@ def leave_layer(run: Run, module: nn.Module, args: Any, output: Any) -> None:
 def enter_border(
     run: Run, node: Node, border: ModuleBoundary, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    """The arguments of a module with one taken through a collective: the first, or that named."""
+    """Applies a collective to an argument of a module: the first, or `border.of`."""
     names = [*inspect.signature(module.forward).parameters]
     place = names.index(border.of) if border.of is not None else 0
     name = border.of or next(iter(names), None)
     tensor = args[place] if place < len(args) else kwargs.get(name)
     if tensor is None and border.of is not None:
-        return None  # it need not be given to every module that may take it
+        return None  # the argument is optional
     if not isinstance(tensor, torch.Tensor):
         what = f"`{border.of}`" if border.of is not None else "its first argument"
         return _no_tensor(node, border, f"{node.shown} is given no tensor as {what}")
@@ -172,7 +172,7 @@ def enter_border(
 def leave_border(
     run: Run, node: Node, border: ModuleBoundary, module: nn.Module, args: Any, output: Any
 ) -> Any:
-    """The output of a module with its first tensor taken through a collective."""
+    """Applies a collective to the first tensor of a module's output."""
     tensor = _first_of(output)
     if not isinstance(tensor, torch.Tensor):
         return _no_tensor(node, border, f"what {node.shown} returns first is no tensor")
@@ -188,7 +188,7 @@ def leave_border(
 
 
 def cross_value(run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tensor) -> torch.Tensor:
-    """A value inside a module after its collective."""
+    """Applies a collective to a local value inside a module."""
     assert border.value is not None
     if not isinstance(tensor, torch.Tensor):
         hint = f"it is a {type(tensor).__name__}"
@@ -202,21 +202,21 @@ def cross_value(run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tens
 
 
 def _no_tensor(node: Node, border: ModuleBoundary, message: str) -> None:
-    """Raises `PlacementError`, but for a function of the user's own, which may know what to do."""
+    """Raises `PlacementError`, except for the user's own function, which may handle such values."""
     if border.operation != "function":
         hint = "put the sync on a module inside or around it"
         raise PlacementError(message, hint, node.path, (node.path, border.number))
 
 
 def _first_of(output: Any) -> Any:
-    """What a module returns first, in a tuple or by name."""
+    """The first item of a module's output: of a tuple, of a mapping, or the output itself."""
     if isinstance(output, tuple):
         return output[0] if output else None
     return next(iter(output.values()), None) if isinstance(output, Mapping) else output
 
 
 class _Crossing:
-    """A tensor that goes through a collective at the border of a module."""
+    """A tensor on which a collective at the border of a module is simulated."""
 
     def __init__(
         self, run: Run, node: Node, border: ModuleBoundary, tensor: torch.Tensor, side: str
@@ -229,7 +229,7 @@ class _Crossing:
         run.note_reader([tensor], node.live)
 
     def made(self) -> torch.Tensor:
-        """What comes out of the collective, if it fits the value (`PlacementError`)."""
+        """The result of the collective; raises `PlacementError` if it does not fit the value."""
         new, state = getattr(self, f"_{self.border.operation}")()
         self.run.flow.set(new, state)
         self.run.alive.append(new)
@@ -255,7 +255,7 @@ class _Crossing:
     def _all_reduce(self) -> tuple[torch.Tensor, State]:
         if self.border.mode == "bwd_post":
             state, new = self.run.flow.cover(self.tensor, self.node.path, True), self._same()
-            # What has no gradient here is judged as if it had one: a caller may want it.
+            # An input without gradient is treated as if it had one: a caller may require it.
             with torch._C.DisableTorchFunction():
                 new.requires_grad_(new.is_floating_point())
             return new, state
@@ -299,7 +299,7 @@ class _Crossing:
         return self._resized(shape), self._part(self.border.scatter_axis)
 
     def _check_slices(self) -> None:
-        """What is gathered here lies in slices of one size, in the ranks' order."""
+        """Raises unless the value lies in slices of one size, in the ranks' order."""
         axis, source = self._axis(), self.state.source
         size = self.run.full_shape(self.tensor)[axis]
         packed = self.run.blocks.get(id(self.tensor), {}).get(axis)
@@ -321,7 +321,7 @@ class _Crossing:
             )
 
     def _was_scattered(self) -> bool:
-        """Whether a scatter made the part, which refuses a size that does not divide."""
+        """Whether a scatter made the part: a scatter refuses sizes that it cannot divide."""
         source, request = self.state.source or "", self.run.request
         layer = request.layers.get(source)
         return (layer is not None and scatters(layer)) or any(
@@ -351,11 +351,11 @@ class _Crossing:
         return (*shape[:axis], shape[axis] // world, *shape[axis + 1 :])
 
     def _resized(self, shape: Shape) -> torch.Tensor:
-        """A tensor of another shape, that stands for the same value in the whole model."""
+        """A tensor of another shape for the same value of the whole model."""
         whole = self.run.full_shape(self.tensor)
         new = self.run.made(self.tensor, shape, self.tensor.requires_grad)
         self.run.whole[id(new)] = whole
-        # What was sliced is one block; it must not meet several that lie packed on a rank.
+        # A slice is one block; it must not be combined with a part of several packed blocks.
         self.run.blocks[id(new)] = {a: (whole[a],) for a in self.run.split_axes(new)}
         return new
 
@@ -366,7 +366,7 @@ class _Crossing:
         return axis % self.tensor.dim() if -self.tensor.dim() <= axis < self.tensor.dim() else axis
 
     def _check_sum(self, operation: str) -> None:
-        """A collective that adds up is given summands."""
+        """Raises unless the value is a partial sum, for a collective that sums."""
         self.run.flow.check_own(self.state, self.node.path)
         does = f"{SPOKEN[operation]} would add up"
         if self.state.kind == SHARD:
@@ -381,7 +381,7 @@ class _Crossing:
             raise self._misuse(f"{self.value} is whole: {does} what every rank has whole", hint)
 
     def _check_part(self, axis: int | None) -> None:
-        """What is gathered is a part along that axis."""
+        """Raises unless the value is a part along that axis, for a collective that gathers."""
         self.run.flow.check_own(self.state, self.node.path)
         if self.state.kind == PARTIAL:
             raise self._misuse(

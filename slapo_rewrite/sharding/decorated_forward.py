@@ -1,7 +1,7 @@
-"""Whether a `forward` that a decorator wraps runs at all: what is written into it may be idle.
+"""Checks whether a decorated `forward` runs at all: else a collective in it would do nothing.
 
-A decorator may put another function in the place of the one that stands in the file, and choose it
-by the configuration, as transformers does for experts.
+A decorator may replace the function that the file defines, depending on the configuration, as
+transformers does for experts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slapo_rewrite.sharding.types import NeverRuns, ShardingRequest
 
 @dataclass(frozen=True)
 class Forward:
-    """A `forward` as it stands in a file, and the number of the first sync that is asked of it."""
+    """The undecorated `forward` of a file, and the number of the first sync requested for it."""
 
     code: CodeType
     sync: int
 
 
 def wrapped_forwards(tree: Tree, request: ShardingRequest) -> dict[str, Forward]:
-    """The `forward`s that a decorator wraps, of the modules with collectives at their borders."""
+    """The decorated `forward`s of modules with collectives at their borders, by module path."""
     found = {}
     for path, borders in request.borders.items():
         known = [b for b in borders if b.operation not in ("function", "keep")]
@@ -39,7 +39,7 @@ def wrapped_forwards(tree: Tree, request: ShardingRequest) -> dict[str, Forward]
 
 
 def wrapped_code(cls: type) -> CodeType | None:
-    """The code of a class's `forward` as it stands in its file, if a decorator wraps it."""
+    """The code of a class's `forward` inside its decorators; None if it has none."""
     forward: Any = inspect.getattr_static(cls, "forward", None)
     inner = inspect.unwrap(forward) if callable(forward) else None
     return getattr(inner, "__code__", None) if inner is not forward else None
@@ -47,7 +47,7 @@ def wrapped_code(cls: type) -> CodeType | None:
 
 @contextlib.contextmanager
 def noting(wanted: Collection[CodeType], ran: set[CodeType]) -> Iterator[None]:
-    """Notes which of these functions run meanwhile."""
+    """Adds to `ran` those of the wanted functions that run meanwhile."""
     if not wanted:
         yield
         return
@@ -56,7 +56,7 @@ def noting(wanted: Collection[CodeType], ran: set[CodeType]) -> Iterator[None]:
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code in wanted:
             ran.add(frame.f_code)
-            if ran.issuperset(wanted):  # each call and return costs time as long as it is told
+            if ran.issuperset(wanted):  # a profile function slows down every call and return
                 sys.setprofile(before)
 
     sys.setprofile(note)

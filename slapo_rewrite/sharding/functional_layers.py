@@ -1,7 +1,7 @@
-"""Calls of a layer that are written as what it computes: `F.linear(x, self.up.weight, ...)`.
+"""Functional calls with a layer's parameters: `F.linear(x, self.up.weight, self.up.bias)`.
 
-With all of a layer's parameters, and in one call, that is the layer's own call, and is followed and
-written as one: a sharded layer knows when its bias is to be added, and its gradient to be summed.
+With all of the layer's parameters, such a call is equivalent to calling the layer. It is analysed
+and rewritten as that call, since a sharded layer adds its bias once and sums its input's gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def spelled_call(
     kwargs: Mapping[str, Any],
     editable: Callable[[str], str | None],
 ) -> tuple[nn.Module, Place, str] | None:
-    """The layer whose call an operation is, with the call's place and how it names the layer."""
+    """The layer that a functional call is equivalent to, the call's place, and the layer's text."""
     if func is not functional.linear or len(args) + len(kwargs) not in (2, 3) or not args:
         return None
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
@@ -39,12 +39,12 @@ def spelled_call(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what `F.linear` does of its parameters."""
+    """Whether a module's `forward` is that of `nn.Linear`."""
     return type(module).forward is nn.Linear.forward
 
 
 def _named(call: ast.expr | None) -> str | None:
-    """How a call names the layer whose weight it is given second."""
+    """The text of the layer in a call's second argument, `<layer>.weight`."""
     if not isinstance(call, ast.Call):
         return None
     weight = arguments_by(call, "input", "weight").get("weight")

@@ -1,7 +1,7 @@
-"""Putting the sharded layers in place for a run as a rank, and the original ones back after it.
+"""Installs the sharded layers in the model for a run as a rank, and restores the original ones.
 
-The layers, the split parameters, the collectives at the borders of modules and the marked integers
-go into the live model itself; all of that is undone when the run ends.
+The layers, the sharded parameters, the collectives at the borders of modules and the marked
+integers go into the live model itself; all of that is undone when the run ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from slapo_rewrite.sharding.types import (
 
 @contextlib.contextmanager
 def installed(run: Run, device: torch.device) -> Iterator[None]:
-    """The model with sharded layers, split parameters and marked integers, during a run."""
+    """Installs sharded layers, sharded parameters, collectives and marked integers meanwhile."""
     undo: list[Callable[[], None]] = [_stop_watching]
     try:
         with device:
@@ -86,21 +86,21 @@ def installed(run: Run, device: torch.device) -> Iterator[None]:
 
 
 def _stop_watching() -> None:
-    """Has the layers no longer look at each module that is put into another, as in training."""
+    """Removes the global hooks on registration of modules, which sharded layers install."""
     for watch in watch_registrations():
         watch.remove()
     watch_registrations.cache_clear()
 
 
 def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
-    """Has functions with a `backward` of their own seen, as the operations of torch are."""
+    """Intercepts calls of `torch.autograd.Function`s, as torch's own operations are."""
     function: Any = torch.autograd.Function
     plain = vars(function)["apply"]  # written in Python or, since torch 2.14, in C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if run.depth:
             return plain.__get__(None, cls)(*args, **kwargs)
-        if cls is CheckpointFunction:  # the gradient is that of the function that it is given
+        if cls is CheckpointFunction:  # its gradient is that of the function that it runs
             computed, _, *operands = args
             return computed(*operands)
         given, before = list(tensors((args, kwargs))), len(run.alive)
@@ -129,7 +129,7 @@ def _watch_functions(run: Run, undo: list[Callable[[], None]]) -> None:
 
 
 def _places(run: Run) -> dict[int, list[tuple[dict[str, nn.Module | None], str]]]:
-    """Where each module is held, by its identity: the modules of what holds it, and the name."""
+    """The places of each module, by its id: its parents' `_modules`, and its name there."""
     each = {id(node.live): node.live._modules for node in run.tree.nodes.values()}.values()
     return grouped(
         (id(held), (modules, name)) for modules in each for name, held in modules.items()
@@ -164,7 +164,7 @@ def _install_layer(
 
 
 def _watch_layer(run: Run, node: Node, new: nn.Module) -> None:
-    """Has the layer's own `forward` seen, and run what the original's class does around it."""
+    """Intercepts the layer's `forward`, and keeps what a subclass of the layer does around it."""
     enter, leave = functools.partial(enter_layer, run), functools.partial(leave_layer, run)
     if layer_below(node.cls) is None:
         new.register_forward_pre_hook(enter, with_kwargs=True)
@@ -178,7 +178,7 @@ def _watch_layer(run: Run, node: Node, new: nn.Module) -> None:
 
 
 def _check_plain(node: Node) -> None:
-    """Raises `PlacementError` where a call of a module does more than its class's `forward`."""
+    """Raises `PlacementError` if a module has hooks, or a `forward` as an instance attribute."""
     live: Any = node.live
     hooked = (live, *live._parameters.values())
     if any(getattr(each, table, None) for each in hooked for table in HOOKS):
@@ -195,7 +195,7 @@ def _check_plain(node: Node) -> None:
 
 
 def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
-    """The parameters and buffers of a sharded layer, which may be read past its call."""
+    """Records the placements of a sharded layer's tensors, which other code may read directly."""
     ratio = ratio_of(dict(layer.keywords))
     replicated_shard = getattr(new, "replicas", 1) > 1
     originals = {**node.live._parameters, **node.live._buffers}
@@ -220,7 +220,7 @@ def _know_tensors(run: Run, node: Node, layer: Layer, new: Any) -> None:
 
 
 def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module:
-    """The layer of which several ranks of the pretended group hold the same heads."""
+    """A layer whose heads are replicated on several ranks of the simulated group."""
     other = replicated(layer, Unit(head))
     assert other is not None and node.owner is not None
     keywords = (*other.keywords, ("multiple_of", int(getattr(node.owner.live, head))))
@@ -233,7 +233,7 @@ def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module
 
 
 def _make(layer: Layer, original: nn.Module) -> nn.Module:
-    """The layer that takes the original's place, on this rank of the pretended group."""
+    """The sharded replacement of a layer, on this rank of the simulated group."""
     cls = getattr(importlib.import_module(f"slapo_rewrite.runtime.{layer.module}"), layer.name)
     known: Any = original
     if isinstance(original, nn.Transformer):
@@ -257,7 +257,7 @@ def _make(layer: Layer, original: nn.Module) -> nn.Module:
 
 
 def _of_transformer(layer: Any) -> SimpleNamespace:
-    """What the constructor of a layer of `nn.Transformer` was given."""
+    """The constructor's arguments of a layer of `nn.Transformer`."""
     return SimpleNamespace(
         d_model=layer.self_attn.embed_dim,
         nhead=layer.self_attn.num_heads,
@@ -293,7 +293,7 @@ def _install_parameters(
 
 
 def _install_once(run: Run, node: Node, name: str, undo: list[Callable[[], None]]) -> None:
-    """While a module runs, a whole parameter of its own is this rank's summand."""
+    """Makes a whole parameter a partial sum while its module runs."""
     live = node.live
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -317,7 +317,7 @@ def _install_borders(
     for border in after:
         hook = functools.partial(leave_border, run, node, border)
         undo.append(live.register_forward_hook(hook).remove)
-    # Each goes before the ones that are there, so the last of them first.
+    # Each is prepended, so the last one is registered first.
     for border in reversed([b for b in borders if b not in after]):
         enter = functools.partial(enter_border, run, node, border)
         handle: Any = live.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -325,7 +325,7 @@ def _install_borders(
 
 
 def _live_at(node: Node) -> nn.Module:
-    """The module that stands at a place now: a sharded layer has taken the original's."""
+    """The module installed at a place: the sharded layer, where there is one."""
     parent = node.parent
     live = parent.live._modules.get(node.name) if parent else None
     return live if isinstance(live, nn.Module) and hasattr(live, "_followed_path") else node.live

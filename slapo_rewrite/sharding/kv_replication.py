@@ -1,4 +1,4 @@
-"""Layers with fewer heads than others beside them: on many ranks, several hold the same head."""
+"""Replication of key/value heads, on more ranks than there are such heads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slapo_rewrite.sharding.types import LayerKey, ShardingRequest, ShardingResu
 def fewer_heads(
     tree: Tree, request: ShardingRequest, followed: ShardingResult
 ) -> tuple[dict[LayerKey, str], int]:
-    """The layers that give fewer heads than others, and a world size that is above their number.
+    """The layers with fewer heads than others of their module, and a world size above that number.
 
-    By layer the attribute that is a head's size, and a number of ranks that the number of heads
-    divides, and that divides the number of the others.
+    Returns the attribute that is a head's size for each such layer, and a multiple of the number
+    of its heads that divides the number of the others' heads.
     """
     found: dict[LayerKey, str] = {}
     by_owner: dict[str, list[tuple[LayerKey, int, bool]]] = {}
@@ -38,10 +38,10 @@ def fewer_heads(
 
 
 def width(layer: Any) -> int:
-    """How many features a layer gives."""
+    """The number of output features of a layer."""
     return int(getattr(layer, "out_features", 0) or getattr(layer, "nf", 0))
 
 
 def _factor(groups: int) -> int:
-    """Of how many ranks each head shall have, the least that is possible."""
+    """The smallest possible number of ranks that share a head: the least factor above 1."""
     return next(n for n in range(2, groups + 1) if groups % n == 0)

@@ -1,8 +1,8 @@
-"""Collectives at values inside of methods: where one is missing, and runs that have them.
+"""Collectives at local variables of methods: finds where one is missing, and runs with them.
 
-A collective at a local name is a statement of its own in the output, `k = all_reduce_gradient(k)`.
-A run has it by the method's own code with a call in the place of that statement, so that the run
-goes the way that the output will go.
+In the output such a collective is a statement of its own, `k = all_reduce_gradient(k)`. For a run,
+the method is recompiled with a call in the place of that statement, so that the run does what the
+output will do.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from slapo_rewrite.sharding.types import (
     ModuleBoundary,
 )
 
-# The modules that have a value, each with a collective for it.
+# Modules, each with a collective for the same local value.
 Wanted = list[tuple[Node, ModuleBoundary]]
 
 
 def missing_at(run: Run, error: PlacementError | CannotFollow) -> Iterator[MissingCollective]:
-    """The collectives that would mend what is wrong at local names of modules' methods.
+    """The collectives at local variables of modules' methods that would fix an error.
 
-    Each is for the value that an operation was given, or for one that this was made from; those of
-    the innermost method come first. The statement is where that method came to.
+    Each is for the operand that the error names, or for a value that it was computed from; those
+    of the innermost method come first. The statement is the method's current one.
     """
     slices = getattr(error, "to_scatter", None)
     wanted = slices[0] if slices else getattr(error, "tensor", None)
@@ -65,7 +65,7 @@ def missing_at(run: Run, error: PlacementError | CannotFollow) -> Iterator[Missi
 
 
 def _collective(run: Run, owner: str, tensor: torch.Tensor, value: LocalValue) -> MissingCollective:
-    """What makes a value whole, or has its gradient added up."""
+    """The collective that makes a value whole, or sums its gradient if it is."""
     kind = run.flow.of(tensor).kind
     if kind == REPLICATE:
         return MissingCollective(owner, "bwd_post", "all_reduce", value=value)
@@ -77,7 +77,7 @@ def _collective(run: Run, owner: str, tensor: torch.Tensor, value: LocalValue) -
 
 
 def _makers(run: Run, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A value, and those of its kind that it was made from, the nearest first."""
+    """A value, and the values of its placement that it was computed from, the nearest first."""
     kind = run.flow.of(tensor).kind
     waiting, seen = [tensor], {id(tensor)}
     for each in waiting:
@@ -95,9 +95,9 @@ def install_values(
     cross: Callable[[Node, ModuleBoundary, torch.Tensor], torch.Tensor],
     undo: list[Callable[[], None]],
 ) -> None:
-    """Puts the collectives that are asked for at values into the methods that have these.
+    """Puts the requested collectives at local values into the methods' code.
 
-    `cross` says what a value of a module becomes by a collective.
+    `cross` applies a collective to a value of a module.
     """
     functions: dict[types.FunctionType, dict[LocalValue, Wanted]] = {}
     for path, borders in run.request.borders.items():
@@ -122,7 +122,7 @@ def _crossed(
     module: Any,
     value: Any,
 ) -> Any:
-    """One of the values, as a module has it, after its collectives."""
+    """Applies a module's collectives to one of the values."""
     for node, border in values[number]:
         if node.live is module:
             value = cross(node, border, value)
@@ -130,9 +130,9 @@ def _crossed(
 
 
 def _function_at(node: Node, value: LocalValue) -> types.FunctionType:
-    """The method of a module in which a statement stands."""
+    """The method of a module that contains the value's statement."""
     place = value.statement
-    file = os.path.realpath(place.filename)  # the user's word for it may be relative
+    file = os.path.realpath(place.filename)  # the user may have given a relative path
     for base in node.cls.__mro__:
         for found in filter(inspect.isfunction, vars(base).values()):
             function = inspect.unwrap(found)
@@ -149,7 +149,7 @@ def _function_at(node: Node, value: LocalValue) -> types.FunctionType:
 
 
 class _Calls(ast.NodeTransformer):
-    """Puts calls of a function with a number, the module and a value beside statements."""
+    """Inserts statements `value = function(number, module, value)` before or after others."""
 
     def __init__(self, function: str, values: Sequence[LocalValue]) -> None:
         self.function, self.values, self.me = function, values, ""
@@ -170,7 +170,7 @@ class _Calls(ast.NodeTransformer):
 
 
 def _code(tree: ast.Module, old: types.CodeType, calls: _Calls) -> types.CodeType:
-    """The code of a method with calls beside some of its statements."""
+    """The code of a method with the statements of `calls` inserted."""
     owner, method = next(
         (cls, each)
         for cls in ast.walk(tree)

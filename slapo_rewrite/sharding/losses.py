@@ -1,8 +1,8 @@
-"""Losses of logits that stay split over the vocabulary.
+"""Losses of logits that stay sharded over the vocabulary.
 
-A cross entropy over the classes that a head is split over needs no whole logits: one that sums over
-the ranks by itself takes its place. Its value is the same on every rank, and its gradient is exact
-on each rank's part.
+A cross entropy over classes that are sharded needs no gather of the logits: it is replaced by one
+that sums over the ranks itself. Its value is the same on every rank, and its gradient is exact on
+each rank's part.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from slapo_rewrite.sharding.placements import REPLICATE, SHARD, PlacementError
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import ParallelLoss
 
-# Where the losses are that the rule `cross_entropy` puts into a model.
+# The module with the losses that the rule `cross_entropy` inserts.
 KERNELS = "slapo_rewrite.runtime.kernels.cross_entropy"
-# What computes losses for a whole family of models, and what takes its place in `forward`.
+# Known loss functions, by module and name, and their replacements in `forward`.
 KNOWN = {
     ("transformers.loss.loss_utils", "ForCausalLMLoss"): "causal_lm_loss",
     ("transformers.loss.loss_utils", "ForMaskedLMLoss"): "masked_lm_loss",
@@ -27,12 +27,12 @@ KNOWN = {
     (KERNELS, "masked_lm_cross_entropy"): "masked_lm_loss",
     (KERNELS, "cross_entropy"): "vocab_parallel_cross_entropy",
 }
-# The layers that say how many classes there are in all.
+# The sharded layers that know the full number of classes.
 HEADS = ("ColumnParallelLinear",)
 
 
 def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The loss, where one of parts can be another function's; None where it is no loss."""
+    """The result of a cross entropy of sharded logits that can be replaced; None if it is none."""
     if name != "cross_entropy":
         return None
     logits = args[0] if args else kwargs.get("input")
@@ -65,7 +65,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
     if known is not None and known.head != head:
         raise PlacementError(f"this computes losses of both `{known.head}` and `{head}`", path=head)
     entry = run.next_entry(torch.nn.functional.cross_entropy)
-    # The original is told of all classes, or it would not run.
+    # The number of classes in the original call is the full one, or it would not run.
     names, told_of_part = tuple(_names(run, frame, head)), told not in (None, classes)
     run.followed.losses[place] = ParallelLoss(place, function, owner, head, names, told_of_part)
     run.fed |= set(run.seen_as(logits))
@@ -75,7 +75,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
 
 
 def _head(run: Run, logits: torch.Tensor) -> str | None:
-    """The layer whose classes the logits are split over, as a whole."""
+    """The head that computed the logits, if they are sharded over its classes in one block."""
     state = run.flow.of(logits)
     layer = run.request.layers.get(state.source or "")
     axis = min(1, logits.dim() - 1)
@@ -88,9 +88,9 @@ def _head(run: Run, logits: torch.Tensor) -> str | None:
 
 
 def _place(run: Run) -> tuple[types.FrameType | None, str | None, int | None]:
-    """Where the model file computes the loss, and what takes the place of what it calls there.
+    """The frame of the model file that computes the loss, and the replacement of what it calls.
 
-    And of how many classes that is told, where it is.
+    The third item is the `vocab_size` that the call passes, if any.
     """
     frame, function = calling_frame(), None
     while frame is not None and not run.editable(frame.f_code.co_filename):
@@ -104,7 +104,7 @@ def _place(run: Run) -> tuple[types.FrameType | None, str | None, int | None]:
 
 
 def replaced(run: Run, tensor: torch.Tensor) -> bool:
-    """Whether an operation is part of a loss that another function will compute as a whole."""
+    """Whether an operation is inside a loss function that will be replaced as a whole."""
     return run.flow.of(tensor).source in run.request.heads and _place(run)[1] is not None
 
 
@@ -113,7 +113,7 @@ def _below(path: str, inner: str) -> bool:
 
 
 def _names(run: Run, frame: types.FrameType, head: str) -> list[tuple[str, int]]:
-    """The local variables that hold parts from a head, with the split axis from the end."""
+    """The local variables that hold sharded output of a head, with the negative split axis."""
     found = []
     for name, value in frame.f_locals.items():
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a model notes while it runs, a mask say, is forgotten after the run."""
+"""Restores what a model caches while it runs, such as a mask, after each run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from slapo_rewrite.model.meta_device import unwatched
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Gives every module the attributes and buffers back that it had, so that runs are alike.
+    """Restores every module's attributes and buffers afterwards, so that runs do not interact.
 
-    What functions of the model's files remember of their results they forget, before it too.
+    Caches (`functools.cache`) of the model's files and libraries are cleared before and after.
     """
     files = {type(module).__module__ for module in model.modules()}
     _forget(files)
@@ -45,12 +45,12 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(own: dict[str, Any]) -> list[tuple[Any, Any]]:
-    kinds = (dict, OrderedDict, list, set)  # hooks are in ordered ones
+    kinds = (dict, OrderedDict, list, set)  # hooks are in an OrderedDict
     return [(value, value.copy()) for value in own.values() if type(value) in kinds]
 
 
 def _forget(modules: set[str]) -> None:
-    """Empties the caches of functions and methods that modules define."""
+    """Clears the caches of functions and methods that modules define or use."""
     for name in modules & sys.modules.keys():
         for cache in _caches_in(name):
             cache.cache_clear()
@@ -62,9 +62,9 @@ def _forget(modules: set[str]) -> None:
 def _caches_beside(
     modules: frozenset[types.ModuleType],
 ) -> list[functools._lru_cache_wrapper[Any]]:
-    """The caches of libraries that modules use.
+    """The caches of libraries that modules use, such as einops.
 
-    A number that is followed equals the plain one, or one of another run, that einops remembers.
+    A tracked `Size` equals a plain integer and the `Size` of another run: all hit one cache entry.
     """
     near = used_by(modules)
     further = used_by(sys.modules[name] for name in near)
@@ -80,6 +80,6 @@ def _caches_in(name: str) -> Iterator[functools._lru_cache_wrapper[Any]]:
             continue
         cells = getattr(function, "__closure__", None) or ()  # a decorator may hold the cache
         for cell in (types.CellType(function), *cells):
-            with contextlib.suppress(ValueError):  # an empty cell
+            with contextlib.suppress(ValueError):  # raised by an empty cell
                 if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
                     yield cell.cell_contents

@@ -1,6 +1,6 @@
-"""Where in a file an operation stands.
+"""Finds the place of an operation in a file: its lines and columns.
 
-Read from the frames of a call, or from the traceback of an error: its file, lines and columns.
+It is read from the frames of a call, or from the traceback of an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def calling_frame() -> types.FrameType | None:
-    """The frame that calls the operation: the first outside torch and this package."""
+    """The frame that calls the operation: the innermost outside torch and this package."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -37,13 +37,13 @@ def calling_frame() -> types.FrameType | None:
 
 
 def first_argument(frame: types.FrameType) -> object:
-    """What a function was given first, a method's object."""
+    """The first argument of a frame's function, `self` for a method."""
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     return frame.f_locals.get(names[0]) if names else None
 
 
 def place_of(frame: types.FrameType) -> Place | None:
-    """The place that a frame has come to."""
+    """The place of a frame's current instruction."""
     return place_at(frame.f_code, frame.f_lasti)
 
 
@@ -54,9 +54,9 @@ def place_at(code: types.CodeType, instruction: int) -> Place | None:
 
 
 def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
-    """The text that stands at a place; nothing where its file is not there.
+    """The text at a place; empty if its file cannot be read.
 
-    Of a file that may be changed it is what `editable` gives: rules may have changed it already.
+    For an editable file it comes from `editable`: rules may have changed the text already.
     """
     text = editable(place.filename)
     known = linecache.getlines(place.filename) if text is None else io.StringIO(text).readlines()
@@ -69,7 +69,7 @@ def text_at(place: Place, editable: Callable[[str], str | None]) -> str:
 
 
 def expression_at(place: Place, editable: Callable[[str], str | None]) -> ast.expr | None:
-    """The expression that stands at a place; None where it is none."""
+    """The expression at a place; None if its text is not one expression."""
     try:
         return ast.parse(text_at(place, editable).strip(), mode="eval").body
     except SyntaxError:
@@ -79,7 +79,7 @@ def expression_at(place: Place, editable: Callable[[str], str | None]) -> ast.ex
 def function_at(
     frame: types.FrameType, editable: Callable[[str], str | None]
 ) -> ast.FunctionDef | None:
-    """The function that a frame runs, as it is written; None where that is not known."""
+    """The definition of the function that a frame runs; None if it is not found."""
     code = frame.f_code
     lines = [line for _, _, line in code.co_lines() if line is not None]
     place = Place(code.co_filename, (code.co_firstlineno, 0, max(lines), sys.maxsize))
@@ -91,7 +91,7 @@ def function_at(
 
 
 def place_in_traceback(error: BaseException, editable: Callable[[str], str | None]) -> Place | None:
-    """The innermost place of an error that lies in a file that may be changed."""
+    """The innermost place in an editable file of an error's traceback."""
     found, step = None, error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
@@ -102,17 +102,17 @@ def place_in_traceback(error: BaseException, editable: Callable[[str], str | Non
 
 
 def is_method(cls: type, code: types.CodeType) -> bool:
-    """Whether a code is that of a method or of a property of a class, but for what all have."""
+    """Whether code is that of a class's method or property, other than `nn.Module`'s own."""
     found = (vars(base).get(code.co_name) for base in cls.__mro__ if base is not nn.Module)
     found = (f.fget if isinstance(f, property) else f for f in found)
     codes = (inspect.unwrap(f).__code__ for f in found if inspect.isfunction(f))
-    # A method may have had another code for a time, of the same text.
+    # A method's code may be replaced during a run by one at the same file and line.
     where = code.co_filename, code.co_firstlineno
     return any((each.co_filename, each.co_firstlineno) == where for each in codes)
 
 
 def raised_by(error: BaseException) -> bool:
-    """Whether an error comes from a `raise` statement outside of torch."""
+    """Whether an error comes from a `raise` or `assert` statement outside of torch."""
     steps = traceback.extract_tb(error.__traceback__)
     is_own = bool(steps) and not steps[-1].filename.startswith(_TORCH)
     return is_own and (steps[-1].line or "").strip().startswith(("raise", "assert"))

@@ -1,4 +1,4 @@
-"""What the model returns and keeps is whole on every rank, or refused with its remedy."""
+"""Checks that the model's outputs and buffers are whole on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo_rewrite.sharding.types import CannotFollow, MissingCollective
 
 
 def compare_outputs(expected: Any, got: Any, run: Run) -> None:
-    """Raises `CannotFollow` where the model returns something else on a rank, also deep inside."""
+    """Raises `CannotFollow` if any output on a rank, also a nested one, differs from the whole."""
     for name, want, have in result_pairs(expected, got, ""):
         if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
             _compare_output(name or "output", want, have, run)
@@ -30,7 +30,7 @@ def compare_outputs(expected: Any, got: Any, run: Run) -> None:
 
 
 def kept_buffers(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """The buffers that a state dict has, by the path of their module and their name."""
+    """The buffers in the state dict, by module path and name."""
     return {
         (path, name): buffer
         for path, module in model.named_modules()
@@ -44,7 +44,7 @@ def compare_buffers(
     got: Mapping[tuple[str, str], torch.Tensor],
     run: Run,
 ) -> None:
-    """Raises `CannotFollow` where what a run left in a whole buffer is not whole on a rank."""
+    """Raises `CannotFollow` if a run leaves a part or partial sum in a buffer that is not split."""
     split = {(p, shard.name) for p, shards in run.request.parameters.items() for shard in shards}
     for key, want in expected.items():
         path, name = key
@@ -66,7 +66,7 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
     state = run.flow.of(have)
     name = f"output {name}" if name.isdigit() else name
     if state.kind == SHARD and id(have) in run.fed:
-        return  # whoever wants the loss takes the parts with it
+        return  # a loss takes it as a part, which the user then gets as well
     if want.shape != have.shape or state.kind == SHARD:
         raise CannotFollow(
             f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "

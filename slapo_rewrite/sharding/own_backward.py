@@ -1,9 +1,9 @@
-"""Functions with a `backward` of their own, where they are given a rank's part.
+"""Checks `torch.autograd.Function`s whose operands are sharded.
 
-What torch computes of a gradient follows from the operations of `forward`; what a
-`torch.autograd.Function` computes, its `backward` says. Both are carried out once on whole values,
-for a record, and then on what a rank has. The gradient of a part has to come out as the same part,
-and that of a whole value whole.
+Torch's own backward follows from the operations of `forward`; that of a `torch.autograd.Function`
+is arbitrary code. Its `forward` and `backward` run once on whole values, for a record, and then on
+a rank's values. The gradient of a part must have the placement of that part, and the gradient of a
+whole value must be whole.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.trace import Trace
 from slapo_rewrite.sharding.types import MissingCollective
 
-# What a function may be given beside tensors: neither modules nor functions, which may do anything.
+# The types of arguments that are accepted: not modules or functions, which may do anything.
 _PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class _Unfollowed(Exception):
-    """Why a function cannot be followed."""
+    """The reason why a function cannot be followed."""
 
 
 class _Context:
-    """Stands for what torch gives `forward` and `backward`."""
+    """The `ctx` argument of `forward` and `backward`."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -71,10 +71,10 @@ class _Record(Trace):
 
 
 def made_of_parts(run: Run, cls: Any, args: Sequence[Any], states: Sequence[State]) -> list[Any]:
-    """What a function gives for parts, as tensors of which is known what they are.
+    """The outputs of a function for sharded operands, with their placements recorded.
 
     Raises:
-        PlacementError: It is given a partial sum, or it is not known whether its gradients are
+        PlacementError: An output is a partial sum, or it is not known whether the gradients are
             right.
     """
     try:
@@ -119,7 +119,7 @@ def _followed(run: Run, cls: Any, args: Sequence[Any]) -> list[Any]:
 def _there_and_back(
     run: Run | None, cls: Any, args: Sequence[Any], needs: tuple[bool, ...]
 ) -> tuple[list[Any], Sequence[Any]]:
-    """What a function gives, and the gradients that it computes of gradients like that."""
+    """Runs `forward`, then `backward` on gradients with the outputs' placements."""
     context = _Context(needs)
     if cls.setup_context is not torch.autograd.Function.setup_context:
         output = cls.forward(*args)
@@ -138,7 +138,7 @@ def _there_and_back(
 
 
 def _is_alike(run: Run, given: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether a gradient is known to be the part of the whole model's that the value is."""
+    """Whether a gradient is known to have the same placement as its value."""
     one, other = (
         (
             run.flow.of(tensor).kind,
@@ -153,7 +153,7 @@ def _is_alike(run: Run, given: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def refused(cls: type, states: Sequence[State], why: str) -> PlacementError:
-    """The refusal of a function that is given, or makes, what it may not be."""
+    """The error for a function that is given, or makes, parts or partial sums."""
     state = next(state for state in states if state.kind != REPLICATE)
     is_part = state.kind == SHARD
     return PlacementError(

@@ -1,8 +1,8 @@
-"""How the parts of several blocks lie packed along a split axis.
+"""The packing of several blocks along one split axis.
 
-A rank that holds its share of each of several blocks (of queries, keys and values, say) has them
-side by side; here is where such blocks begin and end, how they compare, and which axis of a result
-they come to lie along.
+A rank holds its share of each of several blocks (such as queries, keys and values) side by side.
+The functions here say where such blocks begin and end, compare packings, and find the axis of an
+operation's result that has the blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from slapo_rewrite.runtime.packed_axes import Packed
 from slapo_rewrite.sharding.tracked_sizes import Shape
 
-# The sizes of the blocks that lie packed along each split axis of a tensor.
+# The full sizes of the blocks that each split axis of a tensor packs.
 Blocks = dict[int, Shape]
 
 
 def ratio_of(keywords: Mapping[str, Any]) -> Shape:
-    """The blocks that a layer's argument `parts` means."""
+    """The sizes of blocks, up to a factor, that a layer's argument `parts` asks for."""
     packed = keywords.get("parts")
     if packed is None:
         return (1,)
@@ -35,12 +35,12 @@ def reduced(packed: Sequence[int]) -> Shape:
 
 
 def ends_of(pieces: Sequence[int]) -> set[int]:
-    """Where pieces that lie side by side begin and end."""
+    """The positions where adjacent pieces begin and end."""
     return set(itertools.accumulate(pieces, initial=0))
 
 
 def described(packed: Sequence[int]) -> str:
-    """The blocks in words."""
+    """The blocks in words, for messages."""
     if len(packed) == 1:
         return "one block"
     if len(set(packed)) == 1:
@@ -51,7 +51,7 @@ def described(packed: Sequence[int]) -> str:
 def moved_axis(
     name: str, args: Any, rank: int, axis: int, out_rank: int, shape: Shape, whole: Shape
 ) -> int | None:
-    """Where an axis of an operand is in the result: counted from the right, unless axes move."""
+    """The axis of the result that an operand's axis becomes: the same from the right, or moved."""
     if name in ("transpose", "swapaxes", "transpose_") and len(args) == 3:
         first, second = args[1] % rank, args[2] % rank
         return int({first: second, second: first}.get(axis, axis))

@@ -1,7 +1,7 @@
-"""Where parameters are read: in a method of the module that they belong to, or anywhere else.
+"""Records where parameters are read: in a method of their own module, or elsewhere.
 
-Where gradients have to be added up, that is done where the parameter is read. A module's own class
-does it for all of its methods; `self.norm.weight`, read by another module, does it in its place.
+A parameter whose gradient needs an all-reduce gets it where it is read. The class of its own module
+does that for all of its methods; for `self.norm.weight` in another module, that expression does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slapo_rewrite.sharding.types import Reading
 
 @contextlib.contextmanager
 def noted_readings(run: Run) -> Iterator[None]:
-    """Notes every reading of a parameter, for as long as it lasts."""
+    """Records every read of a parameter meanwhile."""
     paths = {id(node.live): path for path, node in run.tree.nodes.items()}
     plain = nn.Module.__getattr__
 
@@ -44,7 +44,7 @@ def noted_readings(run: Run) -> Iterator[None]:
 def _reading(
     run: Run, module: nn.Module, path: str, name: str, frame: types.FrameType | None
 ) -> Reading | None:
-    """How a parameter is read; None in a method of its module by another name than `self`."""
+    """The read of a parameter; None in a method of its module, if not written `self.<name>`."""
     while frame is not None and frame.f_code.co_name == "__getattr__":
         frame = frame.f_back
     assert frame is not None

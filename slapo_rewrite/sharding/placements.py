@@ -1,10 +1,10 @@
-"""Which values are whole, parts or partial sums on a rank, and whether gradients come out right.
+"""The placement of every value on a rank (whole, part or partial sum), and of its gradient.
 
 A sharded model computes on three kinds of values. A *whole* one is the same on every rank. A
-*part* is a rank's share along some axis. A *partial sum* has the whole shape, but only the sum
-over the ranks has the value. A partial sum may only go through linear operations until it is added
-up. A whole value that meets parts gets a gradient from each rank that is a summand of the true
-one; it is *covered* where a `bwd_post` sync adds them up, or an all-gather that sums gradients.
+*part* is a rank's shard along some axis. A *partial sum* has the whole shape, but only the sum
+over the ranks is the value; until an all-reduce it may only go through linear operations. A whole
+value used together with parts gets a partial sum of its gradient on each rank. It is *covered* if
+a `bwd_post` sync, or an all-gather that sums gradients, adds these up.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ _WORDS = {SHARD: "a part", PARTIAL: "a partial sum"}
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a tensor."""
+    """The placement of a tensor, and what it was computed from."""
 
     kind: str = REPLICATE  # `whole`, `part` or `partial sum`
     source: str | None = None  # the module that made it a part or a partial sum
-    # Whether several ranks have the same part. What each makes of it in the end has to be its own,
-    # or it would count several times.
+    # Whether several ranks have the same part. Before a collective each must have made something
+    # of its own of it, or the part would count several times.
     replicated_shard: bool = False
     axis: int = -1  # the axis of that module's output that is split
-    grad_reduced: str | None = None  # the module whose sync adds up this value's gradient
-    # The parameters, by module path and name, that it was computed from, with no other value but
+    grad_reduced: str | None = None  # the module whose sync sums this value's gradient
+    # The parameters, by module path and name, that it was computed from, if from nothing else but
     # constants.
     parameters: frozenset[tuple[str, str]] | None = None
-    is_input: bool = False  # whether it was computed from what the model is given
-    # The all-gathers, by module path and number, that it was computed from.
+    is_input: bool = False  # whether it depends on the model's inputs
+    # The all-gathers, by module path and number, that it depends on.
     gathers: frozenset[tuple[str, int]] = frozenset()
-    # The parameter of a split layer, read past its call, that it was computed from alone.
+    # The parameter of a sharded layer, read outside of the layer's call, that alone it depends on.
     read: str | None = None
-    # Why it is no such value, where the model reads it nowhere, or takes it times zero.
+    # The error that using it raises: the model reads it nowhere, or multiplies it by zero.
     wrong: CannotFollow | None = None
 
     @property
     def border(self) -> str | None:
-        """The module at whose border a collective would mend it."""
+        """The module whose output a collective would make whole; None if it was only read."""
         return None if self.read else self.source
 
 
@@ -57,15 +57,15 @@ _WHOLE = State()
 
 
 class PlacementError(Exception):
-    """An operation that is wrong on what a rank has.
+    """An operation gives wrong results for the placements of its operands.
 
     Attributes:
         hint: What the user can do.
         path: The module it concerns, where known.
         sync: The collective that it concerns, by module path and number.
-        remedy: The collective that is missing, where that is what is wrong.
-        tensor: The value that it would be for, where known.
-        twice: The modules that both add up a gradient, where that is what is wrong.
+        remedy: The missing collective, where that is the cause.
+        tensor: The value that `remedy` would apply to, where known.
+        twice: The modules that both sum a gradient, where that is the cause.
     """
 
     twice: tuple[str, ...] = ()
@@ -85,23 +85,23 @@ class PlacementError(Exception):
 
 
 class MeetsWhole(PlacementError):
-    """A part beside a value that every rank has whole, and would have to be split as well."""
+    """An operation joins a part with a whole value that would have to be split as well."""
 
-    # The value, where a rank's slice of it would do, and the slice's axis.
+    # The whole value, if a rank's slice of it would fit, and the slice's axis.
     to_scatter: tuple[torch.Tensor, int] | None = None
 
 
-# Operations that read no values: their results depend on shapes alone.
+# Operations whose results depend on their operands' shapes alone.
 _SHAPE_ONLY = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
     "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 }  # fmt: skip
 
-# Operations whose second operand says a type or sizes alone.
+# Operations whose second operand only gives a dtype or sizes.
 _TYPED = {"to", "type_as", "view_as", "reshape_as"}
 
-# Operations that only rearrange, cast or add up what they are given, and so keep a partial sum a
-# partial sum.
+# Operations that only rearrange, cast or sum their operand: of a partial sum they give a partial
+# sum.
 _KEEPING = {
     "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "swapdims",
     "movedim", "moveaxis", "contiguous", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze",
@@ -113,9 +113,9 @@ _KEEPING = {
     "t", "adjoint", ".T", ".mT", ".H", ".mH", ".data", "detach", "requires_grad_", "identity",
     "pad", "masked_fill", "cumsum", "diagonal", "unfold", "atleast_2d", "atleast_3d",
 }  # fmt: skip
-# Those that add to some elements of what they are given first.
+# Operations that add to some elements of their first operand.
 ADDED_INTO = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
-# Those that write a number into what they keep: only a zero is the sum of as many.
+# Those of `_KEEPING` that write a constant: only zero stays the same in a sum over the ranks.
 _WRITING = {"pad": ("value", 3, 0), "masked_fill": ("value", 2, None)}
 
 ADDING = {
@@ -128,7 +128,7 @@ MULTIPLYING = {
 }  # fmt: skip
 _DIVIDING = {"div", "div_", "true_divide", "__truediv__", "__itruediv__", "divide"}
 
-# Operations that answer with a value of Python, which branches and sizes may depend on.
+# Operations that return a Python value, which branches and sizes may depend on.
 _TELLING = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__nonzero__", "__int__", "__float__",
     "__index__", "__complex__", "__contains__", "is_nonzero", "equal", "allclose", "__dlpack__",
@@ -144,35 +144,35 @@ COVER = (
 
 
 class Flow:
-    """Follows the states of tensors through the operations of a rank's run.
+    """Propagates the placements of tensors through the operations of a rank's run.
 
-    The `undecided` all-gathers may yet turn out to sum gradients.
+    The `undecided` all-gathers may turn out to need summed gradients.
     """
 
     def __init__(self, undecided: Iterable[tuple[str, int]] = ()) -> None:
         self._states: dict[int, State] = {}
         self._undecided = frozenset(undecided)
-        # Whole parameters found to meet parts, with the module that makes what they meet.
+        # Whole parameters found to be used with parts, with the module that makes the parts.
         self.shared: dict[tuple[str, str], str | None] = {}
         self.summed: set[tuple[str, int]] = set()  # all-gathers found to need summed gradients
 
     def of(self, tensor: torch.Tensor) -> State:
-        """What is known of a tensor; what nothing is known of is whole."""
+        """The state of a tensor; whole if nothing was recorded."""
         state = self._states.get(id(tensor), _WHOLE)
         if state.wrong is not None:
             raise state.wrong
         return state
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was noted of a tensor."""
+        """Whether a state was recorded for a tensor."""
         return id(tensor) in self._states
 
     def set(self, tensor: torch.Tensor, state: State) -> None:
-        """Notes what a tensor is."""
+        """Records the state of a tensor."""
         self._states[id(tensor)] = state
 
     def check_own(self, state: State, path: str) -> None:
-        """Refuses what is added up or joined at `path` and is held by several ranks."""
+        """Raises if a value that a collective at `path` takes is the same part on several ranks."""
         if state.replicated_shard:
             raise PlacementError(
                 f"several ranks would have the same part of `{state.source or 's'}` at "
@@ -181,9 +181,9 @@ class Flow:
             )
 
     def cover(self, tensor: torch.Tensor, path: str, is_asked: bool = False) -> State:
-        """The state of a value inside `path`, whose sync adds up the gradient, for the first time.
+        """The state of a value inside `path`, whose sync all-reduces its gradient.
 
-        `is_asked` where the schedule says so, be there a gradient or not.
+        `is_asked` if the schedule asks for the sync, even if the value has no gradient here.
         """
         state = self.of(tensor)
         if not tensor.requires_grad and not is_asked:
@@ -213,10 +213,10 @@ class Flow:
         source: str | None,
         partial: State | None = None,
     ) -> None:
-        """Covers whole values where they meet parts, as far as that can be done.
+        """Covers whole values that the operation `what` uses together with parts; or raises.
 
-        `source` makes the parts, or is split itself; `partial` is the partial sum that `what` is
-        given or makes, if there is one.
+        `source` makes the parts, or is sharded itself; `partial` is the partial sum among the
+        operands of `what`, if there is one.
         """
         for tensor in tensors:
             state = self.of(tensor)
@@ -231,7 +231,7 @@ class Flow:
         source: str | None,
         partial: State | None = None,
     ) -> None:
-        """Has the gradient of a value summed where it comes from, if anything can do it."""
+        """Has a value's gradient summed at its parameters or all-gathers; raises if it has none."""
         if state.parameters:
             for key in state.parameters:
                 self.shared.setdefault(key, source)
@@ -279,10 +279,10 @@ class Flow:
         results: Sequence[Shape],
         replicated: bool = False,
     ) -> None:
-        """Takes an operation's result in; `PlacementError` where it is wrong on what a rank has.
+        """Records the states of an operation's results; raises `PlacementError` if they are wrong.
 
-        `whole` and `results` are the shapes that the tensors have in the whole model. Where several
-        ranks hold the same heads, `replicated`, sizes tell less of axes.
+        `whole` and `results` are the shapes of the tensors in the whole model. If heads are
+        `replicated` on several ranks, sizes tell less about axes, and less is checked.
         """
         if name in _TYPED:
             inputs, whole = inputs[:1], whole[:1]
@@ -295,7 +295,7 @@ class Flow:
         states = [self.of(t) for t in inputs]
         if name == "linear" and [s.kind for s in states] == [SHARD, SHARD, PARTIAL]:
             features = [t.dim() - 1 in _split(t, w) for t, w in zip(inputs, whole, strict=True)]
-            if features[:2] == [True, True]:  # a summand of the bias is added to the product's
+            if features[:2] == [True, True]:  # the product is a partial sum, as the bias is
                 inputs, whole, states = inputs[:2], whole[:2], states[:2]
         self._check_known(name, inputs, whole, states, replicated)
         partial = next((s for s in states if s.kind == PARTIAL), None)
@@ -307,13 +307,13 @@ class Flow:
             return
         if partial is not None:
             self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
-        # A size that was given as a tensor is no operand any more, and is the last.
+        # A size given as a tensor is no longer among the operands; it would be the last.
         sharded = [_split(t, shape) for t, shape in zip(inputs, whole, strict=False)]
         summed = False
         how = treatment(name, args, kwargs, whole)
         if part is not None:
             summed = self._runs_over(name, how, sharded, whole, part)
-        # Of a product's factors the weight stands last: its module is whose sum is to be added up.
+        # The last factor of a product is the weight: a sync goes to the weight's module.
         made = [s for s in states if s.kind == SHARD][-1] if summed and partial is None else None
         source, axis = next((s.source, s.axis) for s in (partial, made, part) if s is not None)
         replicated_shard = all(s.replicated_shard for s in states if s.kind != REPLICATE)
@@ -330,9 +330,9 @@ class Flow:
     def leave_out(
         self, name: str, inputs: Sequence[torch.Tensor], given: Any, outputs: Sequence[torch.Tensor]
     ) -> bool:
-        """Takes in zero times a partial sum, or what is wrong, and what that is added to before.
+        """Accepts zero times a partial sum or a wrong value, and sums of wrong values before that.
 
-        A model gives gradients so to what it has not used: `0 * sum(p.sum() for p in ...)`.
+        Models give unused parameters a gradient in this way: `0 * sum(p.sum() for p in ...)`.
         """
         states = [self._states.get(id(t), _WHOLE) for t in inputs]
         wrong = next((s.wrong for s in states if s.wrong is not None), None)
@@ -345,7 +345,7 @@ class Flow:
         return True
 
     def tell(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes in an operation that gives no tensor: it may tell no value of a part."""
+        """Checks an operation that returns no tensor: it must not read values of a part."""
         if name not in _TELLING:
             return
         if name == "register_hook":
@@ -360,9 +360,9 @@ class Flow:
             )
 
     def check_backward(self, what: str, inputs: Sequence[torch.Tensor]) -> None:
-        """Refuses a gradient computed by other means than torch's where it is a summand.
+        """Refuses a custom backward computation whose incoming gradient is a partial sum.
 
-        What torch computes of a gradient is linear in it, so that sums may be added up later.
+        Torch's own backward formulas are linear in the gradient, so a later all-reduce is right.
         """
         for tensor in inputs:
             path = self.of(tensor).grad_reduced
@@ -383,9 +383,9 @@ class Flow:
         states: Sequence[State],
         replicated: bool,
     ) -> None:
-        """Raises `PlacementError` where the shape of an operand is not what its state means.
+        """Raises `PlacementError` if an operand's shape does not match its recorded state.
 
-        It was made by something that was not seen, then: compiled code, another library.
+        Something made it that was not observed: compiled code, another library.
         """
         for tensor, shape, state in zip(inputs, whole, states, strict=False):
             axes = _split(tensor, shape)
@@ -400,7 +400,7 @@ class Flow:
             )
 
     def _repeated(self, name: str, inputs: Sequence[torch.Tensor], split: Sequence[int]) -> State:
-        """What a whole value becomes that is repeated as often as a rank has elements."""
+        """The state of a whole value that is repeated as often as a rank has elements."""
         self.meet_shards(inputs, f"`{name}`", None)
         return State(SHARD)
 
@@ -415,9 +415,9 @@ class Flow:
         split: Sequence[list[int]],
         part: State,
     ) -> None:
-        """Raises `PlacementError` where the result is not split as the operands say.
+        """Raises `PlacementError` if the result is not split as the operands imply.
 
-        A rank's part of one element would be repeated beside a whole value, as one element is.
+        A part with one element on a rank, for example, would broadcast against a whole value.
         """
         fine = all(len(axes) == (not adds_up) for axes in split)
         if how.aligned is not None:
@@ -434,7 +434,7 @@ class Flow:
             )
 
     def joined(self, name: str, inputs: Sequence[torch.Tensor], states: Sequence[State]) -> State:
-        """The state of what is made of whole values alone."""
+        """The state of a result whose operands are all whole."""
         trained = [(t, s) for t, s in zip(inputs, states, strict=True) if t.requires_grad]
         covers = sorted({s.grad_reduced for _, s in trained if s.grad_reduced is not None})
         if covers:
@@ -464,7 +464,7 @@ class Flow:
         cover: str,
         trained: Sequence[tuple[torch.Tensor, State]],
     ) -> None:
-        """Takes a value in whose gradient every rank has whole, beside one that is covered."""
+        """Handles an operand that is not covered, in an operation with one that is."""
         if state.parameters or (state.gathers and state.gathers <= self._undecided):
             self._sum_gradient(tensor, state, f"`{name}`", cover)
             return
@@ -501,10 +501,10 @@ class Flow:
         outputs: Sequence[torch.Tensor],
         partial: State,
     ) -> None:
-        """Refuses an operation on summands that does not give summands of its result."""
+        """Raises if an operation on a partial sum does not give a partial sum of its result."""
         count = sum(s.kind == PARTIAL for s in states)
         floating = sum(t.is_floating_point() or t.is_complex() for t in inputs)
-        plain = any(_numbers(args, kwargs))  # Python's `sum` begins with 0
+        plain = any(_numbers(args, kwargs))  # adding 0 is harmless: Python's `sum` starts with it
         beside = [s.kind for s in states if s.kind != PARTIAL]
         written = _WRITING.get(name)
         if written is not None:
@@ -545,7 +545,7 @@ class Flow:
         whole: Sequence[Shape],
         part: State,
     ) -> bool:
-        """Whether the result is a partial sum: the operation is known to add up a split axis."""
+        """Whether the result is a partial sum; raises if the operation may be wrong on a part."""
         if how is None:
             raise PlacementError(
                 f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "
@@ -581,7 +581,7 @@ class Flow:
 
 
 def _leave_whole(read: State) -> str:
-    """What to do where nothing makes a parameter whole that is read."""
+    """The hint for a parameter's shard that is read where no collective can make it whole."""
     return (
         f"`{read.read}` is read past the call of its layer, of which a rank has only its part: "
         f"leave `{read.source}` whole"
@@ -589,16 +589,16 @@ def _leave_whole(read: State) -> str:
 
 
 def gather_line(axis: int, rank: int, mode: str = "fwd_post") -> str:
-    """The line of a schedule that makes an axis whole, the last one counted from the right."""
+    """The schedule line that gathers an axis; the last axis is written as -1."""
     return f'.sync("{mode}", "all_gather", axis={-1 if axis == rank - 1 else axis})'
 
 
 def _numbers(args: Any, kwargs: Any) -> list[float]:
-    """The plain numbers that an operation is given."""
+    """The Python numbers among an operation's arguments."""
     given = (*args, *kwargs.values())
     return [a for a in given if isinstance(a, (int, float)) and not isinstance(a, bool)]
 
 
 def _split(tensor: torch.Tensor, whole: Shape) -> list[int]:
-    """The axes of which a rank has less than the whole model."""
+    """The axes along which a rank has less than the whole model."""
     return [a for a, (w, h) in enumerate(zip(whole, tensor.shape, strict=False)) if w != h]

@@ -1,8 +1,8 @@
-"""The search for what makes a rank's run fit the whole model's.
+"""The search for the changes that make a rank's run consistent with the whole model's run.
 
-The model runs whole once, and then as rank 0 of a pretended group. Where an operation does not fit,
-the failure names attributes that may be this rank's share, or parameters whose gradients have to be
-added up; these are tried in turn, until a run fits or the one that came furthest is reported.
+The model runs whole once, and then as rank 0 of a simulated group. Where an operation does not fit,
+the error names attributes that may have to be this rank's share, or parameters whose gradients need
+an all-reduce. These are tried in turn until a run fits; else the furthest error is raised.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from slapo_rewrite.sharding.types import (
     layer_key,
 )
 
-# What finds tests in a `forward` of which one answer was followed, and by what they decide.
+# Finders of branches in a `forward` that were followed one way only, and what these depend on.
 _TESTS = {
     sizes_in_tests: "sizes, and only those of inputs(model) were followed",
     machine_in_tests: "what it runs on, and only float32 on a CPU was followed",
@@ -74,27 +74,27 @@ _parsed = functools.lru_cache(maxsize=4)(ast.parse)
 
 @dataclass
 class Records:
-    """What is known of a model and its inputs, and asked of it, for as long as they stay."""
+    """Caches and settings for one model and its inputs."""
 
-    # Of the whole model, by the way through it, and by the identities of its modules in the order
-    # of their places, of which some are left out at times.
+    # Runs of the whole model, by the path through it and the identities of its modules in order:
+    # some modules are left out at times.
     runs: dict[tuple[Way, tuple[int, ...]], Trace] = field(default_factory=dict)
-    # Ways on which the model does not run.
+    # The same for paths on which the model does not run.
     blocked: dict[tuple[Way, tuple[int, ...]], CannotRun] = field(default_factory=dict)
-    results: KnownResults = field(default_factory=KnownResults)  # what operations gave
-    # The world sizes that are tried until one divides every head count.
+    results: KnownResults = field(default_factory=KnownResults)  # cached results of operations
+    # The world sizes to try until one divides every number of heads.
     worlds: tuple[int, ...] = (2, 3, 4, 5, 7, 8)
-    # Whether ways through `forward` are followed that only tell what else has to change, or warn.
+    # Whether to follow further paths through `forward`, which only add changes and warnings.
     has_ways: bool = True
-    # Whether calls of all layers that can be split are recorded, for many questions. Kernels see
-    # that a layer is watched, and may call it then in the place of what they do with its weight.
+    # Whether to record calls of all layers that can be sharded, if many requests follow. Kernels
+    # notice that a layer is watched, and may then call it instead of using its weight.
     of_all: bool = False
-    # What a model with more operations counts as: one that does not run. None where none does.
+    # A model with more operations counts as one that does not run. None: no limit.
     most: int | None = None
-    of_small: Records | None = None  # of a small model that stands for one that does not run
+    of_small: Records | None = None  # those of the small model that stands in for this one
 
     def for_small(self) -> Records:
-        """The same of a small model, which keeps what becomes known of it."""
+        """The records of the small model, created once."""
         self.of_small = self.of_small or Records(has_ways=self.has_ways, of_all=self.of_all)
         return self.of_small
 
@@ -107,15 +107,15 @@ def propagate(
     records: Records,
     thorough: bool = True,
 ) -> ShardingResult:
-    """What in the model depends on the sharded sizes.
+    """Finds what has to change in the model for the sharded sizes.
 
     Args:
-        tree: The model, on the meta device or a small one with weights; it is left as it was.
+        tree: The model, on the meta device or a small one with weights; it is restored afterwards.
         request: What is sharded and synchronised.
         inputs: Keyword arguments of one training step.
-        editable: The text of a file that may be changed, as it is by now; None of another.
-        records: What is known of the tree and the inputs; takes what becomes known here.
-        thorough: Whether eval mode and a group of another size are followed as well.
+        editable: Returns the current text of a file that may be changed; None for other files.
+        records: Caches for the tree and the inputs; this call adds to them.
+        thorough: Whether to follow eval mode and a group of another size as well.
 
     Raises:
         CannotRun: The whole model does not run.
@@ -136,11 +136,11 @@ def propagate(
 
 
 class _Incomplete(Exception):
-    """A run found more than it took for granted: gradients to be summed, biases to be added once.
+    """A run found more than it assumed: gradients to sum, biases that one rank must add.
 
     Attributes:
-        guess: All of it.
-        position: How far it came.
+        guess: The assumptions with these added.
+        position: The number of operations that fitted.
     """
 
     def __init__(self, guess: Hypothesis, position: int) -> None:
@@ -149,7 +149,7 @@ class _Incomplete(Exception):
 
 
 class _Propagation:
-    """Runs the model whole once, and as a rank until everything fits."""
+    """Runs the model whole once, then as a rank until everything fits."""
 
     def __init__(
         self,
@@ -194,8 +194,8 @@ class _Propagation:
         raise CannotFollow(str(indivisible), place=indivisible.place, hint=indivisible.hint)
 
     def _whole(self, way: Way) -> Whole:
-        """The whole model's run on a way through it."""
-        # Elements that stand for others are in several places.
+        """The whole model's run on one path through it, recorded once."""
+        # A module may be at several places: some elements of lists stand in for others.
         places = self.model.named_modules(remove_duplicate=False)
         key = way, tuple(id(module) for _, module in places)
         if key in self.records.blocked:
@@ -204,7 +204,7 @@ class _Propagation:
         watched = set(self.request.layers)
         trace = self.records.runs.get(key)
         if trace is None or not trace.tells(wanted, watched):
-            if trace is not None:  # once more for all that may yet be asked for
+            if trace is not None:  # record again, with everything that later requests may need
                 classes = {node.cls for node in self.tree.nodes.values()}
                 wanted |= {code for cls in classes if (code := wrapped_code(cls)) is not None}
                 watched |= trace.watched or set()
@@ -220,7 +220,7 @@ class _Propagation:
         return trace.around(self.request.layers)
 
     def _other_ways(self, followed: ShardingResult, guess: Hypothesis) -> ShardingResult:
-        """The same, with what else has to change on other ways through `forward`."""
+        """Adds what has to change on other paths through `forward`."""
         ways = [Way(training=False)] if self.thorough else []
         ways += [Way(flag=flag) for flag in self._flags()]
         if followed.questions and self.device.type == "meta":
@@ -251,10 +251,10 @@ class _Propagation:
         return followed
 
     def _flags(self) -> Iterator[tuple[str, bool]]:
-        """The arguments of the model that are yes or no and were not given, turned round.
+        """The boolean arguments that `inputs` leaves out, each with the opposite of its default.
 
-        If the configuration says it for one that is None, as whether a router's loss is added, that
-        is turned round where the model's own `forward` asks for it.
+        A default of None stands for the configuration's value, as with `output_router_logits`; its
+        opposite is taken if the model's own `forward` branches on the argument.
         """
         asked = functools.cache(lambda: self._names_in(type(self.model), names_in_tests))
         for name, default, kind in self._not_given():
@@ -264,7 +264,7 @@ class _Propagation:
                 yield name, not getattr(getattr(self.model, "config", None), name, False)
 
     def _not_given(self) -> Iterator[tuple[str, Any, Any]]:
-        """The arguments of the model that keep their defaults, with these and annotations."""
+        """The arguments that keep their defaults: names, defaults and annotations."""
         forward = inspect.unwrap(type(self.model).forward)
         if not self.editable(getattr(getattr(forward, "__code__", None), "co_filename", "")):
             return
@@ -273,9 +273,9 @@ class _Propagation:
                 yield name, parameter.default, parameter.annotation
 
     def _note_choices(self, followed: ShardingResult) -> None:
-        """Notes what `forward` chooses its way by besides: other arguments, and other sizes."""
+        """Records what else `forward` branches on: other arguments, sizes, random numbers."""
         known = hasattr(getattr(self.model, "config", None), "to_dict")
-        # What a model of a library does without is its own affair, and well known.
+        # A library model's optional arguments are documented there: no warning for these.
         not_given = [
             (name, default)
             for name, default, _ in self._not_given()
@@ -287,7 +287,7 @@ class _Propagation:
         for cls in classes if any(name in read for name, _ in not_given) else ():
             request |= self._names_in(cls, names_in_tests)
         for name, default in not_given:
-            # It is passed on to where it decides, by this name or by another.
+            # A callee may branch on it, under this name or another.
             if name in read and (name in request or default is None or isinstance(default, str)):
                 words = (
                     f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
@@ -303,7 +303,7 @@ class _Propagation:
             followed.unfollowed.append((f"{words} followed", None))
 
     def _names_in(self, cls: type, names: Callable[[ast.AST], Set[str]]) -> Set[str]:
-        """Names in the text of a class's `forward`; none where it may not be changed."""
+        """Names that `names` finds in a class's `forward`; none if its file is not editable."""
         code: Any = getattr(inspect.unwrap(getattr(cls, "forward", object)), "__code__", None)
         text = self.editable(getattr(code, "co_filename", ""))
         for node in ast.walk(_parsed(text or "")):
@@ -312,13 +312,13 @@ class _Propagation:
         return set()
 
     def _check_on_more_ranks(self, guess: Hypothesis, world: int) -> None:
-        """Holds what was found against a group of another size."""
+        """Repeats the run in a group of another size; raises if that does not fit."""
         other = 4 if world == 2 else 2
         try:
             with pretend_world(other):
                 self._attempt(guess)
         except (Indivisible, _Incomplete):
-            pass  # a size that does not fit says so when the model is built
+            pass  # the output refuses such a size when the model is built
         except CannotFollow as error:
             if error.__cause__ is None or isinstance(error.__cause__, PlacementError):
                 error.args = (f"{error} (on {other} ranks)",)
@@ -327,7 +327,7 @@ class _Propagation:
     def _call(
         self, way: Way, end: Callable[[], None] = lambda: None
     ) -> tuple[Any, dict[tuple[str, str], torch.Tensor]]:
-        """What the model returns on a way through it, and what its buffers are then."""
+        """The model's result and its buffers afterwards, on one path through it."""
         self.model.train(way.training)
         with state_kept(self.model), drawing(0):
             before = random.getstate()
@@ -357,10 +357,9 @@ class _Propagation:
         return whole
 
     def _with_replicas(self, followed: ShardingResult) -> ShardingResult:
-        """The same on more ranks than there are key/value heads, which then replicate them.
+        """Adds what has to change on more ranks than key/value heads, which then replicate them.
 
-        Where that cannot be followed, a world size above the number of heads stays one that does
-        not fit.
+        If that cannot be followed, world sizes above the number of heads remain unsupported.
         """
         few, world = fewer_heads(self.tree, self.request, followed)
         if followed.replicated or not few:
@@ -386,13 +385,13 @@ class _Propagation:
         ):
             return followed
         few_here = further.few, further.may_repeat
-        if not further.take_in(followed):  # of the other ways
+        if not further.take_in(followed):  # adds what the other paths need
             return followed
         further.few, further.may_repeat = few_here
         return further
 
     def _search(self, wanted: Hypothesis) -> ShardingResult:
-        """The first way to make everything fit, trying what a failure points at."""
+        """The first set of assumptions with which everything fits, guided by the errors."""
         try:
             return self._attempt(wanted)
         except _Incomplete as found:
@@ -452,7 +451,7 @@ class _Propagation:
         return followed
 
     def _check_complete(self, run: Run, wanted: Hypothesis) -> None:
-        """What the run found has to be taken for granted from its beginning on."""
+        """Raises `_Incomplete` if the run found more than it assumed from its beginning."""
         shared = wanted.shared | run.flow.shared.keys()
         summed, once = wanted.summed | run.flow.summed, wanted.once | run.once
         if (shared, summed, once) != (wanted.shared, wanted.summed, wanted.once):
@@ -490,7 +489,7 @@ class _Propagation:
                 "where an integer attribute of a module has to be this rank's share for it, name "
                 'the attribute: .shard("its_name", axis=0)'
             )
-            if "TorchScript interpreter" in words:  # what is refused in there comes out as its text
+            if "TorchScript interpreter" in words:  # which turns our error into its own text
                 words = "what a TorchScript function does with a part cannot be followed"
                 hint = "leave out `@torch.jit.script`"
             place = place_in_traceback(error, self.editable)
@@ -502,12 +501,12 @@ class _Propagation:
 
 
 def _likeliness(error: CannotFollow) -> tuple[bool, int]:
-    """How likely a failure is the one to mend: first of all where a collective would mend it."""
+    """Sort key of errors to report: those that a collective would fix, then the furthest."""
     return bool(error.remedy or error.at_values), error.position
 
 
 def _check_told_apart(followed: ShardingResult) -> None:
-    """Raises `CannotFollow` where one text would have to say a rank's share and a whole size."""
+    """Raises `CannotFollow` if one call needs a rank's share and, at another time, a whole size."""
     both = followed.sharded_calls & followed.replicated_calls
     for change in sorted(followed.arguments, key=lambda c: c.place.at):
         if change.template == SHARE and any(place == change.place for place, _ in both):

@@ -1,8 +1,8 @@
-"""Random numbers that ranks draw for parts of different sizes, which brings them out of step.
+"""Finds random numbers that would bring the ranks' generators out of step.
 
-Ranks are seeded alike, and dropout of a value that all of them have needs equal numbers. Whoever
-draws for a part that is larger on some ranks than on others draws more of them there, and all later
-numbers differ. Drawn by each rank for itself, numbers for a whole value make others of its copies.
+Ranks have the same seed, and dropout of a whole value needs the same numbers on all of them. If
+shards have different sizes, some ranks draw more numbers for them, and all later numbers differ.
+Numbers of each rank's own for a whole value would make its copies differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALLING = os.path.join("torch", "nn", "modules", "module.py")
 
 
 def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-    """Notes an operation that draws random numbers: for a value that all ranks have, or a part."""
+    """Records an operation that draws random numbers, for a whole value or a shard."""
     if not draws(name, args, kwargs):
         return
     for output in outputs:
@@ -38,7 +38,7 @@ def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor
         source = run.source_of((args, kwargs))
         callers = tuple(_callers(run))
 
-        if source is None and split and callers:  # of sizes alone
+        if source is None and split and callers:  # made from sizes alone
             near = callers[0][0].rpartition(".")[0]
             source = max(run.request.layers, key=lambda path: path.startswith(near), default=None)
         if callers and not split:
@@ -54,7 +54,7 @@ def note(run: Run, name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor
 def out_of_step(
     tree: Tree, request: ShardingRequest, followed: ShardingResult
 ) -> Iterator[tuple[Draw, int]]:
-    """What brings ranks out of step, with the least number of ranks at which it does."""
+    """The draws that bring ranks out of step, each with the least world size at which it does."""
     even = set(followed.even)
     for path in request.layers:
         node = tree.nodes[path]
@@ -82,7 +82,7 @@ def draws(name: str, args: Any, kwargs: Any) -> bool:
         return bool(given.get("p", 0.5)) and given.get("training", True) is not False
     if name == "scaled_dot_product_attention":
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-    return name == "gumbel_softmax" or _is_seeded(name)  # a function, or an operation
+    return name == "gumbel_softmax" or _is_seeded(name)  # a Python function, or an aten operation
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _is_seeded(name: str) -> bool:
 
 
 def _may_be_uneven(request: ShardingRequest, source: str) -> bool:
-    """Whether a part is split as evenly as its size allows, rather than scattered evenly."""
+    """Whether a shard's size may differ between ranks: a scatter makes even shards only."""
     layer = request.layers.get(source)
     if layer is None:
         return source in request.parameters
@@ -104,12 +104,12 @@ def _may_be_uneven(request: ShardingRequest, source: str) -> bool:
 
 
 def _blocks(run: Run, given: Any, axis: int) -> tuple[int, ...] | None:
-    """How the split axis of an operand is packed, where that is known."""
+    """The blocks that an operand packs along the split axis, if known."""
     return next((b[axis] for t in tensors(given) if axis in (b := run.blocks.get(id(t), {}))), None)
 
 
 def _callers(run: Run) -> Iterator[tuple[str, int]]:
-    """The modules that are being called, the innermost first, and where their methods are."""
+    """The modules on the call stack, the innermost first, with their methods' current lines."""
     paths = {id(node.live): path for path, node in run.tree.nodes.items()}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,7 +1,7 @@
-"""Numbers in a call that must be this rank's own: by an attribute, or changed where they stand.
+"""Numbers in a call that must be this rank's: through an attribute, or by changing the call.
 
-A number that is made of attributes is left to the search, which takes one of them for the rank's
-share; any other is noted as an argument to be written differently, if its file may be changed.
+A number computed from attributes is left to the search, which makes one of them the rank's share;
+for any other an `ArgumentChange` is recorded, if its file is editable.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from slapo_rewrite.sharding import losses
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import ArgumentChange, CannotFollow, MissingCollective
 
-# How an argument is written that must be this rank's share.
+# Templates of arguments that must be this rank's share.
 INFERRED = "-1"
 SHARE = "{part_size}({argument})"
-OWN = "{own}[%d]"  # the size that the tensor itself has along an axis
+OWN = "{own}[%d]"  # the tensor's own size along an axis
 
 
 def change(
@@ -28,7 +28,7 @@ def change(
     template: str,
     does: str,
 ) -> None:
-    """Makes a number the rank's own: by its attributes, or else where it stands."""
+    """Records that the call must pass `want` in place of `size`; raises if attributes may do it."""
     if losses.replaced(run, tensor):
         return
     attributes = run.undecided(size)
@@ -41,7 +41,7 @@ def change(
             "keep the size in an integer attribute of the module: attributes follow by themselves",
             attributes=attributes,
             changeable=place is not None and fits,
-            # What no one can change there means the whole.
+            # A size in a file that is not editable needs the whole value.
             remedy=MissingCollective.whole_of(state.border, state.axis) if place is None else None,
         )
     if template == SHARE:

@@ -1,4 +1,4 @@
-"""What an operation on a rank's part must be, to stand for the one on the whole."""
+"""Checks that an operation on a rank's values computes its part of the whole model's."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from slapo_rewrite.sharding.trace import Entry
 from slapo_rewrite.sharding.tracked_sizes import Size, numbers
 from slapo_rewrite.sharding.types import CannotFollow, Diverged, MissingCollective
 
-# Operations that are given sizes, which may be this rank's, and how many arguments from the first
-# on they are; all numbers that any other is given are values.
+# Operations that take sizes, which may be this rank's, and how many of their first arguments may be
+# sizes. In any other operation, all numbers are values.
 _SIZED = {
     **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn"), 99),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty"), 99),
     **{"full": 1, "new_full": 2, "arange": 99, "broadcast_to": 99},
 }
-# Kinds of values in words.
+# Names of placements in messages.
 KIND = {REPLICATE: "whole", SHARD: "a part", PARTIAL: "a partial sum"}
-# Functions that make tensors of equal elements: any rank's part of one is like any other's.
+# Functions that make constant or random tensors: a part may be made by a smaller size.
 CONSTANT = {
     "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand",
     "randn", "zeros_like", "ones_like", "empty_like", "full_like",
 }  # fmt: skip
-# Operations that give several times what they are given.
+# Operations that repeat their operand.
 REPEATING = {"expand", "repeat", "tile", "repeat_interleave"}
-# Operations that are told a size, and what makes it fit.
+# Operations that take a size, and the rules that adapt it.
 RULES: dict[str, Callable[..., Any]] = {
     "view": reshapes.view,
     "reshape": reshapes.view,
@@ -61,7 +61,7 @@ RULES: dict[str, Callable[..., Any]] = {
 def check_packing(
     run: Run, name: str, entry: Entry, inputs: list[torch.Tensor], given: Any
 ) -> None:
-    """What a product sums over lies packed alike in both factors."""
+    """Raises unless both factors of a product pack the axis that it sums over in the same way."""
     if len(inputs) < 2 or all(run.flow.of(t).kind != SHARD for t in inputs):
         return
     args, kwargs = given
@@ -84,7 +84,7 @@ def check_packing(
 def check_operation(
     run: Run, entry: Entry, outputs: list[torch.Tensor], args: Any, kwargs: Any
 ) -> None:
-    """An operation's result has the whole model's shape, or less along some axes."""
+    """Raises unless a result has the whole model's shape, or less along one axis."""
     if len(outputs) != len(entry.outputs):
         raise Diverged(
             f"this gives {len(outputs)} tensors on a rank, and {len(entry.outputs)} without "
@@ -98,7 +98,7 @@ def check_operation(
                 attributes=run.attributes_of((args, kwargs)),
             )
         split = [a for a, (h, w) in enumerate(zip(have.shape, want, strict=True)) if h != w]
-        # Heads that several ranks hold are split, and how often each is repeated is as well.
+        # With replicated heads, both the heads' axis and that of their repeats are split.
         if len(split) > 1 and run.replicas == 1:
             raise CannotFollow(
                 f"the result is split along axes {split[0]} and {split[1]} at once: a rank would "
@@ -110,7 +110,7 @@ def check_operation(
 
 
 def check_in_place(run: Run, name: str, tensor: torch.Tensor, before: State) -> None:
-    """What is written in place into a view changes what it is a view of."""
+    """Raises if an in-place operation on a view changes the placement, and so that of its base."""
     run.zeros.discard(id(tensor))
     after = run.flow.of(tensor)
     if after.kind == before.kind or name in ("requires_grad_", "detach_"):
@@ -124,7 +124,7 @@ def check_in_place(run: Run, name: str, tensor: torch.Tensor, before: State) -> 
 
 
 def check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> None:
-    """A number that is a value, a scale say, is the whole model's."""
+    """Raises if a number that is a value, such as a scale, differs from the whole model's."""
     here = list(numbers((args, kwargs), not run.has_values))
     sizes = len(list(numbers(args[: _SIZED.get(name, 0)], not run.has_values)))
     if (name in _SIZED and "size" in kwargs) or (run.replicas > 1 and name in REPEATING):
@@ -141,7 +141,7 @@ def check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> 
 
 
 def _is_depthwise(entry: Entry, groups: float) -> bool:
-    """Whether a convolution has as many groups as channels, so that a rank has a part of both."""
+    """Whether a convolution has as many groups as channels: a rank has its share of both."""
     weight = entry.inputs[1]
     return weight[1] == 1 and weight[0] == groups
 
@@ -153,7 +153,7 @@ def check_made(
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
 ) -> None:
-    """A tensor that is made from sizes alone is the same for any rank's part."""
+    """Raises if a tensor made by a rank's size is not the rank's part: `arange`, for example."""
     if name in CONSTANT or any(
         tuple(t.shape) != w for t, w in zip(inputs, entry.inputs, strict=False)
     ):
@@ -171,12 +171,12 @@ def check_made(
 
 
 def check_assigned(run: Run, entry: Entry, args: Any) -> None:
-    """`x[...] = y`: into what is split along the same axis as `y`, and into all of that axis."""
+    """`x[...] = y`: raises unless `x` is split along the axis of `y`, and written to all of it."""
     target, key, value = args
     state = run.flow.of(target)
     given = run.flow.of(value) if isinstance(value, torch.Tensor) else State()
     if not _is_mask_of(run, key, target):
-        # What an index of the target may not do, an assignment may not either.
+        # The index must be one that could read the target as well.
         (_, taken), *_ = split_ops.index(run, entry, (target, key), {})
         if taken is not key:
             raise CannotFollow(
@@ -216,7 +216,7 @@ def check_assigned(run: Run, entry: Entry, args: Any) -> None:
 
 
 def _is_mask_of(run: Run, key: Any, target: torch.Tensor) -> bool:
-    """Whether an index is a mask of every element, split as what it is an index of."""
+    """Whether an index is a mask with the shape and the split of its target."""
     return (
         isinstance(key, torch.Tensor)
         and key.dtype == torch.bool
@@ -226,7 +226,7 @@ def _is_mask_of(run: Run, key: Any, target: torch.Tensor) -> bool:
 
 
 def _check_same_axis(run: Run, target: torch.Tensor, key: Any, value: torch.Tensor) -> None:
-    """Raises `CannotFollow` where a part is written along another axis than the target's."""
+    """Raises `CannotFollow` if a part is written along another axis than the target's."""
     run.depth += 1
     try:
         view = target[key]
@@ -245,7 +245,7 @@ def _check_same_axis(run: Run, target: torch.Tensor, key: Any, value: torch.Tens
 
 
 def sizes_in(value: Any) -> Iterator[Size]:
-    """The sizes in a value, also in lists and tuples of it."""
+    """The tracked sizes in nested lists, tuples and mappings."""
     if isinstance(value, Size):
         yield value
     elif isinstance(value, Mapping):

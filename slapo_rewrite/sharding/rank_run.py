@@ -1,7 +1,7 @@
-"""The run as a rank: every operation held against the whole model's record.
+"""The run as a rank: compares every operation with the record of the whole model's run.
 
-An operation that is told a size is first made to fit by its rule. Its result must then have the
-recorded shape, or less along split axes; what is known of the operands is handed on to it.
+An operation that takes a size is first adapted by its rule. Its result must then have the recorded
+shape, or less along split axes; its placement follows from those of the operands.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from slapo_rewrite.sharding.types import (
 )
 from slapo_rewrite.sharding.units import note_even
 
-# Operations of two operands that leave every feature where it is.
+# Element-wise operations of two operands.
 _ELEMENTWISE = {
     "add", "sub", "mul", "div", "__add__", "__sub__", "__mul__", "__truediv__", "__radd__",
     "__rsub__", "__rmul__", "rsub",
 }  # fmt: skip
 
 
-# Operations that give the elements that they are given, or some, in another shape or type.
+# Operations that return the elements of their operand, or some, in another shape or dtype.
 _VIEWING = {
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
     "contiguous", "clone", "to", "type", "float", "half", "bfloat16", "double", "__getitem__",
@@ -76,7 +76,7 @@ _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
 
 class RankRun(TorchFunctionMode):
-    """Runs the sharded model, holding every operation against the whole model's record."""
+    """Intercepts the sharded model's operations and compares them with the whole model's record."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class RankRun(TorchFunctionMode):
         if run.depth:
             return run.results.carry_out(func, args, kwargs)
         name = name_of(func)
-        with unwatched():  # what is asked of tensors here is not for the modes below to see
+        with unwatched():  # hides our own use of tensors from the modes below
             run.check_reading(name, (args, kwargs))
         if (spelled := spelled_call(run.linear, func, args, kwargs, run.editable)) is not None:
             layer, place, callee = spelled
@@ -109,7 +109,7 @@ class RankRun(TorchFunctionMode):
             run.followed.arguments.add(ArgumentChange(place, (CALL,), callee, source))
             return layer(args[0])
         if name == "linear":
-            run.note_call(False)  # of another layer, by the same text
+            run.note_call(False)  # the same text may call a layer that is not sharded
         if run.wanted.repeats:
             run.pass_over(func, shapes((args, kwargs)))
         rule = RULES.get(name)
@@ -149,7 +149,7 @@ class RankRun(TorchFunctionMode):
 
 
 def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> CannotFollow:
-    """An operation that fails on what a rank has."""
+    """The error for an operation that fails on a rank's operands."""
     given = list(tensors((args, kwargs)))
     parts = [t for t in given if run.flow.of(t).kind == SHARD]
     part = parts[0] if parts else None
@@ -202,7 +202,7 @@ def _take_in(
     random_ops.note(run, name, args, kwargs, outputs)
     statistic = statistics.over_ranks(run, name, entry.inputs, args, kwargs)
     if blocks is not None and name == "glu":
-        run.flow.set(outputs[0], run.flow.of(inputs[0]))  # each part of one half by its gate
+        run.flow.set(outputs[0], run.flow.of(inputs[0]))  # a rank has matching parts of both halves
     elif statistic is not None:
         run.flow.set(outputs[0], statistic)
     else:
@@ -232,7 +232,7 @@ def _take_in(
 
 
 def _may_be_left_out(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
-    """Whether a sum over parameters, split and whole ones, may be taken times zero later on."""
+    """Whether a sum over parameters, sharded and whole ones, may be multiplied by zero later on."""
     states = [run.flow.of(tensor) for tensor in inputs if name in ADDING]
     is_sum = any(state.kind == PARTIAL and state.read for state in states)
     ahead = run.entries[run.position :] if is_sum else ()
@@ -240,7 +240,7 @@ def _may_be_left_out(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
 
 
 def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
-    """Takes zeros that partial sums are added to for partial sums: of zeros, on every rank."""
+    """Marks zeros that partial sums are added to as partial sums, which zeros are as well."""
     if name in ADDED_INTO and inputs and id(inputs[0]) in run.zeros and not inputs[0]._is_view():
         added = next((s for t in inputs[1:] if (s := run.flow.of(t)).kind == PARTIAL), None)
         if added is not None:
@@ -248,10 +248,10 @@ def _sum_into_zeros(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
 
 
 def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
-    """Takes a bias that is added to a partial sum for one that a single rank adds.
+    """Marks a bias that is added to a partial sum as one that a single rank must add.
 
-    It belongs to a module with split parameters, whose `forward` is to be given it so. Where that
-    is done already, and the bias is whole all the same, it is added elsewhere.
+    The bias belongs to a module with sharded parameters, whose `forward` will read it so. If that
+    is assumed already and the bias is whole all the same, it is read elsewhere.
     """
     if not (_adds_to_product(run, name, inputs) or _adds_to_sum(run, name, inputs)):
         return
@@ -272,7 +272,7 @@ def _adds_to_sum(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
 
 
 def _adds_to_product(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
-    """Whether it is a linear layer's product over split features, with a bias."""
+    """Whether this is `F.linear` with a bias, summing over features that are split in both."""
     if name != "linear" or len(inputs) < 3:
         return False
     return all(-1 in [a - t.dim() for a in run.split_axes(t)] for t in inputs[:2])
@@ -287,7 +287,7 @@ def _hand_on(
     outputs: list[torch.Tensor],
     blocks: Blocks | None,
 ) -> None:
-    """Remembers where a result comes from, with which sizes it was made, how it is packed."""
+    """Records a result's origin, the sizes that it was made with, and how it is packed."""
     made = tuple(sizes_in(given)) if name in CONSTANT or name in REPEATING else ()
     if name in REPEATING and run.flow.of(inputs[0]).kind == SHARD:
         _note_repeats(run, name, inputs[0], given)
@@ -296,7 +296,7 @@ def _hand_on(
                 note_even(run, inputs[0], axis)
     for tensor in inputs:
         made += run.made_with.get(id(tensor), ())
-    made = tuple({id(size): size for size in made}.values())  # each once: residuals double them
+    made = tuple({id(size): size for size in made}.values())  # once: each residual would double it
     origin = _origin(run, name, inputs)
     for number, tensor in enumerate(outputs):
         run.makers.setdefault(id(tensor), inputs)
@@ -317,7 +317,7 @@ def _hand_on(
 
 
 def _origin(run: Run, name: str, inputs: list[torch.Tensor]) -> str | None:
-    """The layer whose output a result is made from alone, parameters that scale it apart."""
+    """The layer whose output alone a result is made from; scaling by a parameter does not count."""
     if name in _ELEMENTWISE and len(inputs) > 1:
         inputs = [t for t in inputs if not isinstance(t, nn.Parameter)]
         found = {run.origins.get(id(t)) for t in inputs}
@@ -326,7 +326,7 @@ def _origin(run: Run, name: str, inputs: list[torch.Tensor]) -> str | None:
 
 
 def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None:
-    """Notes the attributes by which a rank's heads are repeated."""
+    """Records the attributes that say how often a rank's heads are repeated."""
     args, kwargs = given
     times = list(sizes_in((args[1:], kwargs)))
     if name == "expand":

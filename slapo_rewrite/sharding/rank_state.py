@@ -1,7 +1,7 @@
-"""What is known during one run as a rank: of every tensor, and of how far the run has come.
+"""The state of one run as a rank: metadata of every tensor, and the position in the record.
 
-The parts of the run (its operations, its borders, the rules for sizes) share one `Run`, and keep
-here what they find out.
+The modules that implement the run (operations, borders of modules, rules for sizes) share one
+`Run` and record their findings in it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from slapo_rewrite.sharding.types import (
     ShardingResult,
 )
 
-# What repeating the heads of keys and values is made of.
+# Operations that code for repeating key/value heads uses.
 _REPEATING = {
     "__getitem__", "expand", "reshape", "view", "repeat", "repeat_interleave", "unsqueeze",
     "flatten", "contiguous",
 }  # fmt: skip
 
 
-# What asks a tensor for no numbers: of which kind it is, and of which size.
+# Queries that read no elements of a tensor: about its kind, and about its size.
 _ABOUT_KIND = {
     ".dtype", ".device", ".layout", ".is_meta", ".is_cuda", ".requires_grad", ".grad",
     "is_floating_point", "is_complex", "requires_grad_",
@@ -54,9 +54,9 @@ _ABOUT_SIZE = {".shape", ".ndim", "size", "dim", "numel", "nelement", "stride", 
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """What tells the memory of a tensor and of its views, as long as it is there.
+    """A key of the storage that a tensor and its views share, valid while the storage exists.
 
-    None for one without, as a sparse one is, or one of a number of calls that are made at once.
+    None for tensors without a storage: sparse ones, and those inside `torch.vmap`.
     """
     try:
         key: int = tensor.untyped_storage()._cdata
@@ -67,61 +67,61 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What a run as a rank takes for granted."""
+    """The assumptions of a run as a rank."""
 
     sizes: frozenset[Attribute] = frozenset()  # attributes that are this rank's share
     fixed: frozenset[Attribute] = frozenset()  # attributes that are not
-    # Whole parameters whose gradients are added up.
+    # Whole parameters whose gradients are all-reduced.
     shared: frozenset[tuple[str, str]] = frozenset()
     summed: frozenset[tuple[str, int]] = frozenset()  # all-gathers that sum gradients
     # Whole parameters that one rank adds to partial sums, by module path and name.
     once: frozenset[tuple[str, str]] = frozenset()
-    # Layers of which several ranks hold the same heads, with the attributes that are the heads'
+    # Layers whose heads are replicated on several ranks, with the attributes that are the heads'
     # sizes.
     replicated: frozenset[tuple[LayerKey, str]] = frozenset()
-    # Attributes that say how often such heads are repeated.
+    # Attributes with the number of times that such heads are repeated.
     repeats: frozenset[Attribute] = frozenset()
 
 
 class Run:
-    """A run as a rank, as far as it has come.
+    """A run as a rank in progress. Tables of tensors have the tensors' ids as keys.
 
     Attributes:
         tree: The model.
         request: What is sharded and synchronised.
-        entries: The operations of the whole model.
-        followed: What has followed so far.
-        wanted: What is taken for granted.
-        editable: The text of a file that may be changed, as it is by now; None of another.
+        entries: The record of the whole model's operations.
+        followed: The result so far.
+        wanted: The assumptions of this run.
+        editable: Returns the current text of a file that may be changed; None for other files.
         has_values: Whether the model is a small one that computes with values.
-        says: What questions of values that are not there are answered with.
-        results: What operations gave before.
-        flow: Which tensors are whole, parts or partial sums.
+        says: The truth value of tensors on the meta device, where `forward` asks.
+        results: Cached results of operations.
+        flow: The placements of tensors.
         position: How many operations fitted.
-        depth: How many sharded layers the run is inside of; operations there are not held against
+        depth: How many sharded layers the run is inside of; operations there are not compared with
             the record.
-        origins: The layer whose output a tensor, by its id, is made from alone.
-        made_with: The marked sizes that a tensor was made with.
+        origins: The layer whose output alone a tensor is computed from.
+        made_with: The tracked sizes that a tensor was made with.
         blocks: How a tensor's split axes are packed.
-        whole: The shape that a tensor, by its id, has in the whole model.
-        replaced: The names of whole parameters and buffers in whose places others stand, by the
-            memory that they, and views of them, have.
-        summed: Those of whole parameters whose gradients are added up where they are read.
-        read_as: What such a parameter, by its id, is where it is read so.
-        replicas: How many ranks hold the same heads, where some do.
-        repeats: Attributes that such heads are repeated by as often as in the whole model.
-        fed: Values, by their ids, that a loss takes as the parts that they are.
-        viewed: The tensor, by its id, that another one has the same elements as, or some of them.
-        makers: What a tensor, by its id, was made from.
-        zeros: Tensors, by their ids, that were made as zeros.
+        whole: The shape that a tensor has in the whole model.
+        replaced: The names of original parameters and buffers that were replaced for this run, by
+            the storage that they and their views have.
+        summed: The same for whole parameters whose gradients are all-reduced where they are read.
+        read_as: The tensor that a read of such a parameter returns.
+        replicas: How many ranks hold the same heads; 1 without replication.
+        repeats: Attributes with the number of times that a rank's replicated heads are repeated.
+        fed: Values that a loss takes as parts, without a gather.
+        viewed: The tensor that another one has the elements of, or some of them.
+        makers: The operands that a tensor was computed from.
+        zeros: Tensors that were made as zeros.
         once: Whole parameters found to be added to partial sums, by module path and name.
-        layers: The sharded layers that stand in the model.
+        layers: The sharded layers that are installed in the model.
         linear: The linear ones among them.
-        calls: Calls that are told a size, as code and instruction, each with the modules, by their
-            ids, in whose methods they are made, and whether they are given parts there.
-        read: Modules, by their ids, whose methods read what a rank has otherwise than one process,
-            each with the module that it comes from.
-        alive: Every tensor that something is known of, so that no other gets its id.
+        calls: Calls that take a size, by code and instruction: the ids of the modules whose methods
+            make them, each with whether it passes parts.
+        read: The ids of modules whose methods read a value that differs between the ranks, or
+            whose gradient does, each with the path of the module that the value comes from.
+        alive: Every tensor with recorded metadata, so that its id is not reused.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Run:
         self.alive: list[Any] = []
 
     def next_entry(self, func: Callable[..., Any]) -> Entry:
-        """The recorded operation that the run has come to; `Diverged` where it is another one."""
+        """The next recorded operation; raises `Diverged` if it is another one."""
         if self.position >= len(self.entries) or self.entries[self.position].function != func:
             raise Diverged(
                 "with sharded sizes `forward` takes another way than without", place=self.place()
@@ -177,9 +177,9 @@ class Run:
         return self.entries[self.position - 1]
 
     def pass_over(self, func: Callable[..., Any], given: list[Shape]) -> None:
-        """Leaves out recorded operations that repeat heads, where a rank repeats them once.
+        """Skips recorded operations that repeat heads, where a rank repeats them once.
 
-        `forward` may do nothing then, and so comes to an operation that the record has later.
+        `forward` may skip the repetition then, and call an operation that the record has later.
         """
         for ahead in range(self.position, len(self.entries)):
             entry = self.entries[ahead]
@@ -190,7 +190,7 @@ class Run:
             return
 
     def same(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Remembers of a copy what is known of the original."""
+        """Copies the metadata of a tensor to a copy of it."""
         for table in (self.origins, self.made_with, self.blocks, self.whole):
             if id(old) in table:
                 table[id(new)] = table[id(old)]  # type: ignore[assignment]
@@ -198,7 +198,7 @@ class Run:
         self.alive.append(new)
 
     def aliased(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, as another tensor."""
+        """Another tensor object with the same values and metadata."""
         self.depth += 1
         try:
             new = tensor.view_as(tensor)
@@ -208,7 +208,7 @@ class Run:
         return new
 
     def made(self, like: torch.Tensor, shape: Sequence[int], has_gradient: bool) -> torch.Tensor:
-        """A tensor in the place of an operation's result, which may be changed in place."""
+        """A placeholder for an operation's result, which may be modified in place."""
         self.depth += 1
         try:
             new = like.new_empty(shape, requires_grad=has_gradient)
@@ -217,7 +217,7 @@ class Run:
             self.depth -= 1
 
     def check_reading(self, name: str, value: Any) -> None:
-        """Refuses an operation on what is read in a way that means another tensor on a rank."""
+        """Raises if an operand is an original parameter, reached past the replaced attribute."""
         if name in _ABOUT_KIND:
             return
         for tensor in tensors(value):
@@ -240,7 +240,7 @@ class Run:
                 )
 
     def seen_as(self, tensor: torch.Tensor) -> Iterator[int]:
-        """A tensor and those that it is another shape, type or part of, by their ids."""
+        """The ids of a tensor and of those that it is a view, cast or slice of."""
         at: int | None = id(tensor)
         while at is not None:
             yield at
@@ -251,12 +251,12 @@ class Run:
         return self.whole.get(id(tensor), tuple(tensor.shape))
 
     def split_axes(self, tensor: torch.Tensor) -> list[int]:
-        """The axes of which a rank has only its part."""
+        """The axes along which a rank has only a part."""
         sizes = zip(self.full_shape(tensor), tensor.shape, strict=True)
         return [axis for axis, (whole, here) in enumerate(sizes) if whole != here]
 
     def attributes_of(self, value: Any) -> list[Attribute]:
-        """The attributes that full-sized tensors among the operands were made with."""
+        """The undecided attributes that gave operands one of their sizes."""
         found: list[Attribute] = []
         for tensor in tensors(value):
             for size in self.made_with.get(id(tensor), ()):
@@ -265,47 +265,44 @@ class Run:
         return list(dict.fromkeys(found))
 
     def undecided(self, size: int) -> list[Attribute]:
-        """The attributes of a number that may yet turn out to be this rank's share."""
+        """The attributes of a number for which this run assumes nothing."""
         known = self.wanted.sizes | self.wanted.fixed | self.wanted.repeats
         return [a for a in getattr(size, "attributes", ()) if not a.requested and a not in known]
 
     def source_of(self, value: Any) -> str | None:
-        """The module that made one of the operands a part or a partial sum, if any is."""
+        """The module that made an operand a part or a partial sum, if any."""
         return next((s for t in tensors(value) if (s := self.flow.of(t).source)), None)
 
     def place(self) -> Place | None:
-        """The operation's place in an editable file, or the place that leads to it."""
+        """The place of the operation, or of the call in an editable file that leads to it."""
         frame = calling_frame()
         while frame is not None and not self.editable(frame.f_code.co_filename):
             frame = frame.f_back
         return place_of(frame) if frame else None
 
     def editable_place(self) -> Place | None:
-        """The operation's own place, where its file may be changed."""
+        """The operation's own place, if its file is editable."""
         frame = calling_frame()
         if frame is None or not self.editable(frame.f_code.co_filename):
             return None
         return place_of(frame)
 
     def note_call(self, is_part: bool) -> None:
-        """Notes of a call that may have to change whether it is given a part."""
+        """Records whether the current call, which may have to change, passes a part."""
         frame = calling_frame()
         if frame is not None and (caller := _calling_module(frame)) is not None:
             made = self.calls.setdefault((frame.f_code, frame.f_lasti), set())
             made.add((id(caller), is_part))
 
     def note_reader(self, given: Iterable[torch.Tensor], reader: nn.Module | None = None) -> None:
-        """Notes the module whose method reads what a rank has otherwise than one process."""
+        """Records which module reads a value that differs between ranks, or whose gradient does."""
         states = [self.flow.of(tensor) for tensor in given if self.flow.knows(tensor)]
         sources = {s for state in states if (s := state.source or state.grad_reduced) is not None}
         if sources and (module := reader or _calling_module(calling_frame())) is not None:
             self.read.update((id(module), source) for source in sources)
 
     def note_inner_modules(self) -> None:
-        """Notes the modules among which values go that a rank has otherwise than one process.
-
-        They are between a module that reads such a value and the one that it comes from.
-        """
+        """Records the modules that such values go through, from their source to their reader."""
         by_id = {id(node.live): node for node in self.tree.nodes.values()}
         for module, source in self.read:
             if module in by_id and source in self.tree.nodes:
@@ -316,7 +313,7 @@ class Run:
                 self.followed.around.add(first.path)
 
     def note_changed_calls(self) -> None:
-        """Notes which modules make the calls that change, with parts and with whole values."""
+        """Records which modules make the calls that change, with parts and with whole values."""
         changed = {change.place for change in self.followed.arguments}
         paths = {id(node.live): path for path, node in self.tree.nodes.items()}
         for (code, instruction), made in self.calls.items() if changed else ():
@@ -331,14 +328,14 @@ class Run:
                     given.add((place, paths[module]))
 
     def method_owner(self, frame: types.FrameType | None) -> str | None:
-        """The path of the module whose method a frame is in."""
+        """The path of the module whose method a frame runs."""
         module = first_argument(frame) if frame is not None else None
         if not isinstance(module, nn.Module):
             return None
         return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
 
     def refused(self, error: PlacementError) -> CannotFollow:
-        """A misuse, with the place in the model where it happens."""
+        """The error as a `CannotFollow` with its place in the model."""
         refused = CannotFollow(
             str(error),
             error.path,

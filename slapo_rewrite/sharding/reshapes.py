@@ -1,7 +1,7 @@
-"""The rules for operations that are told a new shape: `view`, `flatten`, `expand` and so on.
+"""Rules for operations that change shapes: `view`, `flatten`, `expand` and so on.
 
-Each takes the run, the recorded operation and the arguments, and returns the arguments as a rank
-must give them and how the result is packed, where that is known.
+Each takes the run, the recorded operation and the arguments. It returns the arguments as a rank
+must pass them, and the packing of the result where it is known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slapo_rewrite.sharding.units import note_even, note_unit, single_head
 
 
 def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`view` and `reshape`: a split axis keeps its share, in one of the axes it is regrouped in."""
+    """`view` and `reshape`: one of the axes that a split axis is regrouped into is split."""
     tensor, given = args[0], list(args[1:]) or [kwargs.get("shape", kwargs.get("size"))]
     nested = len(given) == 1 and isinstance(given[0], (list, tuple))
     sizes = [_integer(size) for size in (given[0] if nested else given)]
@@ -36,9 +36,9 @@ def view(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def view_as(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`view_as` and `reshape_as`: a `view` that takes its sizes of another tensor.
+    """`view_as` and `reshape_as`: a `view` that takes its sizes from another tensor.
 
-    Where a rank has that one whole, the call works one of its sizes out.
+    If that tensor is whole on a rank, the call must infer the split axis's size.
     """
     given: list[torch.Tensor] = [*args, *kwargs.values()]
     (tensor, other), whole = given, entry.outputs[0]
@@ -55,7 +55,7 @@ def view_as(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def _integer(size: Any) -> Any:
-    """A size as an integer, where it was computed as a tensor (`torch.div(length, 2)`)."""
+    """A size as an integer, also if it was computed as a tensor (`torch.div(length, 2)`)."""
     scalar = isinstance(size, torch.Tensor) and not size.is_meta and not size.dim()
     return int(size) if scalar else size
 
@@ -75,7 +75,7 @@ def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def flatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`flatten`: a `view` that is told no sizes."""
+    """`flatten`: a `view` without sizes among its arguments."""
     tensor, whole = args[0], entry.outputs[0]
     if entry.inputs[0] == tuple(tensor.shape):
         return args, kwargs, None
@@ -83,7 +83,7 @@ def flatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`expand`: an axis that is split already keeps its size."""
+    """`expand`: a split axis keeps the rank's size."""
     tensor, given = args[0], list(args[1:])
     nested = len(given) == 1 and isinstance(given[0], (list, tuple))
     sizes = list(given[0]) if nested else given
@@ -101,7 +101,7 @@ def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     """`repeat` and `tile`: a split axis cannot be repeated.
 
-    As many numbers as the result has axes say how often, or fewer for `tile`: for the last axes.
+    The arguments are repeat counts for all axes of the result, or, of `tile`, for the last ones.
     """
     tensor, given = args[0], list(args[1:] or kwargs.values())
     times = list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
@@ -113,10 +113,10 @@ def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def as_strided(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`as_strided`: each element of the split axis is read as the whole model reads it.
+    """`as_strided`: raises unless the strides select the same elements as in the whole model.
 
-    In memory without gaps, what lies inside such an element is as long on a rank as in the whole
-    model, and what lies around the axis is longer there by as much as the axis is.
+    In contiguous memory, strides of axes inside the split axis are the same on a rank as in the
+    whole model; strides of axes outside of it are larger there, in proportion to the axis's size.
     """
     tensor, axes = args[0], run.split_axes(args[0])
     if not axes:
@@ -148,7 +148,7 @@ def as_strided(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def _without_gaps(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie one after the other, in whichever order of its axes."""
+    """Whether a tensor's memory has no gaps, in any order of its axes."""
     axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     return all(stride == product(n for _, n in axes[:i]) for i, (stride, _) in enumerate(axes))
 
@@ -171,9 +171,9 @@ def _fitted(
     wanted: list[int],
     argument: int | None = None,
 ) -> list[int]:
-    """The sizes with those changed in the source that are not the wanted ones.
+    """The wanted sizes; records changes of the call for those that differ.
 
-    They are a list in an argument, or are the arguments where that is None.
+    The sizes are a list in the given argument, or the arguments themselves if that is None.
     """
     fitted = list(sizes)
     for axis, (size, want) in enumerate(zip(sizes, wanted, strict=True)):
@@ -200,7 +200,7 @@ def _fitted(
 def _regrouped(
     run: Run, tensor: torch.Tensor, full_in: Shape, full_out: Shape, sizes: list[int]
 ) -> tuple[list[int], Blocks]:
-    """The shape that a reshaped tensor must have on a rank, and how its axes are packed."""
+    """The shape of a reshaped tensor on a rank, and how its axes are packed."""
     here, known = tuple(tensor.shape), run.blocks.get(id(tensor), {})
     wanted: list[int] = list(full_out)
     blocks: Blocks = {}
@@ -211,7 +211,7 @@ def _regrouped(
         if len(split) > 1:
             if not run.flow.of(tensor).replicated_shard or len(outs) > 1:
                 raise CannotFollow("this merges two split axes into one")
-            # The heads that a rank holds, repeated for its own query heads only.
+            # A rank repeats its key/value heads for its own query heads only.
             wanted[outs[0]] = product(here[i] for i in ins)
             continue
         axis = split[0]
@@ -244,7 +244,7 @@ def _regrouped(
 def _factor(
     run: Run, tensor: torch.Tensor, outs: list[int], full_out: Shape, outer: int
 ) -> tuple[int, int]:
-    """Which factor of a regrouped axis is split, and in how many blocks it lies packed.
+    """Which factor of a regrouped axis is split, and how many blocks that axis packs.
 
     A rank holds a contiguous part of each of `outer` blocks: a part of the first factor after
     those that count the blocks.

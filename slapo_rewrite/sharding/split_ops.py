@@ -1,7 +1,7 @@
-"""The rules for operations that take a tensor apart, `split`, `chunk` and an index, and for `cat`.
+"""Rules for operations that take a tensor apart (`split`, `chunk`, indexing), and for `cat`.
 
 Each takes the run, the recorded operation and the arguments, and returns the arguments as a rank
-must give them. A split axis may only be cut where the parts that it was sharded in begin and end.
+must pass them. A split axis may only be cut at the boundaries of the blocks that it packs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slapo_rewrite.sharding.tracked_sizes import Shape, Size
 from slapo_rewrite.sharding.types import CannotFollow
 from slapo_rewrite.sharding.units import note_step
 
-# What gives an axis in pieces, one after the other.
+# Operations that return consecutive pieces of an axis.
 IN_PIECES = {"split", "split_with_sizes", "chunk", "tensor_split"}
 
 
@@ -48,20 +48,20 @@ def split(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def _note_cut(run: Run, tensor: torch.Tensor, axis: int, number: int = 0) -> None:
-    """Remembers where all blocks of a split axis are taken apart by sizes that are named there."""
+    """Records a call that takes apart all blocks of a split axis by explicit sizes or slices."""
     path, place = run.origins.get(id(tensor)) or run.flow.of(tensor).source, run.editable_place()
     if path is None or place is None:
         return
     request = [shard.parts for shard in run.request.parameters.get(path, ())]
     if path in run.request.layers:
         request.append(ratio_of(dict(run.request.layers[path].keywords)))
-    # One of the blocks may be taken apart further.
+    # Only the packing as requested counts: not one block that is taken apart further.
     if reduced(run.blocks.get(id(tensor), {}).get(axis, (1,))) in map(reduced, request):
         run.followed.cuts.add((path, place, number))
 
 
 def piece_of(packed: Shape, pieces: Sequence[int], number: int) -> Shape:
-    """The blocks that make up one of the pieces that an axis is taken apart in."""
+    """The blocks that lie in one of the pieces of an axis."""
     start = sum(pieces[:number])
     ends = itertools.accumulate(packed)
     stop = start + pieces[number]
@@ -69,7 +69,7 @@ def piece_of(packed: Shape, pieces: Sequence[int], number: int) -> Shape:
 
 
 def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`chunk` and `tensor_split`: the pieces must be the parts that were sharded, in number."""
+    """`chunk` and `tensor_split`: a number of pieces, which must be the axis's packed blocks."""
     tensor, count, axis = _bound(
         args, kwargs, "chunks", "sections", "indices", "indices_or_sections"
     )
@@ -102,7 +102,7 @@ def pick(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def pick_across(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`hsplit` and its like, whose axis depends on how many there are: not of a part."""
+    """`hsplit`, `vsplit`, `dsplit`, whose axis depends on the tensor's rank: not of a part."""
     for axis, (whole, here) in enumerate(zip(entry.inputs[0], args[0].shape, strict=True)):
         if whole != here:
             raise _picked(run, args[0], axis, whole)
@@ -119,7 +119,7 @@ def _picked(run: Run, tensor: torch.Tensor, axis: int, whole: int) -> CannotFoll
 
 
 def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
-    """`cat` along a split axis: what is joined must be parts, and lies packed side by side."""
+    """`cat` along a split axis: all operands must be parts; the result packs their blocks."""
     given = list(args[0] if args else kwargs["tensors"])
     axis = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % given[0].dim()
     split = [t.shape[axis] != w[axis] for t, w in zip(given, entry.inputs, strict=True)]
@@ -140,7 +140,7 @@ def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
 def _check_parts(
     run: Run, tensor: torch.Tensor, axis: int, whole: int, pieces: Sequence[int]
 ) -> None:
-    """What is taken apart along the split axis must have been sharded in these parts."""
+    """Raises unless pieces of a split axis begin and end where its packed blocks do."""
     if len(pieces) == 1:
         return
     packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
@@ -158,7 +158,7 @@ def _check_parts(
 
 
 def index(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """Brackets: a split axis is taken whole, or cut where its parts begin and end."""
+    """Indexing: a split axis is taken whole, or cut at the boundaries of its blocks."""
     tensor, key = args
     keys = key_of(key)
     taken = sum(_axes_taken(k) for k in keys)
@@ -181,7 +181,7 @@ def index(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 def _blocks_cut(run: Run, entry: Entry, keys: Sequence[Any], tensor: torch.Tensor) -> Blocks | None:
-    """How a split axis is packed that slices cut, where no other axis goes or comes."""
+    """The packing of a split axis after slicing; None if the index adds or removes axes."""
     if not all(isinstance(key, slice) or key is Ellipsis for key in keys):
         return None
     axis = run.split_axes(tensor)[0] if run.split_axes(tensor) else None
@@ -203,7 +203,7 @@ def _blocks_cut(run: Run, entry: Entry, keys: Sequence[Any], tensor: torch.Tenso
 
 
 def _check_same(run: Run, item: Any, meant: Any, size: int) -> None:
-    """Raises `CannotFollow` where an axis that is whole is cut where a rank's size says."""
+    """Raises `CannotFollow` if a whole axis is indexed by a rank's size."""
 
     def bounds(key: Any) -> Any:
         if isinstance(key, slice):
@@ -240,7 +240,7 @@ def _slice(
             run.origins.get(id(tensor)),
             "gather the value before, or split it with `split` or `chunk`",
         )
-    # The whole model cuts the axis at these places; a rank cuts at its share of them.
+    # A rank must cut at its share of the whole model's bounds.
     _note_cut(run, tensor, axis, number)
     bounds = []
     for which in ("start", "stop"):
@@ -264,7 +264,7 @@ def _slice(
 
 
 def _is_every_nth(run: Run, tensor: torch.Tensor, axis: int, item: slice, whole: int) -> bool:
-    """Whether a slice takes one of every few elements that lie side by side, to the end."""
+    """Whether a slice takes every n-th element of a whole block (`x[..., 1::2]`)."""
     start, step = item.start or 0, item.step or 1
     packed = run.blocks.get(id(tensor), {}).get(axis, (whole,))
     return (
@@ -277,7 +277,7 @@ def _is_every_nth(run: Run, tensor: torch.Tensor, axis: int, item: slice, whole:
 
 
 def _bound(args: Any, kwargs: Any, *names: str) -> tuple[torch.Tensor, Any, int]:
-    """Tensor, second argument and non-negative axis of `split`, `chunk` and their like."""
+    """The tensor, second argument and non-negative axis of `split`, `chunk` and the like."""
     rest = list(args[1:])
     value = rest.pop(0) if rest else next(kwargs[n] for n in names if n in kwargs)
     axis = rest.pop(0) if rest else kwargs.get("dim", 0)
@@ -285,7 +285,7 @@ def _bound(args: Any, kwargs: Any, *names: str) -> tuple[torch.Tensor, Any, int]
 
 
 def _axes_taken(key: Any) -> int:
-    """How many axes one item of an index stands for."""
+    """How many axes one item of an index consumes."""
     if key is None or key is Ellipsis or isinstance(key, bool):
         return 0
     if isinstance(key, torch.Tensor) and key.dtype == torch.bool:

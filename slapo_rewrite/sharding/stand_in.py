@@ -1,8 +1,8 @@
-"""A small model that is followed in the place of one that does not run without values.
+"""Analyses a small model in place of one that does not run without values.
 
-Some models ask for values: how many tokens an expert got, whether any token attends to all. The
-small twin that verification runs has them. It is made of the same classes, so what follows from
-its sizes, attributes of classes and places in files, holds for the model as well.
+Some models branch on values: how many tokens an expert got, whether any token attends to all. The
+small twin that verification runs has values. It consists of the same classes, so the results for
+it, attributes of classes and places in files, hold for the model as well.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from slapo_rewrite.sharding.types import (
 
 
 class CannotStandIn(Exception):
-    """The small model is not made as the model is."""
+    """The small model does not have the model's structure."""
 
 
 class StandIn:
-    """Follows a small model, and says what that means for the model it stands for.
+    """Analyses a small model, and translates the results to the full model.
 
     Args:
-        tree: The model that it stands for.
-        treated: What was asked of each of its module paths.
+        tree: The full model.
+        treated: What the schedule asks of each of its module paths.
         make: Makes the small model, with weights, and the keyword arguments of a training step.
 
     Raises:
-        CannotStandIn: There is none, or it is not made as the model is.
+        CannotStandIn: There is no small model, or its structure is not the full model's.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class StandIn:
         except Exception as error:
             raise CannotStandIn(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         self.tree, self.small, self.treated = tree, Tree(small), treated
-        self._made: dict[Node, Hashable] = {}  # what each module is made of, as far as known
-        self.paths: dict[str, str] = {}  # the module that each of the small model's stands for
+        self._made: dict[Node, Hashable] = {}  # cache of `_made_of`
+        self.paths: dict[str, str] = {}  # the full model's path for each path of the small model
         self._pair(tree.root, self.small.root)
 
     def _pair(self, node: Node, like: Node) -> None:
-        # A module with parametrizations has a class of its own.
+        # Each module with parametrizations has a class of its own.
         if type_before_parametrizations(node.live) is not type_before_parametrizations(like.live):
             raise CannotStandIn(
                 f"{node.shown} is a {node.cls.__name__} in the model and a "
@@ -79,7 +79,7 @@ class StandIn:
             self._pair(child, like.children[name])
 
     def _pair_elements(self, node: Node, like: Node) -> None:
-        """Has every kind of element, and every treatment, stood for by an element."""
+        """Pairs list elements so that each structure and treatment has an element of its own."""
         found: dict[Any, Node] = {}
         for child in node.children.values():
             key = (self._made_of(child), child.kind, self._treatment(child))
@@ -97,9 +97,9 @@ class StandIn:
             raise CannotStandIn(f"the small model has no element that is like `{waiting[0].path}`")
 
     def _made_of(self, node: Node) -> Hashable:
-        """A module's class, the names and axes of its parameters, and what it holds, all the way.
+        """A module's structure: class, names and ranks of its parameters, and its submodules.
 
-        Of a list or a dictionary, how many there are of each kind does not count.
+        For a list or a dictionary, the number of elements of each structure does not count.
         """
         if node not in self._made:
             named = node.children.items()
@@ -111,7 +111,7 @@ class StandIn:
         return self._made[node]
 
     def _treatment(self, node: Node) -> Hashable:
-        """What is asked of a module and of those in it."""
+        """What the schedule asks of a module and of its submodules."""
         start = len(node.path)
         return tuple(
             (inner.path[start:], self.treated[inner.path])
@@ -126,7 +126,7 @@ class StandIn:
         records: Records,
         thorough: bool,
     ) -> ShardingResult:
-        """What follows in the model, as `propagate` says it of the small one."""
+        """The result for the full model, from `propagate` on the small one."""
         try:
             found = propagate(
                 self.small, self._request_for(request), self.inputs, editable, records, thorough
@@ -151,7 +151,7 @@ class StandIn:
         )
 
     def _translated(self, found: ShardingResult) -> ShardingResult:
-        """The same in the words of the model; sizes of the small one are left out."""
+        """A result with the full model's paths and classes; the small model's sizes are dropped."""
         paths = self.paths
         keys: dict[LayerKey, LayerKey] = {
             layer_key(self.small.nodes[own]): layer_key(self.tree.nodes[path])
@@ -199,7 +199,7 @@ class StandIn:
         )
 
     def _in_full(self, path: str, size: int) -> int:
-        """How many of a layer's features there are in the model; 0 where nobody knows."""
+        """A size of a small layer's features, scaled to the full model; 0 if not known."""
         small, full = self.small.nodes[path].live, self.tree.nodes[self.paths[path]].live
         return size * width(full) // width(small) if width(small) else 0
 
@@ -207,7 +207,7 @@ class StandIn:
         return None if path is None else self.paths[path]
 
     def _meant(self, error: CannotFollow) -> CannotFollow:
-        """The error with the model's paths."""
+        """The error with the full model's paths."""
 
         def named(text: str) -> str:
             for own, path in self.paths.items():
@@ -232,7 +232,7 @@ class StandIn:
 
 
 def _is_list(node: Node) -> bool:
-    """Whether a module's elements are as many as it happens to have: a list, or blocks in a row."""
+    """Whether the number of a module's elements may vary: a list, or a sequence of blocks."""
     if isinstance(node.live, nn.Sequential):
         blocks = [*node.children.values()]
         return len({block.cls for block in blocks}) == 1 and all(block.children for block in blocks)

@@ -1,9 +1,9 @@
-"""Means and variances of features of which a rank has only its part.
+"""Means and variances of sharded features.
 
-A module whose own parameter is split along these features (the weight of a norm, say) takes such a
-statistic over all ranks: the call in its method becomes one that adds up what each rank has. The
-result is the same on every rank, which goes on to use it on its own part: the gradients are added
-up as well.
+If a module owns a parameter that is split along these features (such as the weight of a norm), the
+statistic is computed over all ranks: the call in its method is replaced by one with an all-reduce.
+The result is the same on every rank. Each rank uses it on its own part, so the replacement also
+all-reduces the result's gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.tracked_sizes import Shape
 from slapo_rewrite.sharding.types import MissingCollective, Statistic
 
-# What takes the place of an operation, and the arguments by name that it knows.
+# The replacement of each operation, and the keyword arguments that it supports.
 _OF_PARTS = {
     "mean": ("mean_of_parts", {"dim", "keepdim", "dtype"}),
     "var": ("var_of_parts", {"dim", "keepdim", "unbiased", "correction"}),
@@ -27,9 +27,9 @@ _OF_PARTS = {
 
 
 def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) -> State | None:
-    """What a statistic over all ranks' parts gives; None where the operation is no such one.
+    """The state of the result of a statistic over all ranks; None for any other operation.
 
-    `whole` has the shapes of its operands in the whole model.
+    `whole` has the shapes of the operands in the whole model.
     """
     function, known = _OF_PARTS.get(name, ("", set()))
     tensor = args[0] if args else None
@@ -62,6 +62,6 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
 
 
 def _size_of(run: Run, owner: str, name: str, axis: int) -> int:
-    """The whole size of a split parameter or buffer along its axis."""
+    """The full size of a sharded parameter or buffer along its axis."""
     live = run.tree.nodes[owner].live
     return run.full_shape(getattr(live, name))[axis]

@@ -1,7 +1,7 @@
-"""Heads without a layer of their own: `x @ self.embedding.weight.T`, of a table that is split.
+"""Output heads without a layer of their own: `x @ self.embedding.weight.T`, with a sharded table.
 
-Where the collectives are left to be inferred, such a product becomes one of whole values: the input
-gets the sum of its gradients, and the parts of the logits are gathered.
+If the collectives are to be inferred, such a product is replaced by one with whole logits: the
+input's gradient is all-reduced, and the parts of the logits are gathered.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from slapo_rewrite.sharding.types import TiedHead
 _PRODUCTS = {"matmul", "__matmul__", "mm"}
 _AXES = {"0, 1", "1, 0", "-1, -2", "-2, -1"}
 _TRANSPOSED = {"t": {""}, "transpose": _AXES, "swapaxes": _AXES, "permute": {"1, 0"}}
-# What `einsum` calls a product of features with the rows of a table.
+# Equations of `einsum` for a product of features with the rows of a table.
 _EQUATION = re.compile(r"(?P<rows>\w*|\.\.\.)(\w),(\w)\2->(?P=rows)\3")
 
 
 def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """What the product with a split embedding's table gives; None where an operation is none."""
+    """The logits of a product with a sharded embedding's table; None for any other operation."""
     if name == "einsum":
         args = args[1:]
     elif name not in {*_PRODUCTS, "linear"}:
@@ -47,7 +47,7 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
     if place is None or owner is None or head_of(written) is None:
         return None
     if run.request.borders.get(owner):
-        return None  # it is stated there what is done
+        return None  # the schedule places the collectives itself
     path = str(layer._followed_path)
     run.flow.cover(x, path)
     run.followed.tied_heads.add(TiedHead(place, owner, path))
@@ -60,7 +60,7 @@ def logits(run: Run, func: Any, name: str, args: Any, kwargs: Any) -> torch.Tens
 
 
 def _is_table(tensor: Any, weight: torch.Tensor, as_it_is: bool) -> bool:
-    """Whether a factor is a table, or its transpose."""
+    """Whether a factor is the table as it is, or its transpose."""
     if as_it_is or not isinstance(tensor, torch.Tensor):
         return tensor is weight
     whole = weight.t()
@@ -69,7 +69,7 @@ def _is_table(tensor: Any, weight: torch.Tensor, as_it_is: bool) -> bool:
 
 
 def head_of(product: ast.AST | None) -> ast.expr | None:
-    """The embedding by whose table a product is written, if it is written so that that shows."""
+    """The expression of the embedding whose `weight` a product is written with, if it is."""
     match product:
         case ast.BinOp(op=ast.MatMult(), left=x, right=table):
             transposed = True
@@ -86,13 +86,13 @@ def head_of(product: ast.AST | None) -> ast.expr | None:
     table, turned = _below(table, x)
     if turned is not transposed or not isinstance(table, ast.Attribute) or table.attr != "weight":
         return None
-    # What a call gives need not be the embedding, although its `weight` is the table.
+    # A call's result need not be the embedding, even if its `weight` is the table.
     named = isinstance(table.value, ast.Name | ast.Attribute | ast.Subscript)
     return table.value if named else None
 
 
 def _below(factor: ast.expr, x: ast.expr) -> tuple[ast.expr, bool]:
-    """What a factor is of, in the other one's type or as it is, and whether that is transposed."""
+    """A factor without transposes and casts to the dtype of `x`, and whether it is transposed."""
     turns: bool | None = True
     match factor:
         case ast.Attribute(value=inner, attr="T" | "mT"):
@@ -113,7 +113,7 @@ def _below(factor: ast.expr, x: ast.expr) -> tuple[ast.expr, bool]:
 
 
 def _turns(name: str, axes: list[ast.expr]) -> bool | None:
-    """Whether an operation transposes a table; None where it is another one."""
+    """True if an operation transposes a matrix; None for any other."""
     return True if ", ".join(map(ast.unparse, axes)) in _TRANSPOSED.get(name, ()) else None
 
 

@@ -1,8 +1,8 @@
-"""The record of the whole model's run, that a rank's run is held against.
+"""The record of the whole model's run, which a rank's run is compared with.
 
-Every operation is noted with the shapes and the numbers that it was given, and so is each call of a
-layer that can be sharded: where it will be, the call counts as one operation. Questions that need
-values, which the meta device has not, are answered here for both runs alike.
+It has every operation with the shapes and numbers among its arguments, and each call of a layer
+that can be sharded: the call of a sharded layer counts as one operation. Branches on tensors'
+values, which the meta device does not have, get the same answer here as in the rank's run.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Entry:
     """One recorded operation of the whole model."""
 
     function: Callable[..., Any]  # what was called
-    inputs: list[Shape]  # the shapes of the tensors that it was given
-    outputs: list[Shape]  # the shapes of those that it returned
-    numbers: list[float]  # the numbers that it was given
-    key: tuple[Any, ...] = ()  # what stood between the brackets of an index
-    # What it returned, where that has values and they are no floating-point numbers.
+    inputs: list[Shape]  # the shapes of its tensor arguments
+    outputs: list[Shape]  # the shapes of the tensors that it returned
+    numbers: list[float]  # the numbers among its arguments
+    key: tuple[Any, ...] = ()  # the items of the index, for an indexing operation
+    # Copies of what it returned, if that has values: indices and masks, not floating-point tensors.
     chosen: list[torch.Tensor | None] = field(default_factory=list)
-    is_unread: bool = False  # whether the model drops what it returned, and nothing read it
+    is_unread: bool = False  # whether the model dropped its result unread
 
     def choose(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Lets what a rank has chosen, indices and masks, be what the whole model chose.
+        """Overwrites a rank's indices and masks with those of the whole model.
 
-        A rank's values are not the model's, and `forward` may go another way by them. Views have
-        what they are views of.
+        A rank's values differ from the model's, so `forward` might take another path by them. Views
+        change with their base.
         """
         for chosen, output in zip(self.chosen, outputs, strict=False):
             if chosen is not None and chosen.shape == output.shape and not output._is_view():
@@ -59,11 +59,11 @@ class Span:
     """A call of a layer that can be sharded."""
 
     layer: nn.Module
-    entered: int  # when it was, counted with what is left
-    start: int  # the first recorded operation inside
-    call: Entry  # what it is as one operation
-    end: int = 0  # the first recorded operation behind
-    left: int = 0
+    entered: int  # the time of entry, on a clock that ticks at each entry and exit
+    start: int  # the index of the first recorded operation inside
+    call: Entry  # the call as one operation
+    end: int = 0  # the index of the first recorded operation after it
+    left: int = 0  # the time of exit
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Whole:
 
     entries: list[Entry]  # the operations
     result: Any  # what the model returned
-    buffers: dict[tuple[str, str], torch.Tensor]  # its buffers then, by module path and name
+    buffers: dict[tuple[str, str], torch.Tensor]  # its buffers afterwards, by module path and name
 
     def same_calls(self, other: Whole) -> bool:
         """Whether another run called the same operations, with the same shapes and numbers."""
@@ -88,14 +88,14 @@ class Trace(TorchFunctionMode):
 
     Attributes:
         result: What the model returned.
-        buffers: What its buffers were then, by the path of their module and their name.
-        noted: The code of wrapped `forward`s of which it is known whether they ran.
+        buffers: Its buffers afterwards, by module path and name.
+        noted: The code of decorated `forward`s for which it is recorded whether they ran.
         ran: Those of them that ran.
-        watched: The paths of layers whose calls are noted; None for all that can be sharded.
-        editable: The text of a file that may be changed; None of another.
-        says: What questions of values that are not there are answered with.
-        most: How many operations are recorded at most; None for all.
-        results: What operations gave before.
+        watched: The paths of layers whose calls are recorded; None for all that can be sharded.
+        editable: Returns the text of a file that may be changed; None for other files.
+        says: The truth value of tensors on the meta device, where `forward` asks.
+        most: The greatest number of operations to record; None for no limit.
+        results: Cached results of operations.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Trace(TorchFunctionMode):
         linear = filter(is_linear, self._layers)
         self._linear = grouped((id(layer._parameters.get("weight")), layer) for layer in linear)
         self._entries: list[Entry] = []
-        self._spans: list[Span] = []  # in the order in which they were entered
-        self._open: list[Span] = []  # those that are not left
+        self._spans: list[Span] = []  # in order of entry
+        self._open: list[Span] = []  # calls in progress
         self._now = 0
-        # What no operation has read yet, by what made it.
+        # Results that no operation has read yet, with the operations that made them.
         self._fresh: dict[int, tuple[weakref.ref[torch.Tensor], Entry]] = {}
         self.result: Any = None
         self.buffers: dict[tuple[str, str], torch.Tensor] = {}
@@ -132,11 +132,11 @@ class Trace(TorchFunctionMode):
         self.has_values = device_of(tree.root.live).type != "meta"
 
     def tells(self, codes: Collection[CodeType], layers: Collection[str]) -> bool:
-        """Whether it says of wrapped `forward`s whether they ran, and has the calls of layers."""
+        """Whether the trace covers these decorated `forward`s and the calls of these layers."""
         return self.noted >= set(codes) and (self.watched is None or self.watched >= set(layers))
 
     def end(self) -> None:
-        """Tells what was read by nothing: the model has run, and still has what it keeps."""
+        """Marks unread results, after the run and while the model still holds what it keeps."""
         for made, entry in self._fresh.values():
             entry.is_unread |= made() is None
         self._fresh.clear()
@@ -154,7 +154,7 @@ class Trace(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Notes the calls of the layers."""
+        """Records the calls of the layers meanwhile."""
         around = {
             m: (type(m), base) for m in self._layers if (base := layer_below(type(m))) is not None
         }
@@ -177,7 +177,7 @@ class Trace(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._now += 1
         while (span := self._open.pop()).layer is not module:
-            pass  # it raised what its caller caught
+            pass  # a call that raised an exception, which its caller caught
         span.end, span.left = len(self._entries), self._now
         span.call.inputs, span.call.outputs = shapes(args), shapes(output)
 
@@ -188,7 +188,7 @@ class Trace(TorchFunctionMode):
         spelled = self._spelled(func, args, kwargs)
         for layer in spelled:
             self._enter(layer, args[:1], {})
-        with unwatched():  # what is asked of tensors here is not for the modes below to see
+        with unwatched():  # hides our own use of tensors from the modes below
             inputs = shapes((args, kwargs))
             given = list(numbers((args, kwargs), not self.has_values))
             given_tensors = [*tensors((args, kwargs))]
@@ -202,7 +202,7 @@ class Trace(TorchFunctionMode):
             key = key_of(args[1]) if name in ("__getitem__", "__setitem__") else ()
             self._entries.append(entry := Entry(func, inputs, outputs, given, key, chosen))
             if isinstance(output, torch.Tensor) and all(output is not t for t in given_tensors):
-                before = self._fresh.get(id(output))  # of one whose place in memory it has
+                before = self._fresh.get(id(output))  # a freed tensor that had the same id
                 if before is not None:
                     before[1].is_unread = True
                 self._fresh[id(output)] = weakref.ref(output), entry
@@ -213,7 +213,7 @@ class Trace(TorchFunctionMode):
         return output
 
     def _spelled(self, func: Any, args: Any, kwargs: Any) -> list[nn.Module]:
-        """The layers whose call an operation is by another spelling."""
+        """The layers for which an operation, `F.linear` with their weight, is the layer's call."""
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         layers = self._linear.get(id(weight), []) if func is functional.linear else []
         if not layers or (self._open and self._open[-1].layer in layers):
@@ -224,13 +224,13 @@ class Trace(TorchFunctionMode):
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's tensors are."""
+    """The device of a model's tensors."""
     found = (t.device for t in itertools.chain(model.parameters(), model.buffers()))
     return next(found, torch.device("meta"))
 
 
 def _chosen(output: Any) -> list[torch.Tensor | None]:
-    """Copies of indices and masks."""
+    """Copies of indices and masks; None in place of floating-point tensors."""
     return [None if t.is_floating_point() else t.detach().clone() for t in tensors(output)]
 
 
@@ -239,5 +239,5 @@ def layer_call() -> None:
 
 
 def key_of(key: Any) -> tuple[Any, ...]:
-    """What stands between the brackets of an index, item by item."""
+    """The items of an index."""
     return key if isinstance(key, tuple) else (key,)

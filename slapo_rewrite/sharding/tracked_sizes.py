@@ -1,4 +1,4 @@
-"""Integers that remember the attributes they were made of, and shapes compared axis by axis."""
+"""Integers that track the attributes they were computed from, and comparison of shapes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Attribute:
     """An integer attribute of a class's instances."""
 
     cls: type  # the class of the module that has it
-    holder: type  # the class of the nearest module, itself or above, that holds sharded parameters
-    name: str  # the attribute
-    requested: bool = False  # whether the schedule itself asks for this rank's share of it
+    holder: type  # the class of the nearest module, itself or above, that owns sharded parameters
+    name: str  # the attribute's name
+    requested: bool = False  # whether the schedule itself makes it this rank's share
 
 
 class Size(int):
-    """An integer that was made of integer attributes, by arithmetic or as it was."""
+    """The value of an integer attribute, or an integer computed from such attributes."""
 
     attributes: tuple[Attribute, ...]
-    # How it is made of them, where that is known: of one, or by sums and products of such.
+    # Its expression, if known: an attribute, or sums and products of attributes.
     text: str | None
 
     @classmethod
     def of(cls, value: int, attributes: Iterable[Attribute]) -> Size:
-        """`value`, marked."""
+        """A size with these attributes."""
         size = cls(value)
         size.attributes = tuple(dict.fromkeys(attributes))
         size.text = f"self.{size.attributes[0].name}" if len(size.attributes) == 1 else None
@@ -65,7 +65,7 @@ def shapes(value: Any) -> list[Shape]:
 
 
 def fits(whole: list[Shape], here: list[Shape]) -> bool:
-    """Whether shapes are those of the whole model, or less along some axes."""
+    """Whether the shapes `here` are those of the whole model, or less along some axes."""
     return len(whole) == len(here) and all(
         len(w) == len(h) and all(a >= b for a, b in zip(w, h, strict=True))
         for w, h in zip(whole, here, strict=True)
@@ -75,14 +75,14 @@ def fits(whole: list[Shape], here: list[Shape]) -> bool:
 def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
     """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`.
 
-    With `of_tensors` one without axes that is not on the meta device counts as a number.
+    With `of_tensors`, a zero-dimensional tensor that is not on the meta device counts as a number.
     """
-    if isinstance(value, (int, float)):  # what a comparison of sizes says is one as well
+    if isinstance(value, (int, float)):  # including bool, the result of comparing sizes
         yield value
     elif isinstance(value, torch.Tensor):
         if of_tensors and value.dim() == 0 and not value.is_meta:
             yield float(value.detach())
-    elif isinstance(value, (dict, Mapping)):  # what is a dictionary is told fast
+    elif isinstance(value, (dict, Mapping)):  # `dict` first: checking `Mapping` is slow
         for item in value.values():
             yield from numbers(item, of_tensors)
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -91,7 +91,7 @@ def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
 
 
 def product(values: Iterable[int]) -> int:
-    """All of them multiplied."""
+    """The product of the values."""
     result = 1
     for value in values:
         result *= int(value)
@@ -99,7 +99,7 @@ def product(values: Iterable[int]) -> int:
 
 
 def groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Which axes of a reshaped tensor are made from which, as smallest groups of equal product.
+    """The axes before and after a reshape, in the smallest groups of equal product.
 
     `(2, 16, 768) -> (2, 16, 12, 64)` gives `[0]-[0]`, `[1]-[1]`, `[2]-[2, 3]`.
     """
@@ -126,7 +126,7 @@ def groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]]
                 j += 1
             else:
                 break
-        # Axes of size one belong to whatever is before them.
+        # Axes of size one join the group before them.
         while i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
             ins.append(i)
             i += 1

@@ -1,7 +1,7 @@
-"""The words that sharding is asked for and answered in.
+"""The data types of the sharding analysis.
 
-`ShardingRequest` says what is sharded, `ShardingResult` what follows from it; the errors say what
-stands against it. Nothing here runs anything.
+`ShardingRequest` is its input and `ShardingResult` its output; the exceptions say why a request
+cannot be carried out. There is no logic here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slapo_rewrite.model.layers import Layer, Unit, base_of
 from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.sharding.tracked_sizes import Attribute
 
-# A layer by the class of the module that makes it, and by its path from there.
+# Identifies a layer by the class of the module that constructs it and its path below that module.
 LayerKey = tuple[type, str]
 
 
@@ -26,12 +26,12 @@ def layer_key(node: Node) -> LayerKey:
     return (node.owner or node).cls, node.relative
 
 
-# What stands in the place of an argument's number where a whole call changes.
+# In place of an argument's number: the whole call changes.
 CALL = "call"
-# And where it takes its sizes of another tensor, before the number of the one that is not of it.
+# Before an axis's number: the call takes its sizes from another tensor, except for this axis.
 SIZES = "sizes"
 
-# The collectives in words.
+# Names of the collectives in messages.
 SPOKEN = {
     "all_reduce": "an all-reduce",
     "all_gather": "an all-gather",
@@ -44,7 +44,7 @@ SPOKEN = {
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter of a module's own that is split: its name, axis and packed parts."""
+    """A sharded parameter that a module owns itself: its name, split axis and packed parts."""
 
     name: str
     axis: int
@@ -53,66 +53,66 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class LocalValue:
-    """A value by the local name that it has in a method."""
+    """The value of a local variable at one statement of a method."""
 
-    name: str  # the name
+    name: str  # the variable
     statement: Place  # a statement of the method
-    # Whether it is what the statement binds the name to, not what it finds there.
+    # Whether it is the value after the statement, which assigns the variable, or the one before.
     is_bound: bool = False
 
 
 @dataclass(frozen=True)
 class ModuleBoundary:
-    """A collective at the border of a module, where no sharded layer carries it out."""
+    """A collective at the border of a module that no sharded layer carries out."""
 
     mode: str  # `fwd_pre`, `fwd_post` or `bwd_post`
-    # `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep`, or `function`
-    # for one that is taken to do what is needed.
+    # `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep`, or `function`:
+    # the user's own, which is assumed to do what is needed.
     operation: str
     # The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
     axis: int | None = None
     scatter_axis: int | None = None  # the axis that an all-to-all scatters
-    # Whether the gradient of what an all-gather gives is summed over the ranks; None where that is
-    # to be found out.
+    # Whether the gradient of an all-gather's output is summed over the ranks; None where the
+    # analysis decides.
     partial_gradient: bool | None = None
-    number: int = 0  # which of the module's syncs it is
-    of: str | None = None  # the argument that it is about, where that is not the first
-    # The value inside that it is about, where it does not stand at the border.
+    number: int = 0  # its index among the module's syncs
+    of: str | None = None  # the argument it applies to, if not the first
+    # The local value it applies to, if it is inside the module's method.
     value: LocalValue | None = None
 
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """What is sharded and synchronised."""
+    """What is sharded and synchronised: the input of the analysis."""
 
-    layers: Mapping[str, Layer]  # the sharded layer at each path
-    # The split parameters of a module's own, by the module's path.
+    layers: Mapping[str, Layer]  # the sharded layers, by module path
+    # The sharded parameters that modules own themselves, by the module's path.
     parameters: Mapping[str, Sequence[ShardedParameter]]
-    # Further collectives, by the module's path.
+    # Collectives at the borders of modules, by the module's path.
     borders: Mapping[str, Sequence[ModuleBoundary]] = field(default_factory=dict)
-    # The layers among `layers` whose parts may go into a loss as they are.
+    # The layers among `layers` whose sharded output may go into a loss without a gather.
     heads: frozenset[str] = frozenset()
-    # The integer attributes that are this rank's share, by the module's path.
+    # The integer attributes that the schedule makes this rank's share, by the module's path.
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    forked: frozenset[str] = frozenset()  # the modules all of whose random numbers are a rank's own
-    # The embeddings whose tables may be heads, with the collectives inferred.
+    forked: frozenset[str] = frozenset()  # modules that draw random numbers of each rank's own
+    # The embeddings whose tables may serve as output heads; their collectives are inferred.
     tied_heads: frozenset[str] = frozenset()
-    # The files, by name, in which collectives stand at values.
+    # The files, by name, that have collectives at local values.
     texts: Mapping[str, ast.Module] = field(default_factory=dict)
 
     def owners(self, node: Node) -> list[Node]:
-        """The modules that have what is split at a node.
+        """The modules whose code handles what is split at a node.
 
-        That around it, itself if no layer, and what calls it past the `forward` of that around it.
+        Its owner, itself unless it is a layer, and a module that calls it without its owner.
         """
         is_layer = node.path in self.layers or base_of(node.cls) is not None
         own = (node.owner, None if is_layer else node, _calling_inside(node))
         return [each for each in own if each is not None]
 
     def holders(self, tree: Tree, alone: Collection[str] = ()) -> dict[str, Node]:
-        """For every module below sharded parameters or with some: the nearest that has them.
+        """Maps each module at or below an owner of sharded parameters to the nearest such owner.
 
-        Those `alone` stand for themselves where there is none.
+        Modules in `alone` that have no such owner map to themselves.
         """
         split = (tree.nodes[path] for path in (*self.layers, *self.parameters))
         own = {owner.path for node in split for owner in self.owners(node)}
@@ -128,7 +128,7 @@ class ShardingRequest:
 
 
 def _calling_inside(node: Node) -> Node | None:
-    """The module that calls a layer past the `forward` of the one that holds it, if one does."""
+    """The module that calls a layer directly, without its owner's `forward`, if one does."""
     if node.owner is None or (around := node.owner.owner) is None:
         return None
     forward: Any = inspect.unwrap(getattr(around.cls, "forward", object))
@@ -138,28 +138,28 @@ def _calling_inside(node: Node) -> Node | None:
 
 @dataclass(frozen=True)
 class MissingCollective:
-    """A collective that would mend what does not fit."""
+    """A collective that would fix what does not fit."""
 
     path: str  # the module at whose border it is missing
     mode: str  # `fwd_post` or `bwd_post`
     operation: str  # `all_reduce`, `all_gather` or `scatter`
     axis: int | None = None  # the axis that is gathered or scattered
-    # The value inside the module that it is about, if it is not its argument or result.
+    # The local value inside the module it applies to, if not the module's argument or result.
     value: LocalValue | None = None
 
     @classmethod
     def sum_of(cls, path: str | None) -> MissingCollective | None:
-        """The partial sums that a module gives, added up."""
+        """The all-reduce of a partial sum that a module returns."""
         return None if path is None else cls(path, "fwd_post", "all_reduce")
 
     @classmethod
     def whole_of(cls, path: str | None, axis: int = -1) -> MissingCollective | None:
-        """The parts that a module gives, put together."""
+        """The all-gather of a shard that a module returns."""
         return None if path is None else cls(path, "fwd_post", "all_gather", axis)
 
     @classmethod
     def gradient_of(cls, path: str | None) -> MissingCollective | None:
-        """The gradients of what a module is given, added up."""
+        """The all-reduce of the gradient of a module's input."""
         return None if path is None else cls(path, "bwd_post", "all_reduce")
 
 
@@ -168,82 +168,82 @@ class ArgumentChange:
     """An argument of a call that must be written differently."""
 
     place: Place  # the call, or the subscript
-    # Which argument: its number, and further ones into a list, from the end where they are
-    # negative; for a subscript the axis's number and `start` or `stop`; `call` for all but the
-    # first, where a layer is called.
+    # Which argument: its number, then indices into a list, negative ones from the end; for a
+    # subscript the axis's number and `start` or `stop`; `call` for all arguments but the first,
+    # where the call becomes the call of a layer.
     index: tuple[int | str, ...]
-    # How it is written, with `{argument}` for what stands there and `{part_size}` for that
-    # function; the layer that is called.
+    # The new text, with `{argument}` for the old text and `{part_size}` for that function's name;
+    # for `call`, the layer's name.
     template: str
     source: str | None = field(default=None, compare=False)  # the layer whose output has the size
 
 
 @dataclass(frozen=True)
 class ParallelLoss:
-    """A cross entropy of logits of which a rank has a part."""
+    """A cross entropy of logits that stay sharded over the vocabulary."""
 
     place: Place  # the call in the model file that computes it
-    # What it becomes, where a function of transformers computes it; None where it is
-    # `cross_entropy` or a criterion that stands there itself.
+    # The replacement of a transformers loss function; None where the code calls `cross_entropy`
+    # or a criterion itself.
     function: str | None
-    owner: str  # the path of the module whose method that is
-    head: str  # the path of the layer that gives the logits
-    # Local variables that hold parts from that layer, with the axis that is split.
+    owner: str  # the path of the module whose method makes the call
+    head: str  # the path of the layer that computes the logits
+    # Local variables that hold shards of that layer's output, with the split axis.
     names: tuple[tuple[str, int], ...]
-    # Whether it is told a rank's number of classes for the model's: the layer's own size.
+    # Whether the call passes the layer's own size, which is a rank's, as the number of classes.
     told_of_part: bool
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A mean or variance of features of which a rank has a part, taken over all ranks."""
+    """A mean or variance of sharded features, computed over all ranks."""
 
     place: Place  # the call that computes it, in a method
-    function: str  # what takes its place
-    owner: str  # the path of the module whose method that is
-    parameter: str  # the parameter of that module that is split along these features
+    function: str  # its replacement
+    owner: str  # the path of the module whose method computes it
+    parameter: str  # a parameter of that module that is split along the same features
 
 
 @dataclass(frozen=True)
 class TiedHead:
-    """A product with the table of an embedding that is split, whose result is whole logits."""
+    """A product with the table of a sharded embedding, whose result is whole logits."""
 
     place: Place  # the product, in a method
-    owner: str  # the path of the module whose method that is
+    owner: str  # the path of the module whose method computes it
     embedding: str  # the path of the embedding
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers that are drawn for a part by all ranks alike, or for a whole value."""
+    """An operation that draws random numbers for a shard, or for a whole value."""
 
-    # The modules that are being called, the innermost first, each with the line that it has come
-    # to; one may be there several times.
+    # The modules on the call stack, the innermost first, each with its current line; a module may
+    # occur several times.
     callers: tuple[tuple[str, int], ...]
-    place: Place | None  # where they are drawn, or what leads to it
-    source: str  # the layer whose part it is, or from which a whole value comes
-    # Full sizes of the blocks that the split axis packs; none of a whole value.
+    place: Place | None  # the operation, or the call in an editable file that leads to it
+    source: str  # the layer that the shard or the whole value comes from
+    # Full sizes of the blocks that the split axis packs; empty for a whole value.
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Where a parameter is read."""
+    """A read of a parameter."""
 
-    path: str  # the module that it belongs to
-    name: str  # its name there
-    reader: str | None  # the module whose method reads it; None where no module's does
-    place: Place | None = None  # where, if not inside
-    inside: bool = True  # whether it is a method of the module that the parameter belongs to
+    path: str  # the module that owns the parameter
+    name: str  # the parameter's name there
+    reader: str | None  # the module whose method reads it; None outside of modules' methods
+    place: Place | None = None  # the expression, unless `inside`
+    inside: bool = True  # whether the reader is the parameter's own module
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way through `forward`: what decides it, besides the configuration."""
+    """A path through `forward`: what decides it, besides the configuration."""
 
     training: bool = True  # whether the model is in training mode
-    says: bool = False  # what questions of values that are not there are answered with
-    # An argument that is given the other value than its default, if any.
+    says: bool = False  # the truth value of tensors on the meta device, where `forward` asks
+    # An argument and the value that it gets instead of its default, if any.
     flag: tuple[str, bool] | None = None
 
     def __str__(self) -> str:
@@ -256,113 +256,112 @@ class Way:
 
 @dataclass
 class ShardingResult:
-    """What follows from the sharded sizes."""
+    """What has to change in the model for the sharded sizes: the output of the analysis."""
 
     sizes: frozenset[Attribute] = frozenset()  # integer attributes that become this rank's share
-    # The attribute that is a head's size, for each layer that gives heads.
+    # The attribute that holds the head size, for each layer whose output is split in heads.
     heads: dict[LayerKey, str] = field(default_factory=dict)
-    # What the split of a layer must be a multiple of.
+    # The unit that each rank's share of a layer must be a multiple of.
     units: dict[LayerKey, Unit] = field(default_factory=dict)
-    # What the split of a module's own parameter must be a multiple of.
+    # The number that each rank's share of a module's own parameter must be a multiple of.
     multiples: dict[tuple[LayerKey, str], int] = field(default_factory=dict)
-    # The layers of which several ranks may hold the same heads.
+    # The layers whose heads may be replicated on several ranks, with the head size's attribute.
     replicated: Mapping[LayerKey, str] = field(default_factory=dict)
-    # Attributes that say how often such heads are repeated.
+    # Attributes with the number of times that replicated heads are repeated.
     repeats: frozenset[Attribute] = frozenset()
-    # Attributes that heads are repeated by which no rank shares with another.
+    # The same for heads that are not replicated.
     may_repeat: set[Attribute] = field(default_factory=set)
-    # Those of `sizes` that are smaller than a world size that fits.
+    # Those of `sizes` that are smaller than a supported world size.
     few: set[Attribute] = field(default_factory=set)
-    # Arguments of calls in `forward` that have to change.
+    # Arguments of calls in `forward` that must change.
     arguments: set[ArgumentChange] = field(default_factory=set)
-    # The calls that are given parts, each with the module in whose method it stands.
+    # Calls with sharded operands, each with the module whose method makes the call.
     sharded_calls: set[tuple[Place, str]] = field(default_factory=set)
-    # Those that are given whole values, likewise.
+    # Calls with whole operands, likewise.
     replicated_calls: set[tuple[Place, str]] = field(default_factory=set)
-    # Whole parameters that are added to partial sums, by one rank then.
+    # Whole parameters that are added to partial sums: only one rank may add them.
     once: set[tuple[LayerKey, str]] = field(default_factory=set)
-    # Whole parameters that meet parts, by module path and name: their gradients have to be added
-    # up. With the module that makes what they meet, where known.
+    # Whole parameters used together with shards, by module path and name: their gradients need an
+    # all-reduce. With the module that makes the shards, where known.
     shared: dict[tuple[str, str], str | None] = field(default_factory=dict)
-    # Where parameters are read, if there are any among `shared`.
+    # Reads of parameters, recorded if there are any in `shared`.
     readings: set[Reading] = field(default_factory=set)
-    # The modules inside of which parts or partial sums are, and what come or go from module to
-    # module there; those whose own border such values pass.
+    # The modules whose methods, or those of modules between, handle values that differ between the
+    # ranks, or whose gradients do. Such values cross the borders of `inner`, not of `around`.
     around: set[str] = field(default_factory=set)
     inner: set[str] = field(default_factory=set)
-    # The split layers that each add up the gradient of the same value, by that value's identity.
+    # The sharded layers that each all-reduce the gradient of the same value, by the value's id.
     readers: dict[int, frozenset[str]] = field(default_factory=dict)
-    # The all-gathers whose gradient has to be summed over the ranks, by module path and number.
+    # The all-gathers whose gradient is summed over the ranks, by module path and number.
     summed: frozenset[tuple[str, int]] = frozenset()
-    # Modules whose output has its first tensor inside of something else.
+    # Modules that return their first tensor inside a tuple or mapping.
     nested: set[str] = field(default_factory=set)
-    # Cross entropies of what stays split over the vocabulary, by place.
+    # Cross entropies of logits that stay sharded over the vocabulary, by place.
     losses: dict[Place, ParallelLoss] = field(default_factory=dict)
-    # Means and variances that are taken over all ranks.
+    # Means and variances computed over all ranks.
     statistics: set[Statistic] = field(default_factory=set)
-    # Products with the tables of split embeddings.
+    # Products with the tables of sharded embeddings.
     tied_heads: set[TiedHead] = field(default_factory=set)
-    # Random numbers for whole values, and for parts outside of what is forked.
+    # Random numbers drawn for whole values, and for shards outside of `forked` modules.
     draws: set[Draw] = field(default_factory=set)
-    # Where the parts that a module makes are taken apart by a list of sizes, or by slices: the
-    # module's path, the call or subscript, and the number of the slice in that.
+    # Where a module's packed output is taken apart by a list of sizes, or by slices: the module's
+    # path, the call or subscript, and the index of the slice in it.
     cuts: set[tuple[str, Place, int]] = field(default_factory=set)
-    even: set[int] = field(default_factory=set)  # sizes that every world size that fits divides
-    # Where `forward` asks for values that decide which way it goes.
+    even: set[int] = field(default_factory=set)  # sizes divisible by every supported world size
+    # Where `forward` branches on the value of a tensor.
     questions: set[Place] = field(default_factory=set)
-    # Ways through `forward` that were not followed to their end, in words, each with its place if
-    # it has one.
+    # Paths through `forward` that were not followed to their end, in words, each with its place
+    # if it has one.
     unfollowed: list[tuple[str, Place | None]] = field(default_factory=list)
-    # What does not fit on those of them that arguments choose.
+    # The errors on those of them that an argument selects.
     misfits: list[CannotFollow] = field(default_factory=list)
-    # Whether a small model was followed instead, whose sizes may be in other ratios.
+    # Whether a small model was analysed instead, whose sizes may have other ratios.
     is_of_small: bool = False
 
     def take_in(self, other: ShardingResult) -> bool:
-        """Adds what follows on another way; False where a layer's heads would be of two sizes."""
+        """Merges the result of another path; False if a layer's head sizes would differ."""
         if any(self.heads.get(key, name) != name for key, name in other.heads.items()):
             return False
         for each in fields(self):
             mine, others = getattr(self, each.name), getattr(other, each.name)
             if each.name not in _TAKEN and isinstance(mine, (set, frozenset, dict)):
-                setattr(self, each.name, others | mine)  # of two that differ, what is known
+                setattr(self, each.name, others | mine)  # of two values for a key, mine
         self.unfollowed += other.unfollowed
         self.misfits += other.misfits
         return True
 
 
-# What a run takes for granted, and asks of its own.
+# The fields that `take_in` does not merge: assumptions of a run, and its own questions.
 _TAKEN = {"sizes", "replicated", "repeats", "questions"}
 
 
 class CannotRun(Exception):
-    """The whole model does not run, on the meta device say, so nothing can be said."""
+    """The whole model does not run, for example on the meta device, so nothing is known."""
 
     def __init__(self, message: str, raised: bool = False) -> None:
         super().__init__(message)
-        self.raised = raised  # whether the model itself raises the error, by a statement of its own
+        self.raised = raised  # whether a `raise` or `assert` of the model itself is the cause
 
 
 class CannotFollow(Exception):
     """An operation that cannot be made to fit the sharded sizes.
 
     Attributes:
-        place: The operation, where it stands in a file; by default the one that is carried out.
+        place: The operation's place in a file; by default that of the current operation.
         path: The sharded layer it concerns, where known.
         hint: What the user can do.
-        attributes: Attributes that might mend it if they were this rank's share.
-        changeable: Whether the number can be changed where it stands, if no attribute mends it.
+        attributes: Attributes that might fix it if they were this rank's share.
+        changeable: Whether the number can be changed at the call, if no attribute fixes it.
         sync: The collective that it concerns, by module path and number.
-        single: A layer that gives a single head, and the attribute that is the head's size.
-        repeats: Attributes that say how often heads are repeated that several ranks hold.
-        position: How many operations fitted before.
-        remedy: The collective that is missing, where that is what is wrong.
-        within: The module in whose method the operation stands, or what leads to it.
-        at_values: The collectives that would mend it at values inside modules, the nearest first.
-        twice: The modules that both add up a gradient, where that is what is wrong.
-        to_scatter: A whole value that would fit by a rank's slice of it, and the slice's axis.
-        to_gather: What would mend it if nothing else does: the gather of a part, as a layer that is
-            not split has it.
+        single: A layer whose output is a single head, and the attribute with the head's size.
+        repeats: Attributes with the number of times that replicated heads are repeated.
+        position: How many operations fitted before this one.
+        remedy: The missing collective, where that is the cause.
+        within: The module whose method contains the operation, or the call that leads to it.
+        at_values: Collectives at local values inside modules that would fix it, the nearest first.
+        twice: The modules that both sum a gradient, where that is the cause.
+        to_scatter: A whole value of which a rank's slice would fit, and the slice's axis.
+        to_gather: The last resort: the gather of a shard, as if its layer were not sharded.
     """
 
     def __init__(
@@ -392,15 +391,15 @@ class CannotFollow(Exception):
 
 
 class Diverged(CannotFollow):
-    """`forward` goes another way than without sharding; what was wrong came before."""
+    """`forward` takes another path than without sharding; the cause lies before this point."""
 
 
 class NeverRuns(CannotFollow):
-    """A collective stands in a `forward` that does not run."""
+    """A collective belongs to a `forward` that does not run."""
 
 
 class Indivisible(Exception):
-    """This world size does not divide a head count; another may."""
+    """This world size does not divide a size, such as the number of heads; another may."""
 
     def __init__(self, message: str, place: Place | None = None, hint: str | None = None) -> None:
         super().__init__(message)

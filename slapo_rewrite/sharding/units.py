@@ -1,11 +1,11 @@
-"""In which units a layer has to be split: heads that are counted, or whose size is given.
+"""The units in which a layer must be split: whole heads, or equal numbers of features.
 
-Where each of a layer's features becomes several, as heads of one feature do that are repeated, the
-ranks must have as many of them: their shares of other layers are not told in the same proportion.
+If each of a layer's features becomes several later (as repeated heads of one feature do), all ranks
+must have the same number: uneven shares of this layer would not match those of other layers.
 
-A layer's features are regrouped in heads after it. A rank must have whole ones, and where the
-number of heads is no attribute, which refuses what it does not divide, the layer has to know: a
-number that `forward` makes of the tensor's own size would only be rounded.
+If a layer's features are regrouped in heads, each rank must have whole heads. A number of heads in
+an attribute refuses world sizes that do not divide it. Otherwise the layer must know the unit: a
+number that `forward` computes from the tensor's size would only be rounded.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ EVEN = Unit("1", 1)
 
 
 def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
-    """Notes that the layer whose part a tensor is must give every rank as much of an axis.
+    """Records that a tensor's source must be split evenly along an axis.
 
-    Each element along the axis becomes several.
+    The reason: each element along the axis becomes several.
     """
     node = run.tree.nodes.get(run.flow.of(tensor).source or "")
     if node is not None and run.full_shape(tensor)[axis] not in run.followed.even:
@@ -48,9 +48,9 @@ def note_even(run: Run, tensor: torch.Tensor, axis: int) -> None:
 
 
 def note_step(run: Run, tensor: torch.Tensor, axis: int, step: int) -> None:
-    """Notes that what makes a part must give every rank whole groups of `step` elements.
+    """Records that each rank's share of a part's parameters must be a multiple of `step`.
 
-    Of the tensor every `step`-th element along the axis is taken.
+    The reason: the model takes every `step`-th element of the tensor along the axis.
     """
     path, whole = run.flow.of(tensor).source or "", run.full_shape(tensor)[axis]
     shards = [
@@ -78,10 +78,10 @@ def note_unit(
     outs: Sequence[int],
     whole: Shape,
 ) -> None:
-    """Notes the unit in which the layer that gives a tensor must be split, if it gives heads.
+    """Records the unit in which the layer that a tensor comes from must be split into heads.
 
-    Its features are regrouped in the axes `outs`, of `whole` sizes in the whole model, of which the
-    axis `chosen` counts the heads; `sizes` is what the call is told of all axes.
+    The tensor's features are regrouped in the axes `outs`, and the axis `chosen` of these counts
+    the heads. `whole` is the result's shape in the whole model, `sizes` the call's arguments.
     """
     inner = [axis for axis in outs if axis > chosen]
     path = run.origins.get(id(tensor))
@@ -94,7 +94,7 @@ def note_unit(
     if attribute is not None:
         run.followed.heads[key] = attribute
     if run.wanted.sizes & set(getattr(count, "attributes", ())) or int(size) != whole[inner[0]]:
-        return  # the number says for itself what it does not divide, or the size is made of it
+        return  # the attribute checks divisibility itself, or the size depends on it
     if attribute is not None:
         run.followed.units[key] = Unit(f"self.{attribute}", int(size))
         return
@@ -107,7 +107,7 @@ def note_unit(
         known = run.followed.units.get(key, Unit(text, int(size)))
         run.followed.units[key] = Unit(text, int(size) if known.size == size else 0)
         return
-    # The instances of a class may have heads of different sizes.
+    # Instances of a class may have different head sizes: the number must be the same for all.
     unit = Unit(str(int(size)), int(size))
     fits = not run.has_values and run.followed.units.setdefault(key, unit) == unit
     if not fits and int(count) not in (-1, whole[chosen]):
@@ -120,7 +120,7 @@ def note_unit(
 
 
 def head_of(run: Run, tensor: torch.Tensor, size: int) -> str | None:
-    """The attribute that a size is, of the module that makes the layer that a tensor comes from."""
+    """The attribute with this size, of the module that owns the layer a tensor comes from."""
     path = run.origins.get(id(tensor))
     node = run.tree.nodes[path] if path is not None else None
     for attribute in getattr(size, "attributes", ()):
@@ -130,7 +130,7 @@ def head_of(run: Run, tensor: torch.Tensor, size: int) -> str | None:
 
 
 def single_head(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, str] | None:
-    """The layer whose output is one head, as wide as those of another layer beside it."""
+    """The layer whose output is a single head, of the size of another layer's heads beside it."""
     attribute = head_of(run, tensor, size)
     if attribute is None:
         return None
@@ -143,16 +143,16 @@ def single_head(run: Run, tensor: torch.Tensor, size: int) -> tuple[LayerKey, st
 
 
 def _made_of(node: Node, size: int) -> str | None:
-    """A size as it was made of attributes of the module that makes the layer, of these alone."""
+    """A size's expression, if it uses attributes of the layer's owner only."""
     made: str | None = getattr(size, "text", None)
     mine = all(node.owner and a.cls is node.owner.cls for a in getattr(size, "attributes", ()))
     return ast.unparse(ast.parse(made, mode="eval")) if made and mine else None
 
 
 def _multiple(node: Node, size: int) -> str | None:
-    """A size that the class writes as a number times an attribute: `3 * self.head_size`.
+    """A size as a product of a constant and an attribute, `3 * self.head_size`.
 
-    Only as it stands there: a number that the run alone shows may be a batch's.
+    Only if the class's code has that product: a factor known from the run alone may be a batch's.
     """
     owner = node.owner
     attributes: tuple[Attribute, ...] = getattr(size, "attributes", ())
@@ -162,7 +162,7 @@ def _multiple(node: Node, size: int) -> str | None:
     one: Any = getattr(owner.live, name, 0)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner.cls)))
-    except (OSError, SyntaxError, TypeError):  # a text that was edited in memory
+    except (OSError, SyntaxError, TypeError):  # source that was edited in memory
         return None
     for found in ast.walk(tree):
         if not isinstance(found, ast.BinOp) or not isinstance(found.op, ast.Mult):
@@ -176,7 +176,7 @@ def _multiple(node: Node, size: int) -> str | None:
 
 
 def _written(run: Run, node: Node, count: int, axis: int, inner: int) -> str | None:
-    """A size as it is written, in words that the constructor of the layer's owner knows."""
+    """A size's source text, if the constructor of the layer's owner can evaluate it."""
     frame = calling_frame()
     place = place_of(frame) if frame is not None else None
     if frame is None or place is None or node.owner is None:
@@ -208,7 +208,7 @@ def _size_at(
     inner: int,
     function: Callable[[], ast.FunctionDef | None],
 ) -> ast.expr | None:
-    """The size of an axis in a call, in a function, that regroups axes."""
+    """The expression of an axis's size in a call of `view` or `unflatten`."""
     if not isinstance(call, ast.Call):
         return None
     given: list[ast.expr] = list(call.args)
@@ -230,7 +230,7 @@ def _size_at(
 
 
 def _always(name: str, function: ast.FunctionDef) -> ast.expr | None:
-    """What a name always stands for in a function, if it does."""
+    """The value of a local variable that a function assigns once, at its top level."""
     match assignments(function, name):
         case [ast.Assign(targets=[ast.Name()], value=found) as bound] if bound in function.body:
             given = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}

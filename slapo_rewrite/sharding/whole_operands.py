@@ -1,4 +1,4 @@
-"""Where a whole value meets a part: what it is made from that could be split, or a slice of it."""
+"""Remedies where an operation joins a whole value with a part: what to split, slice or gather."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import MissingCollective
 
 _GENERAL = "split what the whole value is made from as well"
-# What is made from more parameters, or in more steps, is an activation of layers to be split.
+# A value made from more parameters, or in more steps, is an activation: its layers must be split.
 _MOST_PARAMETERS, _MOST_STEPS = 2, 50
 
 
@@ -25,11 +25,11 @@ class _Held(NamedTuple):
     path: str  # the module's path
     name: str
     module: nn.Module
-    is_run: bool = False  # whether it is the weight of a linear layer that gives the value
+    is_run: bool = False  # whether the value is the output of this linear layer's weight
 
 
 def advice(run: Run, operands: Iterable[torch.Tensor]) -> str:
-    """What the user can do where whole values meet a part: with the lines to add, where known."""
+    """The hint where whole values are joined with a part, with lines to add where known."""
     operands = list(operands)
     parts = [t for t in operands if run.flow.of(t).kind == SHARD]
     sizes = {run.full_shape(t)[axis] for t in parts for axis in run.split_axes(t)}
@@ -55,8 +55,8 @@ def advice(run: Run, operands: Iterable[torch.Tensor]) -> str:
 def to_scatter(run: Run, operands: Iterable[torch.Tensor]) -> tuple[torch.Tensor, int] | None:
     """A whole value of which a rank's slice would fit the part, and the slice's axis.
 
-    It needs no gradient, so that slicing it sends nothing: a mask or a bias for each head. None
-    where there is no such value, or where what a rank has is no slice.
+    Only a value without gradient, so that slicing it needs no communication: a mask or a bias for
+    each head. None if there is no such value, or if the part is not one contiguous slice.
     """
     operands = list(operands)
     part = next((t for t in operands if run.flow.of(t).kind == SHARD), None)
@@ -74,7 +74,7 @@ def to_scatter(run: Run, operands: Iterable[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def to_gather(run: Run, operands: Iterable[torch.Tensor]) -> MissingCollective | None:
-    """The gather of a part that meets a whole value of its full shape, a residual say, or rows."""
+    """The gather of a part joined with a whole value of its full shape, or with rows of such."""
     operands = list(operands)
     part = next((t for t in operands if run.flow.of(t).kind == SHARD), None)
     wholes = [tuple(t.shape) for t in operands if run.flow.of(t).kind == REPLICATE]
@@ -84,7 +84,7 @@ def to_gather(run: Run, operands: Iterable[torch.Tensor]) -> MissingCollective |
 
 
 def _made_from(run: Run, whole: torch.Tensor, held: dict[int, _Held]) -> Iterator[_Held]:
-    """The parameters and buffers that a value is made from, but for those before a linear layer."""
+    """The parameters and buffers that a value is computed from, back to the last linear layer."""
     waiting, seen = [whole], {id(whole)}
     for each in itertools.islice(waiting, _MOST_STEPS):
         for found in (held[key] for key in run.seen_as(each) if key in held):
@@ -102,9 +102,9 @@ def _is_weight(held: _Held) -> bool:
 
 
 def _lines(found: list[_Held], sizes: set[int]) -> list[str]:
-    """What shards parameters and buffers along the axes of a part's full size.
+    """The schedule lines that shard parameters and buffers along the axis of a part's full size.
 
-    Nothing where they are many, or one of them has no such axis, or several.
+    Empty if they are too many, or if one of them has no such axis, or several.
     """
     lines: dict[str, None] = {}
     for held in found:
@@ -114,7 +114,7 @@ def _lines(found: list[_Held], sizes: set[int]) -> list[str]:
         else:
             shape = getattr(held.module, held.name).shape
             axes = [axis for axis, size in enumerate(shape) if size in sizes]
-            if isinstance(held.module, nn.Linear):  # which is given the part
+            if isinstance(held.module, nn.Linear):  # its input is the part
                 axes = axes[-1:] if held.name == "weight" else []
         if len(axes) != 1:
             return []
