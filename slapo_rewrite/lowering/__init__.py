@@ -1,1 +1,1 @@
-"""From what a schedule asks to changes of classes, and which of their instances share a text."""
+"""Turns a schedule's requests into changes of classes, and groups instances that share a class."""

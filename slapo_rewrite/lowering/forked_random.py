@@ -1,4 +1,4 @@
-"""Whether random numbers are each rank's own where parts are drawn for, and equal elsewhere."""
+"""Checks that ranks draw different random numbers for shards only, and the same elsewhere."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from slapo_rewrite.sharding.types import Draw, ShardingRequest, ShardingResult
 
 @dataclass(frozen=True)
 class Forks:
-    """What a schedule forks."""
+    """Checks of the schedule's `fork_rng` calls."""
 
     tree: Tree  # the model
-    states: Mapping[str, ModuleRequests]  # what was asked of each module path
+    states: Mapping[str, ModuleRequests]  # the requests, by module path
     files: OutputFiles  # the files that may be rewritten
 
     def check(self, followed: ShardingResult) -> None:
-        """Refuses numbers of a rank's own for a value that all ranks have (`Unsupported`)."""
+        """Raises `Unsupported` if forked random numbers are drawn for a whole value."""
         for draw in sorted(followed.draws, key=lambda d: (d.callers, d.source)):
             causes = [cause for path, line in draw.callers for cause in self._at(path, line)]
             if causes and not draw.blocks:
@@ -45,7 +45,7 @@ class Forks:
                 )
 
     def missing(self, asked: ShardingRequest, followed: ShardingResult) -> list[str]:
-        """Warnings of what brings ranks out of step, and of forks where nothing is split."""
+        """Warnings of draws that bring ranks out of step, and of forks in an unsharded model."""
         found = out_of_step(self.tree, asked, followed)
         uneven = ((d, n) for d, n in found if not any(self._at(*caller) for caller in d.callers))
         warnings = list(dict.fromkeys(self._warning(draw, world) for draw, world in uneven))
@@ -78,7 +78,7 @@ class Forks:
         return (cause for state in self.states.values() for _, cause in state.asks(kind))
 
     def _at(self, path: str, line: int) -> list[Directive]:
-        """Who forks the numbers that a module draws at a line."""
+        """The directives that fork the random numbers a module draws at a line."""
         state, cls = self.states.get(path), self.tree.nodes[path].cls
         if state is None:
             return []

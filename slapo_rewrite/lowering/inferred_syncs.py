@@ -1,9 +1,9 @@
-"""The collectives that a schedule leaves to be inferred.
+"""Inference of the collectives that a schedule leaves out (`infer_sync`).
 
 The usual ones come first: those that Megatron-LM puts around a layer split over its outputs, its
-inputs or its vocabulary, and a gather of what the last one gives. What is still missing then, the
-static check names. Where a usual one is wrong, for a collective that is stated elsewhere or since
-the last layer is not what it seemed, the check is asked for each of them instead.
+inputs or its vocabulary, and a gather of the last layer's output. The static check names what is
+still missing. If a usual one is wrong, because a collective is stated elsewhere or the last layer
+is not the head, the inference starts again without the usual ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ States = dict[str, ModuleRequests]
 
 
 class Inference:
-    """Adds collectives to what was asked of the modules that a schedule leaves them open for."""
+    """Adds collectives to the requests for modules below a call of `infer_sync`."""
 
     def __init__(self, tree: Tree, states: Mapping[str, ModuleRequests]) -> None:
         self.tree = tree
         self.causes = {p: s.infer_sync.cause for p, s in states.items() if s.infer_sync}
 
     def refuse(self, why: str, also: Sequence[errors.Span] = ()) -> None:
-        """Refuses to infer anything, if something is to be inferred."""
+        """Raises `Unsupported` if collectives are to be inferred."""
         for cause in self.causes.values():
             raise errors.Unsupported(
                 f"the syncs cannot be inferred: {why}",
@@ -42,7 +42,7 @@ class Inference:
             )
 
     def starts(self, states: States, layers: Mapping[str, Layer]) -> Iterator[States]:
-        """What may be asked, to be checked and repaired one after the other."""
+        """The initial states, to be checked and repaired one after the other."""
         usual = dict(states)
         last = max(layers, key=list(self.tree.nodes).index, default=None)
         for path, layer in layers.items():
@@ -55,7 +55,7 @@ class Inference:
         yield states
 
     def _usual(self, path: str, layer: Layer, is_head: bool) -> Iterator[MissingCollective]:
-        """The collectives that are usual for a layer, if they may be inferred."""
+        """The usual collectives of a layer, if they may be inferred."""
         if self._cause(path) is None:
             return
         split = split_of(self.tree.nodes[path].live, layer)
@@ -67,7 +67,7 @@ class Inference:
             yield MissingCollective(path, "fwd_post", "all_gather", split.axes[0])
 
     def _stated(self, states: States, remedy: MissingCollective) -> bool:
-        """Whether the layer, or a module around it, has a collective that does the same."""
+        """Whether the layer, or a module around it, has a collective with the same effect."""
         return any(
             _does(sync, remedy)
             for node in self.tree.nodes[remedy.path].outwards()
@@ -81,9 +81,9 @@ class Inference:
         error: CannotFollow,
         at_value: MissingCollective | None,
     ) -> States | None:
-        """What is asked, with a collective that may be what was missing; None if none may be.
+        """The states with a collective that may fix an error; None if none may be added.
 
-        `at_value` is a collective at a value that would mend it, where such may be added.
+        `at_value` is a collective at a local value that would fix it, if such may be added.
         """
         if isinstance(error, NeverRuns):
             return self._moved_out(states, layers, error)
@@ -98,7 +98,7 @@ class Inference:
     def gather_instead(
         self, layers: Mapping[str, Layer], error: CannotFollow
     ) -> MissingCollective | None:
-        """The gather of a layer's parts, where a sum over them is missing, made of them later."""
+        """The gather of a layer's output in place of a missing all-reduce later on."""
         remedy = error.remedy
         if remedy is None or remedy.path not in layers or remedy.mode == "bwd_post":
             return None
@@ -110,7 +110,7 @@ class Inference:
     def _moved_out(
         self, states: States, layers: Mapping[str, Layer], error: NeverRuns
     ) -> States | None:
-        """What is asked, with a collective at the module around one whose `forward` is not run."""
+        """The states with a collective moved out of a module whose `forward` does not run."""
         assert error.sync is not None
         path, number = error.sync
         idle, around = states[path].syncs[number], self.tree.nodes[path].owner
@@ -129,10 +129,10 @@ class Inference:
     def _repaired(
         self, states: States, layers: Mapping[str, Layer], missing: MissingCollective | None
     ) -> States | None:
-        """What is asked, with the missing collective there and at the module's like.
+        """The states with the missing collective added there and at modules of the same pattern.
 
-        None where it may not be inferred, where the module has one already, or where it does not
-        fit the way that the layer is split.
+        None if it may not be inferred, if the module has one already, or if it does not fit how
+        the layer is split.
         """
         if missing is None or not self._cause(missing.path) or not self._fits(layers, missing):
             return None
@@ -147,10 +147,10 @@ class Inference:
         return {**states, **found}
 
     def _around(self, states: States, path: str) -> States | None:
-        """What is asked, with gradients added up for a module as a whole.
+        """The states with the input gradient of a whole module summed.
 
-        A module may compute of its input, beside sharded layers, what meets their parts: the keys
-        of all heads, or a product with a layer's weight. None where they are added up already.
+        Besides its sharded layers, a module may compute values from its input that meet their
+        parts: the keys of all heads, or a product with a layer's weight. None if there is a sum.
         """
         remedy = MissingCollective.gradient_of(path)
         assert remedy is not None
@@ -172,23 +172,23 @@ class Inference:
         """The modules around layers that read one value, with these layers, the outer ones first.
 
         Args:
-            states: What is asked.
-            readers: The layers that each add up the gradient of a value, for each value.
+            states: The requests.
+            readers: The layers that each sum the gradient of a value, for each value.
         """
-        found = dict[str, tuple[str, frozenset[str]]]()  # one module of each kind
+        found = dict[str, tuple[str, frozenset[str]]]()  # one module for each path pattern
         for paths in readers:
             inside: dict[str, set[str]] = {}
             for path in _summing(states, paths):
                 for owner in self.tree.nodes[path].owners():
                     inside.setdefault(owner.path, set()).add(path)
-            # Of those around the same layers the innermost.
+            # The innermost of the modules around the same layers.
             around = {frozenset(inside[p]): p for p in sorted(inside, key=len)}
             several = ((p, layers) for layers, p in around.items() if len(layers) > 1)
             found |= {with_wildcards(path): (path, layers) for path, layers in several}
         return sorted(found.values(), key=lambda each: len(each[0]))
 
     def summed_apart(self, states: States, layers: Iterable[str]) -> set[str]:
-        """The layers that each add up a gradient, and those like them; none if it is but one."""
+        """Layers that each sum a gradient, and those of their path patterns; empty for just one."""
         apart = _summing(states, layers)
         like = {p for path in apart for p in self._like(path)} if len(apart) > 1 else set()
         return _summing(states, like)
@@ -196,9 +196,9 @@ class Inference:
     def summed_once(
         self, states: States, layers: Iterable[str], remedy: MissingCollective | None
     ) -> States:
-        """What is asked, with one collective in the place of the layers' own sums of gradients.
+        """The states with one collective in place of the layers' own gradient sums.
 
-        As it was where that may not be, or they are not summed apart.
+        Unchanged if it may not be added, or if there are no separate sums.
         """
         left = dict(states)
         for path in self.summed_apart(states, layers):
@@ -209,7 +209,7 @@ class Inference:
         return left if remedy is None else self._repaired(left, {}, remedy) or states
 
     def _like(self, path: str) -> list[str]:
-        """The modules of a module's class that stand where it does, of this layer or another."""
+        """The modules of the same class and path pattern, whose collectives may be inferred."""
         like, cls = with_wildcards(path), self.tree.nodes[path].cls
         return [
             p
@@ -218,7 +218,7 @@ class Inference:
         ]
 
     def is_one_place(self, path: str) -> bool:
-        """Whether all modules of a module's class stand where it does, and can go alike."""
+        """Whether all modules of a module's class have its path pattern."""
         cls, like = self.tree.nodes[path].cls, {*self._like(path)}
         return all(p in like for p, node in self.tree.nodes.items() if node.cls is cls)
 
@@ -231,7 +231,7 @@ class Inference:
         return self._cause(path) is None or any(not s.cause.inferred for s in state.syncs)
 
     def may_tie(self, path: str, layer: Layer) -> bool:
-        """Whether a layer's table may be a head as well, whose collectives are inferred."""
+        """Whether an embedding's table may also be the output head, with inferred collectives."""
         return layer.name == "VocabParallelEmbedding" and self._cause(path) is not None
 
     def _fits(self, layers: Mapping[str, Layer], remedy: MissingCollective) -> bool:
@@ -254,23 +254,23 @@ class Inference:
         return replace(state, syncs=(*state.syncs, sync))
 
     def _cause(self, path: str) -> Directive | None:
-        """The call that leaves the collectives of a module open: the nearest one's."""
+        """The nearest call of `infer_sync` on a module or one around it."""
         around = self.tree.nodes[path].outwards()
         return next((c for n in around if (c := self.causes.get(n.path))), None)
 
 
 def _summing(states: States, paths: Iterable[str]) -> set[str]:
-    """Those of some modules that add up a gradient, and no one stated it."""
+    """Those of the modules that have an inferred gradient sum."""
     return {p for p in paths if any(map(_is_inferred_sum, states.get(p, EMPTY).syncs))}
 
 
 def _is_inferred_sum(sync: Sync) -> bool:
-    """Whether a sync adds up gradients, and no one stated it."""
+    """Whether a sync is an inferred gradient sum."""
     return sync.mode == "bwd_post" and sync.cause.inferred is not None
 
 
 def _does(sync: Sync, remedy: MissingCollective) -> bool:
-    """Whether a collective may do what a usual one would."""
+    """Whether a collective may have the effect of a usual one."""
     if sync.value is not None:
         return False
     if remedy.operation == "all_gather":

@@ -1,7 +1,7 @@
-"""Layers of torch that are split as one: what is asked of the modules inside is asked of them.
+"""Composite torch layers that are split as one: requests for inner modules become theirs.
 
-`nn.MultiheadAttention` holds its output projection, `nn.TransformerEncoderLayer` an attention and
-linear layers, `nn.Transformer` such layers; torch makes these, in a file that is not rewritten.
+`nn.MultiheadAttention` has an output projection, `nn.TransformerEncoderLayer` an attention and
+linear layers, `nn.Transformer` such layers. Torch constructs these in its own files.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 def join_inner_layers(tree: Tree, states: dict[str, ModuleRequests]) -> None:
-    """Takes what is asked inside of such layers for asked of the layer.
+    """Moves requests for modules inside such layers to the layers.
 
     Raises:
-        IncompleteShard: Not all of it is split that has to be.
-        BadAxis: Queries, keys and values are not said to be packed.
-        Unsupported: Something is asked that has no place inside.
+        IncompleteShard: A parameter that must be sharded with the others is not.
+        BadAxis: `parts` does not say that queries, keys and values are packed.
+        Unsupported: A request that cannot be carried out inside the layer.
     """
-    for node in list(tree.nodes.values()):  # a layer comes before what it holds
+    for node in list(tree.nodes.values()):  # outer layers come first
         if inner := inner_of(node.live):
             _join(tree, states, node, inner)
 
@@ -72,7 +72,7 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
             elif not _is_inside(path, sync):
                 raise _no_place(node, path, state)
             elif path == path_of("out_proj"):
-                syncs.append(sync)  # of the attention's own output
+                syncs.append(sync)  # it applies to the attention's output
     joined = tuple(
         replace(shards[key], name=f"{key[0]}.{key[1]}"[len(node.path) :].lstrip("."), parts=(1,))
         for key in wanted
@@ -83,7 +83,7 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
 
 
 def _is_inside(path: str, sync: Sync) -> bool:
-    """Whether a collective is one that the layer carries out inside."""
+    """Whether the layer carries out a collective inside."""
     gives_sums = path.endswith(("out_proj", "linear2"))
     mode = "fwd_post" if gives_sums else "bwd_post"
     return (sync.mode, sync.op, sync.of, sync.value) == (mode, "all_reduce", None, None)

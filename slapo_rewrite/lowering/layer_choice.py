@@ -1,4 +1,4 @@
-"""From what was asked of a torch layer to the tensor-parallel layer that does it."""
+"""Chooses the tensor-parallel layer that carries out the requests for a torch layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slapo_rewrite.sharding.types import SPOKEN
 
 
 def choose_layer(node: Node, state: ModuleRequests) -> Layer:
-    """The layer that takes the place of a sharded torch layer, with the collectives at its border.
+    """The replacement of a sharded torch layer, with the collectives that it carries out.
 
     Raises:
-        BadAxis: The layer cannot be split there.
-        IncompleteShard: A parameter that has to be split with the others is not.
-        SyncMismatch: A collective that does not fit what the layer gives out.
+        BadAxis: The layer cannot be split along this axis.
+        IncompleteShard: A parameter that must be split with the others is not.
+        SyncMismatch: A collective does not fit the layer's input or output.
     """
     split = _split(node, state)
     keywords: dict[str, object] = {}
@@ -51,7 +51,7 @@ def choose_layer(node: Node, state: ModuleRequests) -> Layer:
 
 
 def done_inside(node: Node, state: ModuleRequests) -> list[Sync]:
-    """The collectives that a sharded layer carries out by itself."""
+    """The collectives that a sharded layer carries out itself."""
     return _done_inside(_split(node, state), state)
 
 
@@ -76,7 +76,7 @@ def _collectives(state: ModuleRequests) -> list[Sync]:
 
 
 def _split(node: Node, state: ModuleRequests) -> Split:
-    """How the shards split the layer, all of them together."""
+    """How all shards together split the layer."""
     possible = splits_of(node.live) or {}
     chosen: dict[Split, Shard] = {}
     for shard in state.shards:
@@ -124,7 +124,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
 
 
 def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> None:
-    """Refuses a collective that does not fit what a split layer takes in or gives out."""
+    """Raises `SyncMismatch` if a collective does not fit a sharded layer's input or output."""
     shard = state.shards[0]
     problem = hint = None
     spoken = SPOKEN.get(str(sync.op))

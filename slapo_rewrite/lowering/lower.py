@@ -1,8 +1,8 @@
-"""From what was asked of each module to edits of the source.
+"""Turns the requests for each module into edits of the source.
 
-Three steps. What was asked is taken as layers and split parameters, and what follows from their
-sizes is followed through a run of the model. Each change is placed in the class that makes or
-calls the module, and the changes of a class become edits (`specialize`).
+There are three steps. Requests become sharded layers and parameters, and the sharding analysis runs
+the model to find what else must change. Each change is placed in the class that constructs or calls
+the module. Then the changes of a class become edits (`specialize`).
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from slapo_rewrite.sharding.types import (
 
 Follow = Callable[[ShardingRequest], ShardingResult]
 
-# Modes in the order of the data: a gradient is summed inside of what is gathered.
+# Modes in data-flow order: a value is gathered first, and its gradient is summed inside of that.
 ORDER = ("fwd_pre", "bwd_post", "fwd_post")
 
 
 @dataclass
 class Lowered:
-    """The edits of the files that are rewritten, and what they need beside them."""
+    """The result of lowering: edits of files, inferred directives and warnings."""
 
-    files: OutputFiles  # the files, with the names that each uses of the helper modules
-    edits: dict[str, list[Edit]]  # of each file, by its module's name
-    # Further directives: the collectives that were inferred.
+    files: OutputFiles  # the files, with the names that each imports from the helper modules
+    edits: dict[str, list[Edit]]  # the edits of each file, by its module's name
+    # Further directives, one for each inferred collective.
     inferred: list[Directive] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
 
@@ -88,20 +88,20 @@ def lower(
     thorough: bool = True,
     records: Records | None = None,
 ) -> Lowered:
-    """The edits that carry out what was asked of each module path.
+    """The edits that carry out the requests for each module path.
 
-    Of the `directives` nothing may have come, and those `before` have changed the source already.
-    `step_inputs` makes the keyword arguments of one training step, `small` a small model with
-    weights, and those of a step of it. `thorough` has the model followed in eval mode and on more
-    ranks as well; `records` has what is known of it, and takes what becomes known.
+    `directives` are all of the schedule's, with or without effect; those in `before` have changed
+    the source already.
+    `step_inputs` makes the arguments of one training step, `small` a small model with weights and
+    those of its step. `thorough` also analyses eval mode and more ranks. `records` is a cache.
     """
     known = records or Records()
     begin = functools.partial(_Lowering, tree, states, directives, before, sources, thorough, known)
-    # Where of interest is whether it can be done, and not how, nothing need be summed once.
+    # If only feasibility is asked, gradients need not be summed in one place for several layers.
     lowering = begin(sums_once=known.has_ways)
     try:
         return lowering.run(step_inputs, small)
-    except errors.RewriteError:  # of a border, say, at which nothing can be written
+    except errors.RewriteError:  # for example, a border where no collective can be written
         if not lowering.has_summed_once:
             raise
     return begin(sums_once=False).run(step_inputs, small)
@@ -127,7 +127,7 @@ class _Lowering:
         self.warnings: list[str] = []
 
     def run(self, step_inputs: MakeInputs, small: MakeSmall) -> Lowered:
-        """Everything, in order."""
+        """All steps, in order."""
         join_inner_layers(self.tree, self.states)
         follow_ties(self.tree, self.states)
         mark_kept(self.tree, self.states)
@@ -151,13 +151,13 @@ class _Lowering:
                 followed = None
         reduced: Callable[[], AbstractContextManager[None]] = alike.reduced
         if followed is None:
-            # Some models count their layers by the configuration: run all of them, and write what
-            # follows of each.
+            # Some models take the number of layers from the configuration: analyse all layers, and
+            # write the changes of each.
             self.states = every
             try:
                 followed = self._follow(followed_itself)
                 reduced = nullcontext
-                self.files.siblings({})  # none stands for others
+                self.files.siblings({})  # no element stands in for others
             except CannotRun as error:
                 self.states = few
                 with alike.reduced():
@@ -182,7 +182,7 @@ class _Lowering:
         return Lowered(self.files, edits, inferred, self.warnings)
 
     def _place(self, asked: ShardingRequest, followed: ShardingResult, mixed: Mixed | None) -> None:
-        """Has each change placed, those that were asked for and those that follow from them."""
+        """Places each change: those that were requested and those that these make necessary."""
         to = Placement(self.tree, self.states, self.files, followed)
         layers, parameters = asked.layers, asked.parameters
         for path, state in self.states.items():
@@ -221,7 +221,7 @@ class _Lowering:
         keep_all_treatments(self.tree, self.files, (*self.before, *cuts), self.directives)
 
     def _owners(self, asked: ShardingRequest) -> dict[str, list[Directive]]:
-        """The modules that hold what is sharded, with who asked for that."""
+        """The modules that own sharded layers and parameters, with the directives that shard."""
         owners: dict[str, list[Directive]] = {}
         for path in (*asked.layers, *asked.parameters):
             for owner in asked.owners(self.tree.nodes[path]):
@@ -248,7 +248,7 @@ class _Lowering:
         )
 
     def _layers_and_parameters(self) -> tuple[dict[str, Layer], dict[str, list[ShardedParameter]]]:
-        """The layers that take others' places, and split parameters, by module path."""
+        """The sharded replacements of layers, and sharded parameters, by module path."""
         layers: dict[str, Layer] = {}
         parameters: dict[str, list[ShardedParameter]] = {}
         known: dict[Any, Layer] = {}
@@ -274,7 +274,7 @@ class _Lowering:
         return layers, parameters
 
     def _attributes(self, layers: Mapping[str, Layer]) -> dict[str, frozenset[str]]:
-        """The integer attributes that are to be this rank's share, by module path."""
+        """The integer attributes that the schedule makes this rank's share, by module path."""
         found: dict[str, frozenset[str]] = {}
         for path, state in self.states.items():
             if not state.shares:
@@ -293,7 +293,7 @@ class _Lowering:
         return found
 
     def _extends_layer(self, cls: type) -> bool:
-        """Whether a class is a layer that can be split, or computes with one by `super()` alone."""
+        """Whether a class is a layer that can be split, or a subclass that calls its `forward`."""
         base = base_of(cls)
         if base is None or base is cls:
             return base is cls
@@ -302,7 +302,7 @@ class _Lowering:
         return all(d is not None and d.classes.extends_forward(c) for d, c in files)
 
     def _borders(self, layers: Mapping[str, Layer]) -> dict[str, list[ModuleBoundary]]:
-        """The collectives that no layer carries out by itself, in the order of the data."""
+        """The collectives that no layer carries out itself, in data-flow order."""
         found: dict[str, list[ModuleBoundary]] = {}
         for path, state in self.states.items():
             node = self.tree.nodes[path]
@@ -316,20 +316,20 @@ class _Lowering:
         return found
 
     def _follow(self, run: Follow) -> ShardingResult:
-        """What follows from the sharded sizes, with the syncs that are to be inferred.
+        """The result of the analysis; adds the collectives that are to be inferred.
 
-        If there are such, those are preferred that fit on ways that arguments choose as well.
+        Of several sets of collectives, one that also fits the optional paths of `forward` wins.
         """
         refused: tuple[CannotFollow, CannotFollow | None] | None = None
         fitting: tuple[dict[str, ModuleRequests], ShardingResult] | None = None
-        # What failed: from one start all ways of repairing it go alike for a while.
+        # States that failed: repairs that start alike coincide at first, and need no second run.
         tried: list[tuple[dict[str, ModuleRequests], CannotFollow]] = []
         starts = list(self.inference.starts(self.states, self._asked().layers))
         at_borders, at_gradients, at_values, by_gathers = range(4)
         first = itertools.product(starts, (at_borders, at_gradients, at_values))
         for states, way in (*first, *((states, by_gathers) for states in starts)):
             if way == at_gradients and fitting is None:
-                continue  # of use only if gradients meet otherwise on some way
+                continue  # helps only where a set that fits the main path fails on another
             repaired: dict[str, ModuleRequests] | None = states
             failed: CannotFollow | None = None
             before: CannotFollow | None = None
@@ -365,10 +365,10 @@ class _Lowering:
         raise self._unfollowable(*refused) from None
 
     def _checked(self, run: Follow, asked: ShardingRequest) -> ShardingResult:
-        """What follows; where layers read one value, with one sum of its gradient if that fits.
+        """The analysis; sums the gradient of a value that several layers read once if that fits.
 
-        As Megatron-LM has it in front of queries, keys and values: at the module around them, or at
-        the value there. All are tried together first, and then each by itself.
+        Megatron-LM does so in front of queries, keys and values. The sum goes to the module around
+        the layers, or to the value inside it. All groups are tried together, then each by itself.
         """
         if not _needs_following(asked):
             return ShardingResult()
@@ -381,7 +381,7 @@ class _Lowering:
                 continue
             once = self.states
             for path, layers in some:
-                if path:  # nothing stands around the model itself
+                if path:  # the model itself has no module around it
                     remedy = MissingCollective.gradient_of(path)
                     once = self.inference.summed_once(once, layers, remedy)
             fits = self._fits(run, once, followed) if once is not self.states else None
@@ -394,9 +394,9 @@ class _Lowering:
     def _fits(
         self, run: Follow, states: dict[str, ModuleRequests], known: ShardingResult
     ) -> ShardingResult | None:
-        """What follows if these are asked, and they from then on; None where they do not fit.
+        """The analysis of other states, which then replace the current ones; None if they misfit.
 
-        Nor do they where more parameters would meet parts than do as it is `known`.
+        They do not fit either if more parameters would need summed gradients than in `known`.
         """
         before, self.states = self.states, states
         try:
@@ -412,7 +412,7 @@ class _Lowering:
     def _summed_at_value(
         self, run: Follow, path: str, layers: Set[str]
     ) -> dict[str, ModuleRequests] | None:
-        """What is asked, with one sum of the gradient of a value inside a module for the layers."""
+        """The states with one gradient sum, at a value inside a module, in place of the layers'."""
         before = self.states
         self.states = self.inference.summed_once(before, layers, None)
         try:
@@ -428,7 +428,7 @@ class _Lowering:
     def _unfollowable(
         self, error: CannotFollow, before: CannotFollow | None
     ) -> errors.UnfollowableSize:
-        """The error as a user sees it; `before` is what was mended last, by a collective."""
+        """The error for the user; `before` is the last error that a collective fixed."""
         at = self.files.span(error.place) if error.place is not None else None
         shares = [share.cause.at for state in self.states.values() for share in state.shares]
         syncs = (sync for path in error.twice for sync in self.states.get(path, EMPTY).syncs)
@@ -443,7 +443,7 @@ class _Lowering:
             hint = f"add it up: {sum_line}"
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
             hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
-        # What is refused may only follow from what made a gather necessary.
+        # The error may only follow from a gather that was inferred to fix an earlier one.
         if before is not None and (gather := before.remedy) and gather.operation == "all_gather":
             since = f"what `{gather.path}` gives was gathered, since {before}"
             hint = f"{hint}; {since}" if hint else since
@@ -457,7 +457,7 @@ class _Lowering:
         )
 
     def _sum_of_argument(self, error: CannotFollow) -> str | None:
-        """The line that adds up the gradient of an argument, where a module's border is no help."""
+        """The schedule line that sums an argument's gradient, if a sync at the border cannot."""
         remedy, given = error.remedy, next(iter(error.at_values), None)
         if remedy is None or given is None or given.value is None or given.mode != "bwd_post":
             return None
@@ -470,7 +470,7 @@ class _Lowering:
         return f's["{with_wildcards(given.path)}"].sync("bwd_post", "all_reduce"{of})'
 
     def _follow_small(self, small: MakeSmall, error: CannotRun) -> ShardingResult:
-        """The same of a small model in its place; where there is none, that is warned of."""
+        """The analysis of a small model instead; adds a warning if there is none."""
         before, lead = self.states, "the model does not run on the meta device"
         records = self.records.for_small()
 
@@ -499,7 +499,7 @@ class _Lowering:
         return ShardingResult()
 
     def _raised_at(self, error: CannotRun) -> list[errors.Span]:
-        """The model's own line at which it stopped; none where it was called wrongly."""
+        """The line of the model file at which it failed; empty if the call itself was wrong."""
         file = self.files.main.file
         home = os.path.realpath(file.path)
         frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
@@ -510,7 +510,7 @@ class _Lowering:
         return [errors.Span.of_line(file.display, line, file.line(line), "it stops here")]
 
     def _sync_line(self, sync: tuple[str, int] | None) -> errors.Span | None:
-        """The line that states a collective; one that was tried for a time has none."""
+        """The schedule line of a collective; None for one that was only tried."""
         state = self.states.get(sync[0]) if sync else None
         if state is None or sync is None or sync[1] >= len(state.syncs):
             return None
@@ -526,7 +526,7 @@ class _Lowering:
 
 
 def _check_called(path: str, state: ModuleRequests) -> None:
-    """What happens when a module is called cannot be asked of one that is not."""
+    """Raises if an inlined module has requests that take effect when the module is called."""
     asked = [s.cause for s in (*state.syncs, state.decompose) if s]
     asked += [cause for change, cause in state.asks(Requested) if change.is_called]
     if state.inlined and asked:
@@ -539,13 +539,13 @@ def _check_called(path: str, state: ModuleRequests) -> None:
 
 
 def _without_frames(error: CannotFollow) -> CannotFollow:
-    """The error without what led to it, which holds all that the run computed."""
+    """The error without its frames and causes, which keep the run's tensors alive."""
     error.__traceback__ = error.__cause__ = error.__context__ = error.to_scatter = None
     return error
 
 
 def _needs_following(asked: ShardingRequest) -> bool:
-    """Whether anything that is asked has to be held against a run."""
+    """Whether any request needs the sharding analysis."""
     known = any(b.operation != "function" for found in asked.borders.values() for b in found)
     return bool(asked.layers or asked.parameters or asked.attributes or known)
 

@@ -1,4 +1,4 @@
-"""From modules that are to compute in half precision to the casts and layers that do so."""
+"""Turns `autocast` requests into casts and half-precision layers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from slapo_rewrite.precision.follow_precision import follow_precision
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
 from slapo_rewrite.sharding.types import CannotRun
 
-# Makes the keyword arguments of one training step; a small model with weights, and those of a step
-# of it.
+# Makes the keyword arguments of one training step; makes a small model with weights, and the
+# arguments of a step of it.
 MakeInputs = Callable[[], dict[str, Any]]
 MakeSmall = Callable[[], tuple[Any, dict[str, Any]]]
 
 
 def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
-    """Notes what stays in float32 at the modules themselves, by the first name of each."""
+    """Records `keep` patterns at the modules that stay in float32, by the first path of each."""
     names = tree.first_paths()
     for path, state in list(states.items()):
         for asked, cause in state.asks(HalfPrecision):
@@ -47,15 +47,15 @@ def mark_kept(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What follows of computing products in half precision."""
+    """The layers and casts that half precision needs."""
 
     found: Precisions  # the layers and casts
-    dtype: str  # the dtype of what is in half precision, by its name
-    causes: Causes  # who asked
-    is_half: Callable[[str], bool]  # whether a module computes its products so, by its path
+    dtype: str  # the name of the half-precision dtype
+    causes: Causes  # the directives that asked
+    is_half: Callable[[str], bool]  # whether the module at a path computes its products so
 
     def parallel(self, path: str) -> Callable[[Layer], Layer] | None:
-        """What gives the layer that computes so in the place of a tensor-parallel one."""
+        """Returns the function from a tensor-parallel layer to its half-precision variant."""
         if path not in self.found.layers:
             return None
 
@@ -73,7 +73,7 @@ class Mixed:
         return in_half
 
     def place(self, to: Placement, layers: Mapping[str, Layer]) -> None:
-        """Has the layers and casts written."""
+        """Places the changes for the layers and casts."""
         for path in sorted(self.found.layers):
             state = to.states.get(path, EMPTY)
             if other := [each for each in (state.replacement, state.decompose) if each]:
@@ -89,7 +89,7 @@ class Mixed:
 
 
 class Mixing:
-    """Follows a model in which some modules compute in half precision."""
+    """Analyses a model in which some modules compute in half precision."""
 
     def __init__(
         self, tree: Tree, states: Mapping[str, ModuleRequests], files: OutputFiles
@@ -110,10 +110,10 @@ class Mixing:
         step_inputs: MakeInputs,
         small: MakeSmall | None,
     ) -> Mixed | None:
-        """What follows; None where nothing is asked.
+        """The layers and casts that are needed; None without requests.
 
-        `shortened` is the model with one element of each kind, which stands for the others; where
-        none does, `small` is None.
+        Inside `shortened`, lists have one element of each kind, which stands in for the others; if
+        none stands in for others, `small` is None.
         """
         if not self.asked:
             return None
@@ -149,7 +149,7 @@ class Mixing:
         step_inputs: MakeInputs,
         small: MakeSmall | None,
     ) -> Precisions:
-        """Follows the model, or a small one in its place where it does not run without values."""
+        """Analyses the model, or a small one instead if it does not run without values."""
         model, texts = self.tree.root.live, self.files.text_of
         try:
             with shortened():
@@ -184,7 +184,7 @@ class Mixing:
         return asked is not None and operation in asked.keep
 
     def _asked_of(self, path: str) -> HalfPrecision | None:
-        """What is asked of a module by the nearest line around it; None where it is kept."""
+        """The nearest `autocast` request around a module; None if a nearer `keep` excludes it."""
         while path not in self.kept:
             if path in self.asked:
                 return self.asked[path][0]

@@ -1,8 +1,8 @@
-"""From changes at places of classes to edits: each class in place, or as subclasses.
+"""Turns changes at places of classes into edits: of the class itself, or as subclasses.
 
 Instances of a class whose changes do not contradict each other share one definition (`merged`). A
-class whose instances all agree is changed in place; where only some want a change, they get a
-subclass, and the place that makes them picks.
+class whose instances all agree is edited in place. If only some instances need a change, they get a
+subclass, and the construction site selects it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from slapo_rewrite.model.tree import Node, Tree
 def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
     """The edits of each file that carry out the collected changes, by the name of its module.
 
-    A class comes before those that make its instances, since what an instance is made of may have
-    another name afterwards, and is settled first in the file that defines it.
+    A class comes before the classes that construct it, since the construction site needs the name
+    of the subclass. The file that defines a class comes before other files.
     """
     _write_lookups_out(tree, files)
     edits: dict[str, list[Edit]] = {}
@@ -48,10 +48,10 @@ def specialize(tree: Tree, files: OutputFiles) -> dict[str, list[Edit]]:
 
 
 def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
-    """Has modules whose class is looked up where they are made be of the output's classes.
+    """Makes construction sites that look a class up (`AutoModel`) use the output's class.
 
-    That is what holds anything that changes, and whatever is derived from a class that gets another
-    base; where a wrapper is all that a module itself is given, the place that makes it picks that.
+    This concerns modules that change, modules around these, and modules whose class or base gets
+    another base. If a module itself is only wrapped, its construction site selects the wrapper.
     """
     holding: dict[str, Causes] = {}
 
@@ -83,7 +83,7 @@ def _write_lookups_out(tree: Tree, files: OutputFiles) -> None:
 
 
 def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
-    """The classes with their instances, what stands lower in the tree first."""
+    """The classes with their instances, those lower in the module tree first."""
     by_class: dict[type, list[Node]] = {}
     heights: dict[str, int] = {}
     height_of: dict[type, int] = {}
@@ -92,7 +92,7 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
         node = tree.nodes[path]
         heights[path] = 1 + max((heights[c.path] for c in node.children.values()), default=0)
         height_of[node.cls] = max(height_of.get(node.cls, 0), heights[path])
-        if first[id(node.live)] == path:  # a further name has no class of its own
+        if first[id(node.live)] == path:  # a module with several paths counts once
             by_class.setdefault(node.cls, []).append(node)
     for nodes in by_class.values():
         nodes.reverse()
@@ -100,7 +100,7 @@ def _lowest_first(tree: Tree) -> list[tuple[type, list[Node]]]:
 
 
 class _Specializing:
-    """The edits of one file."""
+    """Makes the edits of one file."""
 
     def __init__(self, tree: Tree, output: OutputFile, files: OutputFiles, made: Held) -> None:
         self.tree, self.file, self.held = tree, output.file, made
@@ -109,7 +109,7 @@ class _Specializing:
         self.variants = SubclassChoice(output.changes, self.writer, output.imports, files, made)
 
     def of_class(self, cls: type, nodes: list[Node]) -> list[Edit]:
-        """What changes in a class, or in what it has of a class of this file."""
+        """The edits for a class, or for a subclass elsewhere of a class of this file."""
         if self.changes.sources.file_of(cls) is not self.file and not self._derived_from(
             cls, nodes
         ):
@@ -131,9 +131,9 @@ class _Specializing:
         return edits
 
     def _derived_from(self, cls: type, nodes: list[Node]) -> bool:
-        """Whether changes are asked in this file's text, for a class of another file.
+        """Whether a class of another file has changes in this file's text.
 
-        In the text of a class that it extends, or of a function that makes what it holds.
+        These are in a class of this file that it extends, or in a function that makes its children.
         """
         keys = {key for n in nodes for key in self.changes.by_path.get(n.path, ())}
         is_made = any(isinstance(key, AtSite) for key in keys)
@@ -141,9 +141,9 @@ class _Specializing:
         return (is_base or is_made) and not keys <= set(WRAPPERS)
 
     def _reaches_others(self, cls: type, place: Place) -> bool:
-        """Whether a change in place would be one for an instance of another class, unasked."""
+        """Whether a change in place would also affect another class that does not request it."""
         if isinstance(place, BeforeBases):
-            return False  # it changes nothing where nothing is replaced
+            return False  # it has no effect on instances without replacements
         methods = place.methods(self.classes, cls.__name__)
         home = place.home(self.classes, cls.__name__)
         reached: dict[type, bool] = {}
@@ -162,7 +162,7 @@ class _Specializing:
     def _reads_others(
         self, definitions: list[Definition], place: Place, shared: set[Place]
     ) -> bool:
-        """Whether a change reads a module that only subclasses make as it will have become."""
+        """Whether a change needs a changed module that only subclasses construct."""
         for definition in definitions:
             change = definition.changes.get(place)
             if change is None or change.reads is None:
@@ -173,7 +173,7 @@ class _Specializing:
         return False
 
     def _has_forward_alone(self, cls: type) -> bool:
-        """Whether a class has a `forward` of its own that no other class of the model inherits."""
+        """Whether a class defines a `forward` that no other class of the model inherits."""
         return self.file.method(cls.__name__, "forward") is not None and not any(
             node.cls is not cls
             and issubclass(node.cls, cls)
@@ -182,7 +182,7 @@ class _Specializing:
         )
 
     def _definitions(self, nodes: list[Node]) -> list[Definition]:
-        """The definitions that a class's instances want, as few as can be."""
+        """The smallest set of definitions that serves a class's instances."""
         alike: dict[Any, Definition] = {}
         for node in nodes:
             changes = self.changes.by_path.get(node.path, {})
@@ -199,7 +199,7 @@ class _Specializing:
         return merged(alike.values())
 
     def _present(self, node: Node) -> set[Place]:
-        """The construction sites that an instance went through, and the parameters it made."""
+        """The construction sites of modules and parameters that an instance went through."""
         present: set[Place] = set()
         for child, site in self.held.get(node.path, ()):
             if site.file is self.file:
@@ -215,7 +215,7 @@ class _Specializing:
         return present
 
     def _check_made_alike(self, node: Node, place: AtSite, child: Node) -> None:
-        """Modules that one line makes can only be changed all in the same way."""
+        """Raises if modules that one call constructs have different changes."""
         made = self.changes.made.get((node.path, place), {})
         here = (c for c, site in self.held[node.path] if site.file is self.file)
         alike = [c for c in here if self.changes.place_of(c) == place]
@@ -244,7 +244,7 @@ class _Specializing:
             )
 
     def _check_function(self, site: Site, place: AtSite, child: Node) -> None:
-        """What a function makes, for whichever module, changes in one way."""
+        """Raises if modules that a function constructs for any owner have different changes."""
         nodes = self.tree.nodes
         here: dict[int, Change] = {}
         for (_, at), changes in self.changes.made.items():
@@ -268,7 +268,7 @@ class _Specializing:
 
 
 def _each_once(edits: list[Edit]) -> list[Edit]:
-    """The edits without repetition: several classes may ask for one in what they inherit."""
+    """The edits without duplicates: subclasses may both request an edit of their base."""
     found: dict[tuple[int, int, str], Edit] = {}
     for edit in edits:
         key = (edit.start, edit.end, edit.text)

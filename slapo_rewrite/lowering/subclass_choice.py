@@ -1,4 +1,4 @@
-"""Subclasses for those instances that want more than their class does."""
+"""Subclasses for instances that need more changes than their class."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import find_site
 from slapo_rewrite.model.tree import Node
 
-# Changes of these kinds are told one by one of a subclass that has several.
+# The docstring of a subclass with several changes of these kinds lists them one by one.
 _TOLD = (RecomputeRegion, ForkRegion, Annotate, AddBias)
 
 
-# What goes around `forward`, each with who asked for it, the inner one first.
+# Wrappers of `forward` with their directives, the inner one first.
 _Wrappers = Sequence[tuple[Change, Causes]]
 
 
 class SubclassChoice:
-    """Names the subclasses, and has the places that make the instances pick them.
+    """Writes and names subclasses, and makes construction sites select them.
 
-    `held` are the modules that classes make, with what makes each, by the path of who holds that.
+    `held` has modules with their construction sites, by the path of the site's owner.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SubclassChoice:
         self.known: dict[Any, str] = {}
 
     def specialise(self, cls: type, definition: Definition, extra: set[Place]) -> list[Edit]:
-        """Gives the instances that want more than the class does a subclass of their own."""
+        """Writes a subclass for instances that need the `extra` changes."""
         if not extra:
             return []
         every = merged_causes(*(definition.causes[k] for k in extra))
@@ -101,7 +101,7 @@ class SubclassChoice:
         return edits
 
     def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
-        """A class of another file can be given a subclass here, before the class that makes it."""
+        """Writes a wrapper of a class of another file, before the class that constructs it."""
         edits: list[Edit] = []
         wanted = []
         for node in nodes:
@@ -117,13 +117,13 @@ class SubclassChoice:
             at, _ = self.changes.site(node, every)
             made = self.changes.made_at(node, at)
             wanted.append((node, wrappers, every, at, made))
-        # What one place makes has several nodes: each is given what stood there before any was.
+        # Several modules may share a site: read what it constructs for all before changing it.
         for node, wrappers, every, at, made in wanted:
             site = self.changes.sites[at.start]
             called = self.changes.class_called(site, node)
             known: object = cls
             here = self.changes.sources.file_named(cls.__module__) is self.file
-            if isinstance(made, UseSubclass):  # the file that defines the class has specialised it
+            if isinstance(made, UseSubclass):  # its own file has already specialised the class
                 known = name = made.reference(self.imports, every)
             elif called is not None and self.file.qualified(called) and not here:
                 name = ast.unparse(called)
@@ -142,7 +142,7 @@ class SubclassChoice:
         return edits
 
     def _unnamed(self, node: Node, causes: Causes) -> errors.UnfollowableConstruction:
-        """Says that there is no name by which a subclass could be derived."""
+        """The error for a class that has no name here from which a subclass could derive."""
         name = node.cls.__name__
         return errors.UnfollowableConstruction(
             f"{node.shown} needs a subclass of `{name}`, which this file does not name at its "
@@ -162,7 +162,7 @@ class SubclassChoice:
         edits: list[Edit],
         mixed: str = "",
     ) -> str:
-        """The subclass that wraps the `forward` of a class, written where there is none yet."""
+        """The name of the subclass that wraps a class's `forward`; written once."""
         for what, causes in wrappers:
             own = shown.rpartition(".")[2]
             key = (base, own, what)
@@ -181,7 +181,7 @@ class SubclassChoice:
         return shown
 
     def _relatives(self, definition: Definition) -> tuple[dict[int, str], set[int]]:
-        """Where places outside of loops put what they make, and which not all instances have."""
+        """The paths that sites outside of loops assign to, and the sites some instances skip."""
         made: dict[int, list[Node]] = {}
         for node in definition.nodes:
             for child, site in self.held.get(node.path, ()):
@@ -191,7 +191,7 @@ class SubclassChoice:
         return {start: self._common_place(own) for start, own in made.items()}, few
 
     def _common_place(self, children: list[Node]) -> str:
-        """Where one place in the source puts these modules, from a list's end if need be."""
+        """The path that one site assigns these modules to, from a list's end if need be."""
         for place in (lambda c: c.relative, _from_end):
             first, *others = dict.fromkeys(map(place, children))
             if first and not others:
@@ -207,10 +207,10 @@ class SubclassChoice:
         )
 
     def _check_own(self, cls: type, definition: Definition, extra: set[Place]) -> None:
-        """A subclass makes what its class makes once more, and nothing else.
+        """Raises if a changed module is an argument of another module's constructor.
 
-        What is made outside of the class and given to it is not made there; what is given to
-        something that is made anew would be as it was.
+        A subclass repeats constructions of its class only. A module made outside of the class is
+        not constructed there, and one already passed to another module would stay the old one.
         """
         changed = {at.start for _, at in self.changes.made}
         given = [s for n, s in self.changes.sites.items() if s.is_given and n in changed]
@@ -234,7 +234,7 @@ class SubclassChoice:
             )
 
     def _described(self, definition: Definition, extra: set[Place]) -> tuple[str, str]:
-        """Change a subclass is called by, and what is said of its instances."""
+        """The prefix of a subclass's name, and the phrase about its instances in the docstring."""
         wanted = [definition.changes[k] for k in extra]
         made = sorted({w.name for w in wanted if isinstance(w, UseSubclass)})
         syncs = [w for w in wanted if isinstance(w, (SyncInput, SyncOutput))]
@@ -269,7 +269,7 @@ class SubclassChoice:
         return [each.caused_by(causes, why) for each in placed]
 
     def _check_super(self, cls: type, causes: Causes) -> None:
-        """Refuses a base with `super(self.__class__, self)`, which a subclass would call anew."""
+        """Raises for `super(self.__class__, self)` in a base: a subclass makes it recurse."""
         own = (c.__name__ for c in cls.__mro__ if self.changes.sources.defines(self.file, c))
         texts = [self.file.classes[name] for name in own if name in self.file.classes]
         for node in (node for text in texts for node in ast.walk(text)):
@@ -301,13 +301,13 @@ class SubclassChoice:
             used = self.files.use_at(places.file, self.file, name, original)
             what: Change = used
             made = places.made_at(node, places.site(node, causes)[0])
-            # A class that stands in another's place.
+            # The site already constructs a replacement.
             if used.module and isinstance(made, ReplaceModule):
                 what = replace(made, target=replace(made.target, name=name))
             places.at_site(node, what, causes)
 
     def _wrapped_other(self, node: Node, wrappers: _Wrappers, edits: list[Edit]) -> bool:
-        """Wraps the class that stands in the place of the original's, if one does."""
+        """Wraps the class that replaces the original at its site, if one does."""
         if node.owner is None:
             return False
         every = merged_causes(*(causes for _, causes in wrappers))
@@ -329,9 +329,9 @@ class SubclassChoice:
 
 
 def _from_end(node: Node) -> str:
-    """A module's place in its owner, counted from its list's end; '' where it is in none.
+    """A module's path in its owner, with a negative list index; '' if it is not in a list.
 
-    A layer that some instances append before it moves it from the front.
+    Its positive index differs between instances if some append a layer before it.
     """
     within = node.parent
     if within is None or not within.is_container or not node.name.isdigit():

@@ -1,4 +1,4 @@
-"""What is tied to a parameter is sharded and annotated as it is."""
+"""Shards and annotates tied parameters in the same way."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 def follow_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
-    """Shards what is tied to a sharded parameter the same way.
+    """Shards parameters that are tied to a sharded parameter in the same way.
 
-    A module that is split because of a tie keeps its meaning for whoever calls it: what it gives
-    out is made whole.
+    A module that is sharded because of a tie stays the same for its callers: a collective makes its
+    output whole.
     """
     changed = True
     while changed:
@@ -46,7 +46,7 @@ def follow_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
 
 
 def annotate_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
-    """Annotates all names of a tied parameter: which of them stays is decided when it is tied."""
+    """Annotates all names of a tied parameter: tying decides later which object remains."""
     for names in tree.ties.values():
         members = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n in names]
         given = [
