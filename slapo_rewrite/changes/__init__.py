@@ -1,1 +1,1 @@
-"""What can change in a class, a file for each kind of change: where it goes and what it writes."""
+"""The kinds of changes of a class, one file for each: where they go and what they write."""

@@ -1,4 +1,4 @@
-"""A linear layer decomposed: the product, and the bias added to it, where the layer is called."""
+"""Decomposition of a linear layer into product and bias addition, at its call sites."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass(frozen=True)
 class AddBias(Change):
-    """Where methods call a linear layer: the product, with the bias added to it."""
+    """At the calls of a linear layer: the product, with the bias added to it."""
 
     product: str  # `linear`, or `matmul` where the weight is not transposed
-    before: Collective | None  # the collective that the layer's input goes through, if any
-    after: Collective | None  # the one that the product goes through
-    # The parameters that meet parts: their gradients are added up.
+    before: Collective | None  # the collective on the layer's input, if any
+    after: Collective | None  # the collective on the product, if any
+    # The parameters used with parts: their gradients are all-reduced.
     shared: frozenset[str] = frozenset()
 
     prefix = "Decomposed"
@@ -37,7 +37,7 @@ class AddBias(Change):
     is_parallel = False
 
     def write_at(self, text: ClassText, place: AtCalls) -> None:
-        """Writes the product and the sum in every call's place."""
+        """Replaces every call by the product and the sum."""
         why = f"the bias of `{place.path}` is added separately"
         hint = (
             "decompose no layer that is called through a container or a loop, or of which an "
@@ -62,7 +62,7 @@ class AddBias(Change):
 
         product: cst.BaseExpression
         if self.before is None and self.after is None and not self.shared:
-            # The layer is called if something was put around it meanwhile.
+            # `linear_product` calls the layer if something has wrapped it since.
             function = text.helper("kernels", "linear_product")
             product = call(function, value, layer)
         else:
@@ -79,7 +79,7 @@ class AddBias(Change):
 
 
 def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
-    """Where the layer is called: its collectives, around the product and the sum."""
+    """Places the decomposition of a layer, with its collectives, at its call sites."""
     state = to.states[node.path]
     assert node.owner is not None and state.decompose is not None
     cause = state.decompose.cause
@@ -104,7 +104,7 @@ def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
 
 
 def _around(layer: Layer | None) -> tuple[Collective | None, Collective | None] | None:
-    """The collectives before and after a layer's product; None where the layer does more."""
+    """The collectives before and after a layer's product; None if the layer does more."""
     if layer is None:
         return None, None
     more = dict(layer.keywords).keys() - {"parts"}

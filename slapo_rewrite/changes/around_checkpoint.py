@@ -1,4 +1,4 @@
-"""What modules around one that is computed again may change of what it reads, in between."""
+"""Checks that code around a checkpointed module leaves its inputs unchanged until the backward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from slapo_rewrite.code.text import with_wildcards
 from slapo_rewrite.directive import Causes, Directive
 from slapo_rewrite.model.tree import Node
 
-# What calls a module with other weights, or differentiates it, which is over in the backward pass.
+# Transforms that call a module with other weights, or differentiate it, before the backward pass.
 TRANSFORMS = (
     "torch.func.",
     "torch.vmap",
     "torch.nn.utils.stateless.",
     "torch.autograd.functional.",
 )
-# What changes a module, beside methods whose names end with an underscore.
+# Names of calls that change a module, besides methods with a trailing underscore.
 CHANGING = ("load_state_dict", "apply", "setattr", "delattr", "vars")
 CALLS = ("forward", "__call__", "__init__")
 
@@ -40,9 +40,9 @@ def check_transformed(
     cause: Directive,
     left: Collection[str] = (),
 ) -> None:
-    """Refuses a module that it or those around it call with other weights, or differentiate.
+    """Raises if the module or those around it apply function transforms (`torch.func`) to it.
 
-    So it is with one that they hand something to, and change that afterwards.
+    Also raises if modules around it change one of its arguments, or its attributes, later.
     """
     inner: Node | None = None
     for outer in node.outwards():
@@ -73,7 +73,7 @@ def _refuse_set(
     outer: Node,
     cause: Directive,
 ) -> None:
-    """Refuses what a module around sets or changes, which may be other by then."""
+    """Raises if an outer module's method sets an attribute of the module, or changes it."""
     relative = with_wildcards(outer.below(node.path))
     for each in ast.walk(function):
         match each:
@@ -100,7 +100,7 @@ def _refuse_set(
 
 
 def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:
-    """Whether a call by this name changes a module: by what it is called, or what it stores."""
+    """Whether a call by this name changes a module: by its name, or by what the method stores."""
     methods = (
         method
         for cls in {inner.cls for inner in node.walk()}
@@ -112,24 +112,24 @@ def _is_changing(files: OutputFiles, node: Node, name: str) -> bool:
 
 
 def _leads_to(path: str, other: str) -> bool:
-    """Whether a path is that of a module, or of one around it; `*` may be any name."""
+    """Whether the first path is the second's, or one around it; `*` matches any name."""
     segments, others = path.split("."), other.split(".")
     pairs = zip(segments, others, strict=False)
     return len(segments) <= len(others) and all(a == b or "*" in (a, b) for a, b in pairs)
 
 
-# Both are asked of each call again, for every module that is checkpointed.
+# Caches: both are asked about each call again for every checkpointed module.
 _names_of = functools.lru_cache(maxsize=256)(local_names)
 
 
 @functools.lru_cache(maxsize=4096)
 def paths_of(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
-    """The paths of modules that an expression may mean, with wildcards; loops are followed."""
+    """The paths of modules that an expression may denote, with wildcards; follows loops."""
     paths = [*module_paths(expr, function)]
     match expr:
         case ast.Attribute(value=value, attr=attr):
             paths += (f"{path}.{attr}".lstrip(".") for path in paths_of(value, function))
-        case ast.Subscript(value=value):  # by a number that is not known here
+        case ast.Subscript(value=value):  # the index is not known
             paths += (f"{path}.0" for path in paths_of(value, function))
         case ast.Name(id=name):
             for loop in ast.walk(function):
@@ -140,10 +140,10 @@ def paths_of(expr: ast.expr, function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 class _Around:
-    """What a module around one that is computed again hands to it, or to what that lies in.
+    """The arguments that an outer module passes to a checkpointed module, or to modules around it.
 
-    `caches` names what `node` is given and does not get in training, `left` the arguments that it
-    must not be given then.
+    `caches` names arguments of `node` that are dropped in training, `left` those that callers must
+    not pass in training.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _Around:
         self.relative = outer.below(node.path)
         self.methods = [*running(files, outer)]
         self.known: dict[tuple[ast.FunctionDef, str], bool] = {}
-        self.through: dict[str, ast.FunctionDef] = {}  # methods that call it
+        self.through: dict[str, ast.FunctionDef] = {}  # the methods that call the module
         for _ in self.methods:
             calls = {
                 function.name: function
@@ -172,7 +172,7 @@ class _Around:
             self.through |= calls
 
     def follow(self, function: ast.FunctionDef) -> Handed:
-        """Follows what a method of the module around hands to it, and changes."""
+        """Tracks what a method of the outer module passes to the module, and changes."""
         return Handed(
             functools.partial(self._handed, function=function),
             functools.partial(changed_by, files=self.files, outer=self.outer, function=function),
@@ -188,7 +188,7 @@ class _Around:
         ]
 
     def _given(self, expr: ast.AST, function: ast.FunctionDef) -> list[ast.expr]:
-        """The arguments of a call of it, of what it lies in, or of what may call it."""
+        """The arguments of a call of the module, of a module around it, or of a possible caller."""
         if not isinstance(expr, ast.Call):
             return []
         of_function = [path for path in paths_of(expr.func, function) if path]
@@ -196,27 +196,27 @@ class _Around:
         given = [*expr.args, *given]
         taken = [path for each in given for path in paths_of(each, function) if path]
         called = [path.removesuffix(".forward").removesuffix(".__call__") for path in of_function]
-        # What a local name or another call gives may be any module.
+        # A local variable, or another call's result, may be any module.
         unknown = isinstance(expr.func, ast.Call | ast.Lambda) or (
             isinstance(expr.func, ast.Name)
             and not of_function
             and expr.func.id in _names_of(function)
         )
         pattern = with_wildcards(self.relative)
-        if not self._may_take(expr):  # it is a call of another element of the list
+        if not self._may_take(expr):  # the call is of another element of the list
             called = [path for path in called if path != pattern]
         leads = any(p in self.through or _leads_to(p, pattern) for p in called + taken)
         return given if unknown or leads else []
 
     def _may_take(self, call: ast.Call) -> bool:
-        """Whether the module's `forward` has parameters for what a call gives by name."""
+        """Whether the module's `forward` accepts the keyword arguments of a call."""
         taken = inspect.signature(self.node.cls.forward).parameters
         names = {keyword.arg for keyword in call.keywords} - {None}
         has_rest = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         return has_rest or names <= taken.keys()
 
     def _is_left(self, call: ast.expr, given: ast.expr, function: ast.FunctionDef) -> bool:
-        """Whether an argument gets to the module as one that it is not given in training, if so."""
+        """Whether an argument only reaches the module as one of those in `left`, if at all."""
         if not isinstance(call, ast.Call) or not (paths := paths_of(call.func, function)):
             return False
         for path in paths:
@@ -234,7 +234,7 @@ class _Around:
         return True
 
     def _is_absent(self, call: ast.Call, given: ast.expr, function: ast.FunctionDef) -> bool:
-        """Whether a call gives it to the module itself, as what that is not given in training."""
+        """Whether a call passes a value to the module itself, as one of those in `left`."""
         depths = {path.count(".") for path in paths_of(call.func, function)} if self.left else set()
         return depths == {self.relative.count(".")} and self._is_left(call, given, function)
 
@@ -242,7 +242,7 @@ class _Around:
         if inner is self.node:
             return name in self.left
         if (callee, name) not in self.known:
-            self.known[callee, name] = False  # where it calls itself
+            self.known[callee, name] = False  # for recursive calls
             inside = inner is not self.outer
             around = (
                 _Around(self.files, self.node, inner, self.caches, self.left) if inside else self
@@ -252,7 +252,7 @@ class _Around:
 
 
 def forward_of(files: OutputFiles, node: Node) -> ast.FunctionDef | None:
-    """The `forward` of a module, if it is read."""
+    """The definition of a module's `forward`, if its file is among the output's."""
     home = files.of(node.cls)
     return home.classes.method(node.cls.__name__, "forward") if home is not None else None
 
@@ -260,7 +260,7 @@ def forward_of(files: OutputFiles, node: Node) -> ast.FunctionDef | None:
 def check_unchanged(
     file: SourceFile, function: ast.FunctionDef, follow: Handed, what: str, causes: Causes
 ) -> None:
-    """Refuses a function that changes what it handed to something that is computed again."""
+    """Raises if a function changes a value after passing it to checkpointed code."""
     if found := follow.changed_later(function):
         raise errors.Unsupported(
             f"`{function.name}` {found.words} after {what} was given it, which is computed again "
@@ -272,7 +272,7 @@ def check_unchanged(
 
 
 def transforms(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[ast.Call, str]]:
-    """The calls of a function that call something in another way, by their names."""
+    """The calls of function transforms in a function, with their names."""
     for call in (each for each in ast.walk(function) if isinstance(each, ast.Call)):
         name = file.qualified(call.func) or ""
         if name.startswith(TRANSFORMS):
@@ -280,10 +280,10 @@ def transforms(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[as
 
 
 def _may_take(call: ast.Call, inner: Node | None) -> bool:
-    """Whether a call may be given a module: it is, or what it is given is not plain to see.
+    """Whether a call may take a module: it does, or its first argument is not known.
 
-    `inner` is a child of the module that makes the call, or None for that one itself: what computes
-    with parts of it is done again as a whole.
+    `inner` is the child of the calling module, or None for the calling module itself: a transform
+    of parts of it is recomputed as a whole.
     """
     if not call.args:
         return True

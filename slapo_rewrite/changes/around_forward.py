@@ -1,4 +1,4 @@
-"""What goes around `forward` as a whole: other random numbers, or recomputation."""
+"""Wrappers of `forward` as a whole: forked random numbers, and recomputation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slapo_rewrite.model.tree import Node
 
 FORK: Place = AroundForward(0)
 RECOMPUTE: Place = AroundForward(1)
-# Each of them inside those that follow; a subclass of its own can have them.
+# From the innermost to the outermost; each may be written as a subclass of its own.
 WRAPPERS = (FORK, RECOMPUTE)
 
 
 class WrapForward(Requested):
-    """Something around `forward` as a whole."""
+    """A change around `forward` as a whole."""
 
     is_parallel = False
 
@@ -53,7 +53,7 @@ class Recompute(Recomputed, WrapForward):
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
         """Around `forward`, if that can run twice."""
-        # The same whatever else is asked: a search asks again and again.
+        # Cached, since it does not depend on other requests and a search asks repeatedly.
         known, key = to.files.sources.followed, ("recomputed", node.path, self)
         if key not in known:
             left = left_out(to, node, cause)
@@ -62,4 +62,4 @@ class Recompute(Recomputed, WrapForward):
         to.around_forward(node).changes.add(node.path, RECOMPUTE, change, (cause,))
 
     def write_at(self, text: ClassText, place: Place) -> None:
-        """Nothing: a subclass has it."""
+        """Nothing: it is written as a subclass."""

@@ -1,4 +1,4 @@
-"""The bases of a class: a tensor-parallel layer for torch's, or one more before the others."""
+"""Changes of a class's bases: a tensor-parallel layer for torch's, or an additional mix-in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo_rewrite.model.layers import Layer
 
 @dataclass(frozen=True)
 class DeriveFrom(Change):
-    """In a class that extends a torch layer: the tensor-parallel layer as its base."""
+    """In a class that extends a torch layer: the tensor-parallel layer as its base instead."""
 
     layer: Layer
     original: str
@@ -26,7 +26,7 @@ class DeriveFrom(Change):
     is_parallel = False
 
     def write_at(self, text: ClassText, place: Place) -> None:
-        """Names it as the base, and gives its constructor what it needs."""
+        """Replaces the base, and passes its keyword arguments in `super().__init__`."""
         layer, file = self.layer, text.file
         node = file.classes[text.classes.lineage(text.class_name)[-1]]
         base = next(
@@ -52,21 +52,21 @@ class DeriveFrom(Change):
 
 @dataclass(frozen=True)
 class MixIn(Change):
-    """In a class: another base, before its own."""
+    """In a class: a mix-in before its bases."""
 
     module: str  # the helper module that defines it
     name: str  # the class
-    why: str  # what it is for, as a sentence
+    why: str  # its purpose, as a sentence
 
     is_parallel = False
 
     def write_at(self, text: ClassText, place: BeforeBases) -> None:
-        """Names it before the others."""
+        """Inserts it before the other bases."""
         node = text.file.classes[place.class_name]
         name = text.helper(self.module, self.name)
 
         def make(made: cst.ClassDef) -> cst.ClassDef:
-            end = len(made.bases) - len(node.bases)  # behind those that came before this one
+            end = len(made.bases) - len(node.bases)  # after mix-ins that were inserted earlier
             added = [*made.bases[:end], cst.Arg(parsed(name)), *made.bases[end:]]
             return made.with_changes(bases=added)
 

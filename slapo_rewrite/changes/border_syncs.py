@@ -1,4 +1,4 @@
-"""What goes in and out of a module at its border: collectives, or a function of the user's own."""
+"""Collectives, and the user's own functions, at the borders of modules."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ HOOKS = {
 
 @dataclass(frozen=True)
 class SyncInput(Change):
-    """At the start of `forward`: its first argument goes through collectives."""
+    """At the start of `forward`: collectives on its first argument."""
 
-    collectives: tuple[Collective, ...]  # one by one
-    of: str | None = None  # another argument that goes through them instead
+    collectives: tuple[Collective, ...]  # applied in this order
+    of: str | None = None  # the argument, if not the first
 
     @property
     def side(self) -> str:
-        """What goes through them, in words."""
+        """The argument, in words."""
         return "input" if self.of is None else f"argument `{self.of}`"
 
     def write_at(self, text: ClassText, place: AtForward) -> None:
-        """Binds the argument anew before the first statement."""
+        """Reassigns the argument before the first statement."""
         forward = text.forward()
         positional = Signature.of(forward, bound=True).positional
         if not positional:
@@ -65,7 +65,7 @@ class SyncInput(Change):
             text.insert_before(body_of(forward)[0], line, why)
 
     def where_given(self, forward: ast.FunctionDef, text: str) -> str:
-        """A statement about the argument, for where that is given."""
+        """The statement, under a condition if the argument may be None."""
         if self.of is None:
             return text
         default = Signature.of(forward).defaults.get(self.of)
@@ -76,16 +76,16 @@ class SyncInput(Change):
 
 @dataclass(frozen=True)
 class SyncOutput(Change):
-    """Where `forward` returns: the value, or what stands first in it, goes through collectives."""
+    """Where `forward` returns: collectives on the value, or on its first item."""
 
-    collectives: tuple[Collective, ...]  # one by one
-    nested: bool = False  # whether what is returned has the tensor inside of it
-    # The first field of each class that holds what is returned.
+    collectives: tuple[Collective, ...]  # applied in this order
+    nested: bool = False  # whether the tensor is inside the returned value
+    # The first field of each class that `forward` returns.
     first: tuple[tuple[str, str], ...] = ()
     side = "output"
 
     def write_at(self, text: ClassText, place: AtForward) -> None:
-        """Puts them around what is returned."""
+        """Wraps the returned tensor in the collectives."""
         why = f"{', '.join(c.function for c in self.collectives)} of the output"
         for statement in returns(text.forward()):
             if statement.value is not None:
@@ -116,14 +116,14 @@ class SyncOutput(Change):
 
 @dataclass(frozen=True)
 class SyncCall(Change):
-    """Where methods call a submodule: collectives around its first argument or its result."""
+    """At the calls of a submodule: collectives on its first argument or its result."""
 
-    collectives: tuple[Collective, ...]  # one by one
+    collectives: tuple[Collective, ...]  # applied in this order
     around: str  # `argument` or `result`
-    name: str | None = None  # the first argument's name, where it is given by keyword
+    name: str | None = None  # the first argument's name, if it may be passed by keyword
 
     def write_at(self, text: ClassText, place: AtCalls) -> None:
-        """Puts them around it in every call."""
+        """Wraps it in the collectives in every call."""
         is_result = self.around == "result"
         functions = ", ".join(c.function for c in self.collectives)
         why = f"{functions} of the {self.around} of `{place.path or 's'}`"
@@ -147,13 +147,13 @@ class SyncCall(Change):
 
 @dataclass(frozen=True)
 class RegisterHook(Change):
-    """After a construction site: a hook on the module that was made."""
+    """After a construction site: a hook on the new module."""
 
     mode: str
     function: Function
 
     def write_at(self, text: ClassText, place: AtSite) -> None:
-        """Registers it there."""
+        """Registers the hook."""
         site = text.classes.sites[place.start]
         if place.index:
             raise errors.UnfollowableConstruction(
@@ -173,11 +173,11 @@ def _around(
 
 
 def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str) -> list[ast.Call]:
-    """The calls of a submodule in which a change is to be written.
+    """The calls of a submodule that a change applies to.
 
-    A call that means several submodules in turn (a loop over a tuple of them) is changed once, for
-    the first of them, if all are to be changed alike. `what` has no place where none is found;
-    `hint` says what to do then.
+    A call of several submodules in turn (in a loop over a tuple of them) is changed once, for the
+    first of them, if all have the same change. `what` and `hint` are for the error if there is no
+    call.
     """
     found = [
         (call, paths)
@@ -207,7 +207,7 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
 def place_syncs(
     to: Placement, node: Node, borders: Sequence[ModuleBoundary], is_layer: bool
 ) -> None:
-    """The collectives at a module's borders, those that a layer carries out itself apart."""
+    """Places the collectives at a module's borders that no layer carries out itself."""
     syncs = to.states[node.path].syncs if borders else ()
     sides: dict[tuple[str, str | None], list[Sync]] = {}
     for border in borders:
@@ -227,7 +227,7 @@ def place_syncs(
 
 
 def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> None:
-    """Registers a function of the user's own behind what makes a module."""
+    """Places the registration of the user's own function after a module's construction."""
     causes = (sync.cause,)
     places = to.files.making(node).changes
     at, owner = places.site(node, causes)
@@ -238,7 +238,7 @@ def place_hook(to: Placement, node: Node, sync: Sync, function: Function) -> Non
 def _place_side(
     to: Placement, node: Node, side: str, of: str | None, syncs: Sequence[Sync], is_layer: bool
 ) -> None:
-    """The collectives of an argument or of the result: in `forward`, or where that is called."""
+    """Places the collectives of an argument or of the result: in `forward`, or at its calls."""
     causes = merged_causes(s.cause for s in syncs)
     collectives = tuple(map(_collective, syncs))
     home = to.files.computing(node.cls)
@@ -267,7 +267,7 @@ def _place_side(
 
 
 def _containers(cls: type, home: OutputFile) -> tuple[tuple[str, str], ...]:
-    """The classes that `forward` returns its values in, and the first field of each."""
+    """The dataclasses and named tuples that `forward` returns, and the first field of each."""
     forward = home.classes.method(cls.__name__, "forward")
     known = vars(sys.modules[cls.__module__])
     found = {}
@@ -283,7 +283,7 @@ def _containers(cls: type, home: OutputFile) -> tuple[tuple[str, str], ...]:
 
 
 def _collective(sync: Sync) -> Collective:
-    """The call that carries a sync out."""
+    """The collective call of a sync."""
     if sync.mode == "bwd_post":
         return Collective("all_reduce_gradient")
     assert isinstance(sync.op, str)

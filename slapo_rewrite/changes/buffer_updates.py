@@ -1,4 +1,4 @@
-"""Whether running a module changes buffers, which has to happen once where it is computed again."""
+"""Finds updates of buffers in checkpointed modules, which must happen only once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from slapo_rewrite.directive import Directive
 from slapo_rewrite.hugging_face import COLLECTING
 from slapo_rewrite.model.tree import Node
 
-# What torch computes with buffers it does not change, but for these.
+# The torch functions that change buffers among their arguments.
 UPDATING = ("batch_norm", "instance_norm")
-# What leads to the buffers of a module, whatever their names.
+# Names that give access to all buffers of a module.
 OF_ALL = ("buffers", "named_buffers", "_buffers", "state_dict", "__dict__")
-# Of Python's own functions those that call nothing that they are given.
+# Python's built-in functions that do not call or change their arguments.
 READING = {"abs", "bool", "enumerate", "float", "getattr", "int", "isinstance", "len", "list"}
 READING |= {"max", "min", "print", "range", "str", "sum", "super", "tuple", "type", "zip"}
 
 
 def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Directive) -> bool:
-    """Whether running a module may change buffers, which has to happen once.
+    """Whether running a module may change buffers, which must happen only once.
 
-    That cannot be seen to where some results are kept, or a hook inside would run twice.
+    Raises if it does and results are `kept`, which prevents that, or if an inner hook runs twice.
     """
     _check_hooks(node, cause)
     if kept is not None:
@@ -44,12 +44,12 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     return updates
 
 
-# Torch's own change nothing but buffers.
+# Hooks of these modules change nothing but buffers.
 _HARMLESS = ("torch.nn.utils.", COLLECTING)
 
 
 def _check_hooks(node: Node, cause: Directive) -> None:
-    """Refuses hooks inside of a module that may do something again where they run twice."""
+    """Raises if a module inside has a hook with other effects, which would run twice."""
     for path, module in node.live.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         homes = [str(getattr(hook, "__module__", "")) for hook in hooks]
@@ -63,10 +63,10 @@ def _check_hooks(node: Node, cause: Directive) -> None:
 
 
 def _check_kept(node: Node, cause: Directive) -> None:
-    """Refuses to keep results of recurrent layers, the gates of which are computed in place.
+    """Raises if results of recurrent layers are to be kept: their gates are computed in place.
 
-    torch takes the products apart as views that do not count what is written to them
-    (`unsafe_chunk`), so that a checkpoint would go on with what was left there.
+    Torch splits the products into views without version counting (`unsafe_chunk`), so a checkpoint
+    would use the overwritten values.
     """
     for path, module in node.live.named_modules(prefix=node.path):
         if type(module).__module__ == "torch.nn.modules.rnn":
@@ -82,7 +82,7 @@ def _updates_own(files: OutputFiles, node: Node) -> bool:
     live = node.live
     own = [name for name, _ in live.named_buffers(recurse=False)]
     if own and live._forward_pre_hooks:
-        return True  # as those of `spectral_norm` do
+        return True  # as the hooks of `spectral_norm` do
     for cls in node.cls.__mro__ if own else ():
         if cls.__module__ == "torch.nn.modules.module":
             break
@@ -90,7 +90,7 @@ def _updates_own(files: OutputFiles, node: Node) -> bool:
             return cls.__module__.endswith(("batchnorm", "instancenorm"))
         home = files.of(cls)
         if home is None or cls.__name__ not in home.file.classes:
-            return True  # not known not to
+            return True  # unknown
     names = {path.rpartition(".")[2] for path, _ in live.named_buffers()}
     around = [name for name, child in live.named_children() if [*child.buffers()]]
     given = {ANY_OF_SELF, *(f"self.{name}" for name in (*own, *around))}
@@ -104,7 +104,7 @@ def _updates_own(files: OutputFiles, node: Node) -> bool:
 
 
 def _may_be_set(expr: ast.AST, names: set[str]) -> bool:
-    """Whether a buffer may be another after an expression, of these names or of any."""
+    """Whether an expression may set a buffer of these names, or one of unknown name."""
     match expr:
         case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()) | ast.Constant(value=name):
             return name in names
@@ -118,9 +118,9 @@ def _may_be_set(expr: ast.AST, names: set[str]) -> bool:
 def may_be_changed_by(
     files: OutputFiles, node: Node, method: ast.FunctionDef, call: ast.Call
 ) -> Iterator[ast.expr]:
-    """The arguments of a call that it changes, or of which nothing is known.
+    """The arguments that a call changes, or may change.
 
-    What torch and tensors compute changes nothing, but by the names of their methods.
+    Functions of torch and methods of tensors change nothing unless their names say so.
     """
     home = files.of(node.cls)
     assert home is not None

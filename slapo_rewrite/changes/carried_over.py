@@ -1,4 +1,4 @@
-"""What a module sets as it runs, and may find changed where it is computed again."""
+"""Finds state that a module sets while it runs, and that recomputation would find changed."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from slapo_rewrite.model.tree import Node
 def carried_over(
     files: OutputFiles, around: Node, node: Node, method: ast.FunctionDef
 ) -> Obstacle | None:
-    """The first thing in a method that makes it compute something else the second time.
+    """The first statement in a method that would make a second run compute something else.
 
-    An attribute may be set where everything reads it afterwards, and where it is kept: set under a
-    condition on it, so that it is found there the second time. Buffers are set back.
+    A method may set an attribute if all reads come later, or if it caches: it sets the attribute
+    under a condition on it, so that the second run finds it set. Buffers are restored.
 
     Args:
-        files: The texts.
-        around: The module that is computed again.
-        node: That one, or a module inside, with which the method runs.
-        method: Of it, or a function.
+        files: The files.
+        around: The checkpointed module.
+        node: That module, or one inside it, that runs the method.
+        method: A method of `node`, or a function that it calls.
     """
     taken = (inspect.signature(each.cls.forward).parameters for each in (around, node))
-    keeps_nothing = any(KEEPS_TOKENS in each for each in taken)  # in training, as it is told
+    keeps_nothing = any(KEEPS_TOKENS in each for each in taken)  # `use_cache=False` in training
     own = [each for _, each in running(files, node)]
     elsewhere = [each for _, each in running_inside(files, around) if each is not method]
     for statement in statements(method.body) if first_parameter(method) == "self" else ():
         for target, value in _changes(statement):
             paths = _paths(target, method)
             held = [_held(node.live, path) for path in paths]
-            if all(each is node.live._buffers for each in held):  # or nothing of the module's
+            if all(each is node.live._buffers for each in held):  # also if `held` is empty
                 continue
             if value is not None and _stays(value, paths, method):
                 continue
@@ -55,7 +55,7 @@ def carried_over(
                 called = {getattr(n.func, "attr", "") for n in _calls(statement)}
                 is_method = value is None and all(hasattr(each, "_modules") for each in held)
                 if is_method and not any(n in SWITCHING or is_in_place(n) for n in called):
-                    continue  # of the model's own, and followed itself
+                    continue  # a call of the model's own method, which is checked itself
                 if is_method and not called.isdisjoint(SWITCHING):
                     words = f"switches the mode of `{shown}` and of what is inside"
                     return Obstacle(statement, words, "checkpoint modules inside this one")
@@ -79,12 +79,12 @@ def carried_over(
 def check_held(
     files: OutputFiles, node: Node, changed: Iterable[tuple[str, str]], cause: Directive
 ) -> None:
-    """Refuses a module that holds what changed as the model ran, by what no text of it shows.
+    """Raises if a module reads state that changed while the model ran, without a visible statement.
 
-    `changed` names that, and where: a path below the module, or what the file holds.
+    `changed` has the state's place, a path below the module or a name in the file, and its name.
     """
     methods = [*running_inside(files, node)]
-    shown = {  # and looked at by `carried_over`
+    shown = {  # `carried_over` checks these
         path.rpartition(".")[2]
         for _, method in methods
         for statement in statements(method.body if first_parameter(method) == "self" else ())
@@ -108,7 +108,7 @@ def check_held(
 
 
 def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """What a statement sets, with what it sets that to; None of what it changes in place."""
+    """The targets that a statement sets, with their new values; None if it changes in place."""
     new = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
     for node in own_nodes(statement):
         match node:
@@ -123,14 +123,14 @@ def _changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 
 
 def _paths(target: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
-    """The paths below `self` of what is set; () of what is none of it."""
+    """The paths below `self` of a target; () if it is not below `self`."""
     own = (target.attr,) if isinstance(target, ast.Attribute) and root_of(target) == "self" else ()
-    found = paths_of(target, method) or own  # of an element, or of the class
+    found = paths_of(target, method) or own  # `own` for attributes of elements, or of the class
     return tuple(path.removeprefix("__class__.") for path in found)
 
 
 def _held(live: Any, path: str) -> object:
-    """What is at a path; the buffers of the module for one, and for what is in one."""
+    """The object at a path; the module's `_buffers` for a buffer, and for anything in one."""
     held = live
     for name in path.replace("*", "0").split(".") if path else ():
         if name in getattr(held, "_buffers", ()):
@@ -140,7 +140,7 @@ def _held(live: Any, path: str) -> object:
 
 
 def _stays(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef) -> bool:
-    """Whether what is set is what stands there by then: of that type, or there, or None."""
+    """Whether a value is the attribute's old one: moved by `.to`, kept by a condition, or None."""
     match value:
         case ast.Call(func=ast.Attribute(value=same, attr="to"), args=args, keywords=keywords):
             new = [*args, *(keyword.value for keyword in keywords)]
@@ -158,13 +158,13 @@ def _stays(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef) -> bo
 
 
 def _is_of_itself(value: ast.expr, paths: Sequence[str], method: ast.FunctionDef) -> bool:
-    """Whether what an attribute is set to is worked out of what it was."""
+    """Whether an attribute's new value is computed from its old one."""
     read = (n for n in ast.walk(value) if isinstance(n, ast.Attribute))
     return any(set(_paths(n, method)) & set(paths) for n in read)
 
 
 def _reads(node: ast.AST, name: str) -> bool:
-    """Whether a text reads attributes of a name; setting an element of one reads none."""
+    """Whether code reads an attribute of this name; setting an element of it does not count."""
     nodes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript)]
     set_in = [n.value for n in nodes if not isinstance(n.ctx, ast.Load)]
     named = (n for n in nodes if isinstance(n, ast.Attribute) and n.attr == name)
@@ -172,7 +172,7 @@ def _reads(node: ast.AST, name: str) -> bool:
 
 
 def _is_set_first(method: ast.FunctionDef, name: str, is_read_elsewhere: bool) -> bool:
-    """Whether an attribute is set in any case before anything reads it."""
+    """Whether a method always sets an attribute before anything reads it."""
     for statement in method.body if method.name == "forward" or not is_read_elsewhere else ():
         targets = statement.targets if isinstance(statement, ast.Assign) else ()
         if any(isinstance(t, ast.Attribute) and t.attr == name for t in targets):
@@ -187,14 +187,14 @@ def _is_set_first(method: ast.FunctionDef, name: str, is_read_elsewhere: bool) -
 
 
 def _is_kept(own: Sequence[ast.FunctionDef], method: ast.FunctionDef, statement: ast.stmt) -> bool:
-    """Whether a statement runs under a condition on what is set there, where nothing else is done.
+    """Whether a statement caches: it runs under a condition on what it sets, with no other effect.
 
-    So it is with all of a method that is called there.
+    This also holds for statements of a method that is only called in such places.
     """
     for guard in (n for n in ast.walk(method) if isinstance(n, ast.If)):
         inside = [*statements(guard.body)]
         if statement in inside and _is_eval(guard.test):
-            return True  # nothing is computed again there
+            return True  # eval mode has no recomputation
         if statement not in inside or guard.orelse:
             continue
         called = {getattr(n.func, "attr", "") for s in inside for n in _calls(s)}
@@ -219,7 +219,7 @@ def _is_kept(own: Sequence[ast.FunctionDef], method: ast.FunctionDef, statement:
 
 
 def _is_eval(test: ast.expr) -> bool:
-    """Whether a condition holds in eval mode alone."""
+    """Whether a condition holds in eval mode only."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(ast.Name("self"), "training")):
             return True

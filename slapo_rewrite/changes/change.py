@@ -1,4 +1,4 @@
-"""What every kind of change has: a subclass says where it goes and what it writes."""
+"""The base class of all changes: a subclass says where it goes and what it writes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from slapo_rewrite.directive import Causes
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a class. Equal changes at one place are one for all instances."""
+    """One change of a class. Instances with equal changes at a place share them."""
 
-    order: ClassVar[int] = 0  # when it is written: what takes in others' lines comes after them
-    # What a subclass that differs in such changes alone is called by.
+    order: ClassVar[int] = 0  # the order of writing: changes that include others' lines come later
+    # The prefix of the name of a subclass that only has such changes.
     prefix: ClassVar[str] = "TensorParallel"
-    # What is said of its instances.
+    # The phrase about its instances in its docstring.
     says: ClassVar[str] = "whose layers are split over the tensor-parallel group"
-    is_parallel: ClassVar[bool] = True  # whether it belongs to splitting the class over ranks
-    # Whether it stays with the module whatever else changes there.
+    is_parallel: ClassVar[bool] = True  # whether it is part of tensor parallelism
+    # Whether it remains valid whatever replaces the module.
     is_lasting: ClassVar[bool] = False
 
     @property
     def reads(self) -> str | None:
-        """The module of the class, by its path from there, that it reads as it will have become."""
+        """The relative path of a submodule that the new text reads in its changed form, if any."""
         return None
 
     def group(self, place: Place) -> Hashable:
-        """What it is written together with: the same for all changes of one group."""
+        """A key: changes with the same key are written together."""
         return place
 
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
-        """Writes the changes of a group that begins with this: by `write_at`, if it is alone."""
+        """Writes a group of changes that starts with this one; a single one by `write_at`."""
         (placed,) = here
         self.write_at(text, placed.place)
 
     def write_at(self, text: ClassText, place: Any) -> None:
-        """Writes the change at its place, which is of the kind that this change is for."""
+        """Writes the change at its place."""
         raise NotImplementedError
 
 

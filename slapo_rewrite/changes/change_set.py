@@ -1,4 +1,4 @@
-"""What changes at which places of the classes, and the places that make the modules."""
+"""Collects the changes of classes by place, and finds construction sites of modules."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from slapo_rewrite.model.join import Sources, find_site, holder_of, known_site, 
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node, Tree
 
-# Modules with what makes each, by the path of the module whose class holds that.
+# Modules with their construction sites, by the path of the module whose class has the site.
 Held = dict[str, list[tuple[Node, Site]]]
 
 
 @dataclass
 class ChangeSet:
-    """What was collected so far for one file."""
+    """The changes collected so far for one file."""
 
     sources: Sources  # the source files
     file: SourceFile
-    # The elements that a module stands for, itself included, by its path.
+    # The names of the list elements that an element stands in for, itself included, by its path.
     siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # Directives that asked the same of these elements, by the number of the module's own.
+    # Equal directives for those elements, by the number of the representative's directive.
     same: dict[int, dict[int, Directive]] = field(default_factory=dict)
-    # Construction sites by the first character of their expression.
+    # Construction sites, by the offset of the first character of their expression.
     sites: dict[int, Site] = field(default_factory=dict)
     # The elements that each site in a loop makes.
     indices: IndexSets = field(default_factory=IndexSets)
-    # By the path of the module whose class they change, and the place in it.
+    # The changes, by the path of the module whose class they change, and by place.
     by_path: dict[str, dict[Place, Change]] = field(default_factory=dict)
     # The directives behind each change.
     causes: dict[str, dict[Place, Causes]] = field(default_factory=dict)
-    # What becomes of each module that a place makes, by the owner's path and the place.
+    # The change of each module that a site constructs, by the owner's path and the site.
     made: dict[tuple[str, AtSite], dict[str, Change]] = field(default_factory=dict)
 
     def add(self, path: str, place: Place, change: Change, causes: Causes) -> None:
-        """Adds a change, and the causes to those that the place has."""
+        """Adds a change, and its causes to those of the place."""
         self.by_path.setdefault(path, {})[place] = change
         known = self.causes.setdefault(path, {})
         same = (self.same[c.number].values() for c in causes if c.number in self.same)
         known[place] = merged_causes(known.get(place, ()), causes, *same)
 
     def site(self, node: Node, causes: Causes) -> tuple[AtSite, Node]:
-        """The place that makes a module, and the module whose class holds it."""
+        """The construction site of a module, and the module whose class has the site."""
         try:
             site = find_site(self.sources, node)
         except errors.RewriteError as error:
@@ -71,10 +71,10 @@ class ChangeSet:
         return self.note(site, node), holder_of(site, node)[0]
 
     def note(self, site: Site, node: Node) -> AtSite:
-        """Notes a construction site, and the place in it that makes the module."""
+        """Records a construction site; returns the place in it that constructs the module."""
         start = self.file.span(site.value)[0]
         self.sites[start] = site
-        # Where a place outside of loops puts its module may differ between instances.
+        # The path that a site outside of loops assigns to may differ between instances.
         relative = holder_of(site, node)[1]
         index = _index(site.path, relative)
         for each in self._indices(site, node) if index else (index,):
@@ -88,14 +88,14 @@ class ChangeSet:
         return AtSite(start, index)
 
     def alike(self, place: AtSite, node: Node) -> list[AtSite]:
-        """The place of a module, and those of the elements that it stands for."""
+        """The place of a module, and those of the elements that it stands in for."""
         if not place.index:
             return [place]
         site = self.sites[place.start]
         return [AtSite(place.start, index) for index in self._indices(site, node)]
 
     def _indices(self, site: Site, node: Node) -> list[str]:
-        """The indices of a module, and of those that it or a list element above it stands for."""
+        """The indices of a module, and of those that it or a list element above stands in for."""
         names = []
         relative = holder_of(site, node)[1]
         path = node.path[: len(node.path) - len(relative)]
@@ -107,17 +107,17 @@ class ChangeSet:
         return [".".join(index) for index in itertools.product(*names)]
 
     def place_of(self, node: Node) -> AtSite | None:
-        """The place that makes a module, where it is known and in this file."""
+        """The construction site of a module, if it is known and in this file."""
         site = known_site(self.sources, node)
         return self.note(site, node) if site is not None and site.file is self.file else None
 
     def made_at(self, node: Node, at: AtSite) -> Change | None:
-        """What becomes of a module where it is made, as far as that is known by now."""
+        """The change at a module's construction site that was added so far, if any."""
         holder = holder_of(self.sites[at.start], node)[0]
         return self.by_path.get(holder.path, {}).get(at)
 
     def at_site(self, node: Node, what: Change, causes: Causes) -> None:
-        """Changes what the place makes that makes a module."""
+        """Adds a change to the construction site of a module."""
         if node.owner is None:
             raise errors.Unsupported(
                 "the model itself is not made by another module",
@@ -138,7 +138,7 @@ class ChangeSet:
             self.add(owner.path, place, what, causes)
 
     def _check_callee(self, site: Site, node: Node, causes: Causes) -> None:
-        """A layer takes the place of a call of its own class, whose arguments it knows."""
+        """Raises unless the site calls the layer's class: only its arguments are known."""
         called = self.class_called(site, node)
         if called is not None and called is not getattr(site.callee, "value", None):
             return
@@ -150,7 +150,7 @@ class ChangeSet:
         )
 
     def class_called(self, site: Site, node: Node) -> ast.expr | None:
-        """What names a module's class where it is made: by calling the class, or a method of it."""
+        """The expression that names a module's class at its site, if it calls it or its method."""
         made = site.partial
         names = (
             [site.callee, getattr(site.callee, "value", None)] if made is None else made.args[:1]
@@ -160,16 +160,16 @@ class ChangeSet:
                 continue
             live = resolve(named, site, node)
             name = self.file.qualified(named) or ""
-            # Where the source was changed, the class is another one of its name.
+            # If the source was changed, the class is a new one with the same name.
             same = live is None or (isinstance(live, type) and live.__name__ == node.cls.__name__)
             if live is node.cls or (same and name.rpartition(".")[2] == node.cls.__name__):
                 return named
         return None
 
     def _check_class(self, site: Site, node: Node, causes: Causes) -> None:
-        """A subclass takes the place of the class itself."""
+        """Raises unless the site calls the class itself, which a subclass can replace."""
         if site.callee is None or site.variable or self.class_called(site, node) is not None:
-            return  # what a variable holds is looked at where it gets it
+            return  # for a variable, its assignment is checked
         raise errors.UnfollowableConstruction(
             f"{node.shown} needs a subclass of `{node.cls.__name__}`, and what is called here is "
             "not that class itself",
@@ -179,7 +179,7 @@ class ChangeSet:
         )
 
     def _is_by_value(self, site: Site, node: Node, what: UseSubclass) -> bool:
-        """Whether what is called is a value that came to the class, and does not name it."""
+        """Whether the called expression evaluates to the class, but does not name it."""
         called, name = site.callee, what.original
         return (
             what.module is None
@@ -190,7 +190,7 @@ class ChangeSet:
         )
 
     def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:
-        """Refuses constructor arguments that the sharded layer has no equal for."""
+        """Raises for constructor arguments that the sharded layer does not support."""
         if not layer.arguments or not isinstance(site.call, ast.Call):
             return
         for keyword in site.arguments[1]:
@@ -204,7 +204,7 @@ class ChangeSet:
 
 
 def held(sources: Sources, tree: Tree) -> Held:
-    """The modules of which it is known what makes them, each with that, by whose class holds it."""
+    """The modules with known construction sites, by the path of the site's owner."""
     found: Held = {}
     for node in tree.nodes.values():
         if (site := known_site(sources, node)) is not None:
@@ -213,26 +213,26 @@ def held(sources: Sources, tree: Tree) -> Held:
 
 
 def _index(pattern: str, path: str) -> str:
-    """What stands in a path for the `*` of its pattern."""
+    """The parts of a path that match the `*`s of its pattern."""
     steps = zip(pattern.split("."), path.split("."), strict=False)
     return ".".join(have for want, have in steps if want == "*")
 
 
 def _counted(site: Site, node: Node) -> int | None:
-    """What the expression that counts the elements of a site came to for the list of one."""
+    """The value of the expression for the number of elements, for the list of a module."""
     return None if site.count is None else size_at(site.count, site, node)
 
 
 def _is_list(node: Node, site: Site) -> bool:
-    """Whether a module is the list whose elements a site makes, or makes parts of."""
+    """Whether a module is the list whose elements, or parts of them, a site constructs."""
     return node.is_container and f".{node.path}".endswith("." + site.path.partition(".*")[0])
 
 
 def own_copy(name: str, into: SourceFile) -> str:
-    """What to do where a class of another file would have to change."""
+    """The hint where a class of another file would have to change."""
     return f"copy class `{name}` into {into.path.name}, and make of the copy what is made of it now"
 
 
 def stands_in_its_class(site: Site) -> bool:
-    """Whether a construction is written in the class that it is for, and not in a function."""
+    """Whether a construction site is in a class, and not in a function."""
     return site.kind != RECORDED

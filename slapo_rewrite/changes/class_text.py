@@ -1,4 +1,4 @@
-"""One class of a file, while changes are written into it."""
+"""Collects the text changes of one class."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from slapo_rewrite.directive import Causes
 
 
 class ClassText:
-    """Takes what changes in the text of a class.
+    """The text changes of a class, by statement.
 
-    `imports` takes the names that the changes refer to, `wanted` is all that changes, by its place,
-    and `indices` has the elements that each loop makes.
+    `imports` collects the names that the new text refers to, `wanted` has all changes of the class
+    by place, and `indices` has the elements that each loop constructs.
     """
 
-    causes: Causes = ()  # the directives that ask for what is written
+    causes: Causes = ()  # the directives behind the current change
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class ClassText:
         self.classes, self.imports, self.class_name = classes, imports, class_name
         self.wanted, self.indices = wanted, indices
         self.file = classes.file
-        self.lines: dict[ast.stmt, Lines] = {}  # what changes, by statement
+        self.lines: dict[ast.stmt, Lines] = {}  # the changes, by statement
 
     def asked_by(self, causes: Causes) -> ClassText:
-        """The same class, for what these directives ask for."""
+        """The same class, for changes caused by these directives."""
         same = copy.copy(self)
         same.causes = causes
         return same
@@ -58,11 +58,11 @@ class ClassText:
         return self.classes.methods(self.class_name)
 
     def method(self, name: str) -> ast.FunctionDef | None:
-        """One of them."""
+        """The method of a name, if the class has it in this file."""
         return self.classes.method(self.class_name, name)
 
     def forward(self) -> ast.FunctionDef:
-        """The class's `forward`; `Unsupported` where it has none in this file."""
+        """The class's `forward`; raises `Unsupported` if it has none in this file."""
         found = self.method("forward")
         if found is None:
             raise errors.Unsupported(
@@ -74,13 +74,13 @@ class ClassText:
         return found
 
     def at_class(self) -> errors.Span:
-        """Where the class is defined."""
+        """The place of the class's definition."""
         return self.file.at(self.file.classes[self.class_name])
 
     # What changes -----------------------------------------------------------------------------
 
     def at(self, statement: ast.stmt) -> Lines:
-        """What changes around a statement, to be added to."""
+        """The changes around a statement, for adding to."""
         return self.lines.setdefault(statement, Lines())
 
     def replace(
@@ -91,34 +91,34 @@ class ClassText:
         *,
         outer: bool = False,
     ) -> None:
-        """Puts something in the place of a node of a method; see `code.edit.Edit`."""
+        """Replaces a node of a method; see `code.edit.Edit`."""
         statement = self.file.statement_of(node)
         self.at(statement).inside.append((Edit(node, make, outer), self.causes, why))
 
     def put(self, node: ast.expr, text: str, why: str) -> None:
-        """Puts an expression, given by its text, in the place of another."""
+        """Replaces an expression by a text."""
         self.replace(node, lambda _: parsed(text), why)
 
     def insert_before(self, statement: ast.stmt, text: str, why: str) -> None:
-        """Puts a statement before another."""
+        """Inserts a statement before another."""
         self.at(statement).before.append(Line(text, self.causes, why))
 
     def insert_after(self, statement: ast.stmt, text: str, why: str, *, once: bool = False) -> None:
-        """Puts a statement behind another."""
+        """Inserts a statement after another."""
         self.at(statement).after.append(Line(text, self.causes, why, once))
 
     def place(self, statement: ast.stmt, edit: TextEdit, why: str) -> None:
-        """Puts text in the place of statements from this one on, or beside it."""
+        """Adds an edit that replaces statements from this one on, or inserts text beside it."""
         self.at(statement).around.append(edit.caused_by(self.causes, why))
 
     # Where ------------------------------------------------------------------------------------
 
     def nodes_at(self, place: AtNode) -> Iterator[Found]:
-        """The calls and subscripts at a place, with the method that they are in."""
+        """The calls, subscripts and products at a place, each after its method."""
         return self.classes.nodes_at(self.class_name, place.at)
 
     def where(self, at: ast.AST | AtNode) -> dict[str, Any]:
-        """The place of what a refusal is of, and who asks for it."""
+        """The keyword arguments of an error: the place, and the directives that ask."""
         if isinstance(at, ast.AST):
             return {"at": self.file.at(at), "cause": self.causes}
         return {"at": self.file.shown(at.at), "cause": self.causes}

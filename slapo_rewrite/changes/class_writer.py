@@ -1,4 +1,4 @@
-"""Writes what changes in one class: in its own text, or as a subclass."""
+"""Writes the changes of one class: into its own text, or as a subclass."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _ANY_FORWARD = "    def forward(self, *args, **kwargs):"
 
 @dataclass(frozen=True)
 class Subclass:
-    """A subclass in which some statements are others."""
+    """A subclass in which some statements are changed."""
 
-    base: str  # the class it is derived from, as it is after its own edits
+    base: str  # its base class, which may have edits of its own
     name: str
-    doc: str  # the docstring's one line
-    # Where a module is that a site outside of loops makes, by the site.
+    doc: str  # the one line of its docstring
+    # The path that each construction site outside of loops assigns to.
     relatives: Mapping[int, str] = field(default_factory=dict)
-    optional: Collection[int] = ()  # the sites that not all of its instances go through
+    optional: Collection[int] = ()  # the construction sites that some instances do not execute
 
 
 class ClassWriter:
@@ -55,15 +55,15 @@ class ClassWriter:
         self.line_length = self.file.line_length
 
     def in_place(self, class_name: str, definition: Definition, indices: IndexSets) -> list[Edit]:
-        """The edits that make the class what `definition` says."""
+        """The edits of the class itself for `definition`."""
         return written(self.file, self._lines(class_name, definition, indices))
 
     def subclass(
         self, new: Subclass, whole: Definition, extra: set[Place], indices: IndexSets
     ) -> str:
-        """A subclass in which only the changes at `extra` stand.
+        """The text of a subclass with the changes at `extra` only.
 
-        `whole` is everything that its instances want, so that a statement is repeated as a whole.
+        `whole` has all changes of its instances: a repeated statement is written with all of them.
         """
         class_name = new.base
         borders: set[Place] = {place for place in extra if isinstance(place, AtForward)}
@@ -72,10 +72,10 @@ class ClassWriter:
         if around is None:
             inner = self._lines(class_name, whole.only(extra), indices)
         lines = self._lines(class_name, whole, indices)
-        # A loop that counts elements for some changes alone need not where all are made.
+        # Drops statements that only change without the rest: a loop may need a counter then.
         own = {s: _in_subclass(lines[s], inner[s]) for s in inner if s in lines}
         for method in self.classes.methods(class_name):
-            # A constructor goes on from its base's; any other method is written anew as a whole.
+            # A constructor extends its base's; any other method is rewritten as a whole.
             if method.name != "__init__" and any(within(method, s) for s in inner):
                 own |= {s: change for s, change in lines.items() if within(method, s)}
         return self.text_of(new, own) + (around or "")
@@ -87,7 +87,7 @@ class ClassWriter:
         borders: set[Place],
         inner: Mapping[ast.stmt, Lines],
     ) -> str | None:
-        """A method with collectives around the class's own `forward`, where that is enough."""
+        """A `forward` with collectives around `super().forward`; None if that does not suffice."""
         forward = self.classes.method(class_name, "forward")
         wraps = [definition.changes[k] for k in sorted(borders, key=str)]
         if not wraps or forward is None or any(within(forward, s) for s in inner):
@@ -98,13 +98,13 @@ class ClassWriter:
     def _lines(
         self, class_name: str, definition: Definition, indices: IndexSets
     ) -> dict[ast.stmt, Lines]:
-        """What changes in the class, by statement."""
+        """The changes of the class, by statement."""
         text = ClassText(self.classes, self.imports, class_name, definition.changes, indices)
         groups: dict[Hashable, list[PlacedChange]] = {}
         for place, change in definition.changes.items():
             placed = PlacedChange(place, change, definition.causes.get(place, ()))
             groups.setdefault(change.group(place), []).append(placed)
-        # What takes in the lines of others comes after them.
+        # Changes that include the lines of others are written after them.
         for here in sorted(groups.values(), key=lambda group: group[0].change.order):
             alone = len(here) == 1
             causes = here[0].causes if alone else merged_causes(*(each.causes for each in here))
@@ -112,7 +112,7 @@ class ClassWriter:
         return text.lines
 
     def text_of(self, new: Subclass, lines: Mapping[ast.stmt, Lines]) -> str:
-        """A subclass, given what changes, by statement."""
+        """The text of a subclass with these changes, by statement."""
         class_name = new.base
         constructor = self.classes.method(class_name, "__init__")
         body = ["\n".join(docstring(new.doc, 4, self.line_length)) + "\n"]
@@ -182,7 +182,7 @@ class ClassWriter:
         return {start for start, site in self.classes.sites.items() if site.statement is statement}
 
     def _guards(self, constructor: ast.FunctionDef, statement: ast.stmt) -> list[str]:
-        """The conditions under which the constructor comes to a statement, outermost first."""
+        """The `if` lines under which the constructor executes a statement, outermost first."""
         tests = [
             (self.file.segment(t), taken) for t, taken in self._conditions(constructor, statement)
         ]
@@ -191,12 +191,12 @@ class ClassWriter:
     def _conditions(
         self, constructor: ast.FunctionDef, statement: ast.stmt
     ) -> list[tuple[ast.expr, bool]]:
-        """The tests around a statement, outermost first, and how they have to come out."""
+        """The tests around a statement, outermost first, each with the truth value it needs."""
         around = reversed([*self.file.around(statement, constructor)])
         return [(o.test, inner in o.body) for inner, o in around if isinstance(o, ast.If)]
 
     def _reassigned(self, statement: ast.stmt, text: str, relatives: Mapping[int, str]) -> str:
-        """In a subclass, `self.layer[0] = X` takes the place of `self.layer.append(X)`."""
+        """The text for a subclass: `self.layer.append(X)` becomes `self.layer[0] = X`."""
         value = statement.value if isinstance(statement, ast.Expr) else None
         if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
             return text
@@ -211,7 +211,7 @@ class ClassWriter:
     def _check_repeatable(
         self, class_name: str, constructor: ast.FunctionDef, statement: ast.stmt
     ) -> None:
-        """A statement can stand in a subclass's constructor unless a loop is around it."""
+        """Raises for a statement inside a loop, `with` or `try`: a subclass cannot repeat it."""
         for _, node in self.file.around(statement, constructor):
             if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)):
                 raise errors.UnfollowableConstruction(
@@ -224,7 +224,7 @@ class ClassWriter:
     def _locals(
         self, constructor: ast.FunctionDef, statements: Iterable[ast.stmt]
     ) -> list[ast.stmt]:
-        """What binds the variables that some statements use, arguments bound anew among them."""
+        """The assignments of local variables and arguments that statements read."""
         known = {*parameters(constructor), *self.file.names, *dir(builtins)}
         needed: list[ast.stmt] = []
         left = list(statements)
@@ -234,7 +234,7 @@ class ClassWriter:
             for name in sorted(read_in(statement, *tests)):
                 bound = [s for s in constructor.body if name in _bound_beside(s, statement)]
                 late = [s for s in bound if s.lineno > statement.lineno]
-                if statement in needed:  # they come in order, those after it do not matter to it
+                if statement in needed:  # assignments after this one do not affect it
                     bound, late = [s for s in bound if s not in late], []
                 found = bound or name in known or name in bound_in(statement)
                 if late or not found or not all(map(_only_binds, bound)):
@@ -273,22 +273,22 @@ class ClassWriter:
         return self._wrapper(new_name, f"{mixed}{shown}", doc, text)
 
     def _wrapper(self, name: str, bases: str, doc: str, lines: Iterable[str]) -> str:
-        """A class of these lines and a docstring."""
+        """The text of a class with a docstring and these lines."""
         head = [f"class {name}({bases}):", *docstring(doc, 4, self.line_length), ""]
         return "\n".join([*head, *lines]) + "\n"
 
     def _between(
         self, forward: ast.FunctionDef, wraps: Sequence[Change], causes: Causes
     ) -> str | None:
-        """A `forward` that calls the class's own between collectives.
+        """A `forward` that calls `super().forward` between collectives.
 
-        None where the class's own has to be repeated: it returns more than a tensor.
+        None if the class's `forward` must be rewritten: if it returns more than a tensor, say.
         """
         names = Signature.of(forward, bound=True).positional
         inputs = [wrap for wrap in wraps if isinstance(wrap, SyncInput)]
         if any((wrap.of or names[0]) not in names for wrap in inputs if names):
             return None
-        # Everything up to the last argument that goes through a collective is named.
+        # All arguments up to the last one with a collective are written by name.
         last = max((names.index(wrap.of) if wrap.of else 0 for wrap in inputs), default=-1)
         values = dict(zip(names, names[: last + 1], strict=False))
         helper = functools.partial(self.imports.helper, causes=causes)
@@ -319,7 +319,7 @@ class ClassWriter:
         )
 
     def _parameter(self, forward: ast.FunctionDef, name: str, optional: bool) -> str:
-        """A parameter as it is written, with its default where it may be left out."""
+        """The text of a parameter, with its default if it is optional."""
         parameter = next(each for each in all_arguments(forward) if each.arg == name)
         text, default = self.file.segment(parameter), Signature.of(forward).defaults.get(name)
         return text if default is None or not optional else f"{text}={self.file.segment(default)}"
@@ -333,7 +333,7 @@ class ClassWriter:
         what: Recompute,
         causes: Causes,
     ) -> str:
-        """A subclass whose activations are computed again in the backward pass."""
+        """The text of a subclass that recomputes its activations in the backward pass."""
         own = class_name in self.file.classes
         forward = self.classes.method(class_name, "forward") if own else None
         call = self.imports.outside(CHECKPOINT, "checkpoint", causes)
@@ -345,7 +345,7 @@ class ClassWriter:
         text, passed = [_ANY_FORWARD], ["*args", "**kwargs"]
         lines = without_caches(forward, parameters(forward), what.caches) if forward else []
         if forward is not None and (lines or what.left):
-            # A decorator may look for arguments by their names, and add those that it misses.
+            # A decorator may look up arguments by name, and add missing ones.
             passed = list(passed_on(forward, by_name=bool(forward.decorator_list)))
             text = [header_text(self.file, forward)]
             if what.left:
@@ -363,7 +363,7 @@ class ClassWriter:
 
 
 def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:
-    """The names that a statement binds, but for what another one binds that may be part of it."""
+    """The names that a statement binds, apart from those that `statement` inside it binds."""
     if not within(outer, statement):
         return bound_in(outer)
     own = {*ast.walk(statement)}
@@ -371,7 +371,7 @@ def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:
 
 
 def _only_binds(statement: ast.stmt) -> bool:
-    """Whether a statement does nothing but bind names, which may be done again."""
+    """Whether a statement only assigns local variables, so that it can be repeated."""
     if isinstance(statement, ast.If):
         return all(map(_only_binds, (*statement.body, *statement.orelse)))
     if isinstance(statement, ast.Assign):
@@ -385,9 +385,9 @@ def _only_binds(statement: ast.stmt) -> bool:
 
 
 def _in_subclass(whole: Lines, extra: Lines) -> Lines:
-    """What a subclass's constructor says at a statement that its base's has carried out.
+    """The lines of a subclass's constructor for a statement that its base's has executed.
 
-    A statement that is repeated needs what follows it once more, but no size is cut twice.
+    A repeated statement needs the lines after it again, but no size may be divided twice.
     """
     repeated = extra.inside or extra.again
     after = [line for line in whole.after if line in extra.after or (repeated and not line.once)]

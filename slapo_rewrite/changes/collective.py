@@ -1,4 +1,4 @@
-"""Calls of collectives, as they are written."""
+"""Writes calls of collectives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slapo_rewrite.code.build import Operand, call, parsed
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of a collective: its name, and keyword arguments beside the value."""
+    """A call of a collective: its name, and keyword arguments after the value."""
 
     function: str
     keywords: tuple[tuple[str, object], ...] = ()
 
     def of(self, value: Operand, helper: Callable[[str, str], str]) -> cst.Call:
-        """The call with a value; a name of a helper module is referred to as `helper` says."""
+        """The call with a value; `helper` returns the reference to a helper module's name."""
         name = helper("tensor_parallel", self.function)
         return call(name, value, keywords=[(k, repr(v)) for k, v in self.keywords])
 
@@ -26,14 +26,14 @@ class Collective:
 def through(
     collectives: Sequence[Collective], value: Operand, helper: Callable[[str, str], str]
 ) -> cst.BaseExpression:
-    """A value that goes through collectives, one after the other."""
+    """A value with collectives applied in order."""
     node = parsed(value) if isinstance(value, str) else value
     for collective in collectives:
         node = collective.of(node, helper)
     return node
 
 
-# What an instance is called, and said to do, that a collective is all that sets apart.
+# For a subclass that differs by a collective only: the name's prefix, and the docstring's phrase.
 _DOING = {
     "scatter": ("Scattering", "scattered over"),
     "all_gather": ("Gathering", "gathered from"),
@@ -44,7 +44,7 @@ _DOING = {
 
 
 def described(sides: Sequence[tuple[str, Sequence[Collective]]]) -> tuple[str, str]:
-    """The prefix of a class that only puts collectives around `forward`, and what it is."""
+    """The prefix and phrase of a subclass that only adds collectives around `forward`."""
     prefixes, clauses = [], []
     for side, collectives in sides:
         for collective in collectives:

@@ -1,4 +1,4 @@
-"""A class as rewritten: what changes in it, and which of its instances agree on that."""
+"""Rewritten definitions of a class: their changes, and the instances that share them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass
 class Definition:
-    """What changes in a class for some of its instances."""
+    """The changes of a class for some of its instances."""
 
-    changes: dict[Place, Change] = field(default_factory=dict)  # by the place in the class
+    changes: dict[Place, Change] = field(default_factory=dict)  # by place
     causes: dict[Place, Causes] = field(default_factory=dict)  # the directives behind each change
-    # The constructions that these instances go through; a change at another one would not touch
+    # The construction sites that these instances execute; changes at other sites do not affect
     # them.
     present: set[Place] = field(default_factory=set)
     nodes: list[Node] = field(default_factory=list)  # the instances
 
     def agrees_with(self, other: Definition) -> bool:
-        """Whether one text serves both: where both have a place, they want the same."""
+        """Whether one class text serves both: at each place that both have, changes are equal."""
         return all(
             self.changes.get(place) == other.changes.get(place)
             or not (place in self.changes or self.has(place))
@@ -32,11 +32,11 @@ class Definition:
         )
 
     def has(self, place: Place) -> bool:
-        """Whether these instances have the place at all; other than constructions everyone has."""
+        """Whether these instances have a place; only construction sites may be missing."""
         return place.made_at is None or place.made_at in self.present
 
     def absorb(self, other: Definition) -> None:
-        """Takes in a definition that agrees."""
+        """Merges a definition that agrees."""
         self.changes.update(other.changes)
         for place, causes in other.causes.items():
             self.causes[place] = merged_causes(self.causes.get(place, ()), causes)
@@ -44,7 +44,7 @@ class Definition:
         self.nodes += other.nodes
 
     def only(self, places: set[Place]) -> Definition:
-        """The definition with the changes at some places alone."""
+        """The definition with the changes at some places only."""
         return Definition(
             {k: v for k, v in self.changes.items() if k in places},
             {k: v for k, v in self.causes.items() if k in places},
@@ -54,7 +54,7 @@ class Definition:
 
 
 def merged(definitions: Iterable[Definition]) -> list[Definition]:
-    """As few definitions as the given ones need, in their order."""
+    """Merges definitions that agree, in their order."""
     result: list[Definition] = []
     for definition in definitions:
         for known in result:
@@ -67,7 +67,7 @@ def merged(definitions: Iterable[Definition]) -> list[Definition]:
 
 
 def shared_changes(definitions: list[Definition]) -> set[Place]:
-    """The places where every definition that has them wants the same."""
+    """The places where all definitions that have the place have the same change."""
     return {
         place
         for each in definitions

@@ -1,4 +1,4 @@
-"""Where in a class a change stands: no two changes of a definition share a place."""
+"""The places in a class that changes apply to: a definition has one change for each place."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from slapo_rewrite.code.text import Position
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a class; what it is decides which classes share it."""
+    """A place in a class. Its kind decides which related classes share it."""
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
-        """The methods in which it stands; None where it is no method's."""
+        """The methods that contain it; None for a place outside of methods."""
         return None
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
-        """The class in whose text it stands, if it is no method's."""
+        """The class whose text contains it, for a place outside of methods."""
         return class_name
 
     @property
     def made_at(self) -> Place | None:
-        """The construction that it stands at, which not all instances go through."""
+        """The construction site it belongs to, which some instances may not execute."""
         return None
 
 
 @dataclass(frozen=True)
 class AtConstruction(Place):
-    """Where something is made."""
+    """A construction site."""
 
     start: int  # the first character of the expression
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
-        """The class whose method makes it."""
+        """The class whose method has the site."""
         return classes.sites[self.start].class_name
 
 
 @dataclass(frozen=True)
 class AtSite(AtConstruction):
-    """Where a module is made."""
+    """The construction site of a module."""
 
-    index: str = ""  # of the element that it makes there, in a loop; else ''
+    index: str = ""  # the index of the element, for a site in a loop; else ''
 
     @property
     def made_at(self) -> Place | None:
@@ -52,16 +52,16 @@ class AtSite(AtConstruction):
 
 @dataclass(frozen=True)
 class BehindSite(AtSite):
-    """Behind the construction of a module."""
+    """After the construction of a module."""
 
-    what: tuple[str, ...] = ()  # what stands there
+    what: tuple[str, ...] = ()  # tells several changes there apart
 
 
 @dataclass(frozen=True)
 class AtParameter(AtConstruction):
-    """Where a parameter is made, or behind it."""
+    """The construction of a parameter, or the place after it."""
 
-    what: tuple[str, ...] = ()  # what stands there
+    what: tuple[str, ...] = ()  # tells several changes there apart
 
     @property
     def made_at(self) -> Place | None:
@@ -71,7 +71,7 @@ class AtParameter(AtConstruction):
 
 @dataclass(frozen=True)
 class AtBase(Place):
-    """The base of a class that extends a torch layer."""
+    """The torch layer among the bases of a class that extends one."""
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """The class that names the base."""
@@ -83,7 +83,7 @@ class BeforeBases(Place):
     """Before the bases of a class."""
 
     class_name: str
-    what: str  # what stands there
+    what: str  # tells several changes there apart
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """That class."""
@@ -94,7 +94,7 @@ class BeforeBases(Place):
 class EndOfConstructor(Place):
     """At the end of the constructor."""
 
-    attribute: str  # what is set there
+    attribute: str  # the attribute that is set there
 
     def home(self, classes: ClassHierarchy, class_name: str) -> str:
         """The class that has the constructor."""
@@ -104,9 +104,9 @@ class EndOfConstructor(Place):
 
 @dataclass(frozen=True)
 class AroundForward(Place):
-    """Around `forward`, to be had in a subclass as well."""
+    """Around `forward` as a whole, which a subclass can do as well."""
 
-    order: int  # which of them is inside of which
+    order: int  # the nesting: 0 is innermost
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class AtForward(Place):
     of: str = ""  # the argument, where it is not the first
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
-        """The `forward` that runs."""
+        """The `forward` that instances run."""
         return [m for m in classes.methods(class_name) if m.name == "forward"][:1]
 
 
@@ -125,25 +125,25 @@ class AtForward(Place):
 class AtCalls(Place):
     """Where methods call a submodule."""
 
-    path: str  # the submodule's, below the class
+    path: str  # the submodule's path below the class
     side: str  # `argument`, `result` or `bias`
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
-        """Those that call it."""
+        """The methods that call it."""
         found = classes.methods(class_name)
         return [m for m in found if classes.calls_of(m, self.path)]
 
 
 @dataclass(frozen=True)
 class AtReads(Place):
-    """Where methods read an attribute of some name."""
+    """Where methods read an attribute of a given name."""
 
-    name: str  # the attribute's
-    # Where the one place ends that is meant, by line and column; () for all.
+    name: str  # the attribute
+    # The end of the one expression that is meant, by line and column; () for all.
     end: tuple[int, ...] = ()
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
-        """Those that read it."""
+        """The methods that read it."""
         return [
             method
             for method in classes.methods(class_name)
@@ -153,13 +153,13 @@ class AtReads(Place):
 
 @dataclass(frozen=True)
 class AtNode(Place):
-    """A call, a subscript or a part of a method's text."""
+    """A call, a subscript or another part of a method's text."""
 
-    kind: str  # what is done there
+    kind: str  # the kind of change
     at: Position  # where it begins and ends
-    what: object = ()  # what tells it from others there
+    what: object = ()  # tells several changes there apart
 
     def methods(self, classes: ClassHierarchy, class_name: str) -> list[ast.FunctionDef] | None:
-        """The method around it."""
+        """The method that contains it."""
         found = classes.methods(class_name)
         return [m for m in found if m.lineno <= self.at[0] <= (m.end_lineno or self.at[0])]
