@@ -1,4 +1,4 @@
-"""What is made at a construction site: another class, for all elements or chosen by their index."""
+"""Changes of construction sites: another class, for all elements or selected by index."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ class Construction(Change):
 
     @property
     def class_name(self) -> str:
-        """What the other class is called, or the function of the user's that makes it."""
+        """The name of the other class, or of the user's function that makes it."""
         raise NotImplementedError
 
     @property
     def is_class(self) -> bool:
-        """Whether that is known to be a class."""
+        """Whether the name is known to be a class's."""
         return True
 
     def group(self, place: Place) -> Hashable:
-        """All elements that one site makes."""
+        """All elements that one site constructs are written together."""
         assert isinstance(place, AtSite)
         return Construction, place.start
 
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
-        """What stands in the place of the original construction."""
+        """The replacement of the original construction."""
         raise NotImplementedError
 
     def becomes(self, site: Site) -> str:
-        """What happens there, in a few words."""
+        """The reason for the change, in a few words."""
         return f"`{site.path}` becomes a {self.class_name}"
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
-        """Whether a variable holds the class that is called, and was given another one."""
+        """Whether the site calls a variable, whose assignment was changed instead."""
         return False
 
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
-        """Changes what the site makes, for all elements or by their indices."""
+        """Changes what the site constructs, for all elements or by their indices."""
         changes: dict[str, Construction] = {}
         for placed in here:
             assert isinstance(placed.place, AtSite) and isinstance(placed.change, Construction)
@@ -94,7 +94,7 @@ class Construction(Change):
             )
 
     def check_called(self, site: Site, text: ClassText, hint: str | None = None) -> None:
-        """Refuses a site that is no call that names its class (`UnfollowableConstruction`)."""
+        """Raises `UnfollowableConstruction` unless the site is a call that names its class."""
         if site.kind in ("alias", "factory") or not isinstance(site.call, ast.Call):
             raise errors.UnfollowableConstruction(
                 f"`{site.path}` is not made by a call that names its class",
@@ -105,42 +105,42 @@ class Construction(Change):
 
 @dataclass(frozen=True)
 class UseParallelLayer(Construction):
-    """At a construction site: a tensor-parallel layer, or a subclass of it that is defined here."""
+    """At a construction site: a tensor-parallel layer, or a subclass of it defined in this file."""
 
     layer: Layer
     subclass: str | None = None
 
     @property
     def class_name(self) -> str:
-        """The layer's, or the subclass's."""
+        """The layer's or the subclass's name."""
         return self.subclass or self.layer.name
 
     def becomes(self, site: Site) -> str:
-        """The layer."""
+        """The reason, with the layer's name."""
         return f"`{site.path}` becomes a {self.layer.name}"
 
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
-        """Makes it, and has a rank take its part of what is written into its parameters."""
+        """Constructs the layer, and cuts values that methods copy into its parameters."""
         super().write(text, here)
         assert isinstance(here[0].place, AtSite)
         site = text.classes.sites[here[0].place.start]
         if not site.loops:
-            name = "weight" if self.layer.name.startswith("Row") else None  # its bias is whole
+            name = "weight" if self.layer.name.startswith("Row") else None  # the bias is whole
             cut_what_is_written(
                 text, lambda node, method: site.path in module_paths(node, method), name
             )
 
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
-        """The layer with the original's arguments, and its own."""
+        """A call of the layer with the original's arguments, and its own."""
         self.check_called(site, text)
         name = self.subclass or text.helper(self.layer.module, self.layer.name)
         layer = self.layer
         if layer.unit and not layer.unit.required and self._made_above(site, text):
-            layer = replace(layer, unit=None)  # which the other one checks for both
+            layer = replace(layer, unit=None)  # the layer above checks the unit for both
         return with_keywords(_call(original, name, site), layer_keywords(layer, site, text))
 
     def _made_above(self, site: Site, text: ClassText) -> bool:
-        """Whether a layer of the very same sizes is made just above, on all ranks or on none."""
+        """Whether the statements just above construct the same layer, under the same conditions."""
         sites, like = text.classes.sites, ast.dump(site.value)
         above = {*_made_just_above(site, {each.statement for each in sites.values()})}
         return any(
@@ -152,12 +152,12 @@ class UseParallelLayer(Construction):
 
 @dataclass(frozen=True)
 class ReplaceModule(Construction):
-    """At a construction site: a class that the schedule names, or a subclass defined here."""
+    """At a construction site: a class that the schedule names, or a subclass in this file."""
 
     target: Function  # the class
     arguments: str | None  # its constructor's arguments as source; None keeps the original's
-    weights: tuple[tuple[str, Weight], ...] = ()  # what its tensors are made of, by name
-    # The tensor-parallel layer that is made instead, where it is sharded.
+    weights: tuple[tuple[str, Weight], ...] = ()  # how its tensors are made from the original's
+    # The tensor-parallel layer to construct instead, if the module is sharded.
     layer: Layer | None = None
     subclass: str | None = None
 
@@ -166,20 +166,20 @@ class ReplaceModule(Construction):
 
     @property
     def class_name(self) -> str:
-        """The subclass's, the layer's, or what the schedule names."""
+        """The name of the subclass, the layer, or the schedule's class or function."""
         return self.subclass or (self.layer.name if self.layer else self.target.name)
 
     @property
     def is_class(self) -> bool:
-        """Not what the schedule names."""
+        """False for the schedule's name, which may be a function's."""
         return self.subclass is not None or self.layer is not None
 
     def becomes(self, site: Site) -> str:
-        """The class."""
+        """The reason, with the class's name."""
         return f"`{site.path}` is replaced by {self.target.name}"
 
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
-        """A call of the class; where its weights are others, with the original beside it."""
+        """A call of the class, inside `map_weights` with the original if its weights differ."""
         call = self._call(original, site, text)
         if not self.weights:
             return call
@@ -199,7 +199,7 @@ class ReplaceModule(Construction):
         elsewhere = site.kind == "alias"
         keywords = layer_keywords(self.layer, site, text) if self.layer else []
         if self.arguments is not None and not elsewhere:
-            # Whatever the expression is, a call of another class takes its place.
+            # The original may be any expression: a call of the class replaces it.
             made = parsed(f"{self._name(text)}({self.arguments})")
         else:
             hint = 'give the new module\'s own constructor arguments: replace(..., args="...")'
@@ -208,7 +208,7 @@ class ReplaceModule(Construction):
         return with_keywords(_call_of(made), keywords)
 
     def _name(self, text: ClassText) -> str:
-        """The class that stands in the place of the original's."""
+        """The reference to the new class."""
         if self.subclass is not None:
             return self.subclass
         if self.layer is not None:
@@ -218,29 +218,29 @@ class ReplaceModule(Construction):
 
 @dataclass(frozen=True)
 class UseSubclass(Construction):
-    """At a construction site: a specialised class in the place of the `original` one."""
+    """At a construction site: a specialised class in place of the `original` one."""
 
     name: str  # the class
-    original: str  # the one that it is derived from, or that it is
-    # Where the output has it, beside the file with the construction site; None for in it.
+    original: str  # its base class, or the class itself
+    # The output's module that defines it; None for the file with the construction site.
     module: str | None = None
-    # Whether that one imports this file, and holds nothing yet when this is read.
+    # Whether that module imports this file, so that its names exist only later.
     is_above: bool = False
-    # How the construction finds the original, where it does not name it.
+    # How the site looks the original up, if it does not name it.
     lookup: Lookup | None = None
-    # Whether what is called is a value, which was the original here and may be another class in
-    # another configuration.
+    # Whether the site calls a value, which was the original in this configuration and may be
+    # another class in others.
     by_value: bool = False
 
     is_parallel = False
 
     @property
     def class_name(self) -> str:
-        """The subclass's."""
+        """The subclass's name."""
         return self.name
 
     def made(self, original: cst.BaseExpression, site: Site, text: ClassText) -> cst.BaseExpression:
-        """A call of the subclass, or of a method of it."""
+        """A call of the subclass, or of its class method."""
         if self.lookup is not None:
             return self._asked_for(self.lookup, _call_of(original), text)
         self.check_called(site, text)
@@ -256,11 +256,11 @@ class UseSubclass(Construction):
         if isinstance(callee, ast.Attribute):
             meaning = text.file.qualified(callee.value) or ""
             if meaning.rpartition(".")[2] == self.original:
-                name = f"{name}.{callee.attr}"  # another way to make one
+                name = f"{name}.{callee.attr}"  # an alternative constructor
         return _call(original, name, site)
 
     def _asked_for(self, lookup: Lookup, original: cst.Call, text: ClassText) -> cst.BaseExpression:
-        """The class for the configurations that ask for it, and for others what stood there."""
+        """The subclass for configurations that select the original, else the old expression."""
         callee = self.reference(text.imports, text.causes)
         if lookup.module is None:
             test = f'{lookup.config}.__name__ == "{lookup.name}"'
@@ -273,15 +273,15 @@ class UseSubclass(Construction):
         return conditional(made, f"type({lookup.config}) is {config}", original)
 
     def reference(self, imports: Imports, causes: Causes) -> str:
-        """How the file with the construction site refers to the class."""
+        """The reference to the class in the file with the construction site."""
         if self.module is None:
             return self.name
         return imports.helper(self.module, self.name, causes, apart=self.is_above)
 
     def held_by_variable(self, site: Site, text: ClassText) -> bool:
-        """A class that a local variable holds is changed where the variable gets it."""
+        """Changes the assignment of the variable that the site calls, if it does call one."""
         callees = [n for n in ast.walk(site.function) if _is_same_name(n, site.callee)]
-        if not site.variable or len(callees) > 1:  # other modules are made of it as well
+        if not site.variable or len(callees) > 1:  # it constructs other modules as well
             return False
         for statement in site.variable:
             for node in uses_of(statement, self.original):
@@ -293,7 +293,7 @@ class UseSubclass(Construction):
 
 
 def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str, str]]:
-    """What a layer is given beside the original's arguments, its unit if that is known there."""
+    """The layer's keyword arguments besides the original's, with its unit if there is one."""
     keywords = text.imports.keywords(layer, text.causes)
     if layer.unit is not None:
         keywords.append(("multiple_of", _unit(layer.unit, site, text)))
@@ -301,7 +301,7 @@ def layer_keywords(layer: Layer, site: Site, text: ClassText) -> list[tuple[str,
 
 
 def _made_just_above(site: Site, making: Collection[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements right above a site that make other modules, and set nothing that it reads."""
+    """The statements right above a site that construct other modules, none of which it reads."""
     read = {node.attr for node in ast.walk(site.value) if isinstance(node, ast.Attribute)}
     body = site.file.block_of(site.statement)
     for statement in reversed(body[: body.index(site.statement)]):
@@ -315,7 +315,7 @@ def _made_just_above(site: Site, making: Collection[ast.stmt]) -> Iterator[ast.s
 
 
 def _unit(unit: Unit, site: Site, text: ClassText) -> str:
-    """The worth of a unit where a layer is made, be its attribute set there or later."""
+    """The expression of a unit at a site, whose attribute may be set only later."""
     attribute = re.match(r"self\.(\w+)", unit.text)
     if attribute is None:
         return unit.text
@@ -325,7 +325,7 @@ def _unit(unit: Unit, site: Site, text: ClassText) -> str:
     value = Late(text.file, site.function, site.statement).attribute(attribute[1])
     if value is not None and (not inside or re.fullmatch(r"[\w.]+", value)):
         return f"{value}{inside}"
-    if inside and unit.size:  # of what nothing is known yet but its worth
+    if inside and unit.size:  # only the value is known
         return str(unit.size)
     raise errors.UnfollowableConstruction(
         f"`{site.path}` must be split in multiples of `{unit.text}`, which is set later",
@@ -335,7 +335,7 @@ def _unit(unit: Unit, site: Site, text: ClassText) -> str:
 
 
 def unknown_unit(unit: Unit, site: Site, causes: Causes) -> errors.RewriteError:
-    """A layer is made where its unit cannot be said."""
+    """The error for a layer whose unit has no expression at its construction site."""
     return errors.UnfollowableConstruction(
         f"`{site.path}` must be split in multiples of `{unit.text}`, which "
         f"`{site.function.name}`, which makes it, does not know",
@@ -346,12 +346,12 @@ def unknown_unit(unit: Unit, site: Site, causes: Causes) -> errors.RewriteError:
 
 
 def assigned(site: Site) -> list[ast.Assign]:
-    """The assignments of the variable that holds the class that a site calls."""
+    """The assignments of the variable that a site calls."""
     return [statement for statement in site.variable if isinstance(statement, ast.Assign)]
 
 
 def _call(original: cst.BaseExpression, callee: str, site: Site) -> cst.Call:
-    """A call of another class with what the original's gets, by a `partial` too."""
+    """A call of another class with the original's arguments, including those of a `partial`."""
     if site.written_out is not None:
         original = parsed(ast.unparse(site.written_out))
     made = with_callee(_call_of(original), callee)
@@ -370,18 +370,18 @@ def _call_of(node: cst.BaseExpression) -> cst.Call:
 
 @dataclass(frozen=True)
 class _Told:
-    """Which elements become what, and how they are told from each other."""
+    """The change of each element, and the tests that select them."""
 
-    numbers: Mapping[Construction | None, set[int]]  # by what they become
-    test: Callable[[set[int]], str]  # an expression that is true for some of them
-    by: str  # what `test` goes by, in a word
-    first_apart: bool = False  # whether the first is another, and in a share as well
+    numbers: Mapping[Construction | None, set[int]]  # the elements with each change
+    test: Callable[[set[int]], str]  # makes an expression that is true for these elements only
+    by: str  # what `test` compares, in a word
+    first_apart: bool = False  # whether element 0 has its own change and is in a share as well
 
 
 def _told_by_number(
     site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> _Told:
-    """By their indices, or by shares of what counts them."""
+    """The elements by their indices, or by shares of their number."""
     numbers: dict[Construction | None, set[int]] = {}
     level = _deciding(site, present, changes, text)
     for index in sorted(present, key=_numbers):
@@ -400,7 +400,7 @@ def _told_by_number(
 
 
 def _told_by_class(changes: Collection[Construction]) -> list[UseSubclass] | None:
-    """The changes, each of another class, where a value that is called tells which it is."""
+    """The changes, one for each original class, if the called value selects them; else None."""
     found: dict[str, UseSubclass] = {}
     for change in changes:
         if not isinstance(change, UseSubclass) or not change.by_value:
@@ -420,7 +420,7 @@ def _choose_by_class(
     """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
     also = ""
     if not changes.keys() >= {*present}:
-        # By number if there are several classes: a small model may have one of them in a share.
+        # Indices are needed as well: only some elements change.
         told = _told_by_number(site, present, changes, text)
         test = told.test(set().union(*(told.numbers[kind] for kind in kinds)))
         also = f" and ({test})" if " or " in test else f" and {test}"
@@ -446,9 +446,9 @@ def _choice(
     for change, numbers in told.numbers.items():
         node = original if change is None else change.made(original, site, text)
         by_text.setdefault(code(node), (node, set()))[1].update(numbers)
-    # What most elements are stands last, the original's own class if it is among them.
+    # The most frequent choice comes last, or the original class if some elements keep it.
     order = sorted(by_text, key=lambda t: (t == unchanged, len(by_text[t][1])))
-    if told.first_apart:  # a share may hold the first element as well
+    if told.first_apart:  # a share may include element 0, so its test comes first
         order.sort(key=lambda t: by_text[t][1] != {0})
     result = by_text[order[-1]][0]
     for choice in reversed(order[:-1]):
@@ -458,9 +458,9 @@ def _choice(
 
 
 def _counter(site: Site, text: ClassText, level: int) -> str:
-    """The variable that counts the elements; the innermost loop is given one where it has none."""
+    """The variable that counts the elements; adds one to the innermost loop if it has none."""
     loop = site.loops[level] if len(site.loops) >= -level else None
-    # An outer loop counts the outer list's elements where each loop stands for one list.
+    # An outer loop's variable counts the outer list's elements if there is one loop for each list.
     each = len(site.loops) == site.path.count("*")
     visible = level == -1 or each
     if loop and visible and loop.index and loop.index != "_":
@@ -472,7 +472,7 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
         if loop is not None and (loop.counter or isinstance(loop.node, ast.comprehension))
         else "number them in the source: for i, ... in enumerate(...)",
     )
-    if loop is None or len(site.loops) != 1:  # others may turn within it
+    if loop is None or len(site.loops) != 1:  # inner loops would repeat the count
         raise refusal
     node = loop.node
     if not isinstance(node, (ast.comprehension, ast.For)):
@@ -495,7 +495,7 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
 
 
 def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
-    """Whether a node reads the local variable that another one reads."""
+    """Whether two nodes read the same local variable."""
     if not isinstance(node, ast.Name) or not isinstance(name, ast.Name):
         return False
     return node.id == name.id and isinstance(node.ctx, ast.Load)
@@ -504,7 +504,7 @@ def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:
 def _deciding(
     site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> int:
-    """Which of the loops around a site tells what its elements become, counted from the inside."""
+    """Which loop around a site decides its elements' changes, as a negative index from inside."""
     depth = max(len(_numbers(index)) for index in present)
     for level in range(-1, -depth - 1, -1):
         kinds: dict[int, set[Construction | None]] = {}
@@ -520,12 +520,12 @@ def _deciding(
 
 
 def _numbers(index: str) -> tuple[int, ...]:
-    """The element's numbers, those of the outer lists first."""
+    """The numbers in an element's index, those of outer lists first."""
     return tuple(int(n) for n in index.split(".") if n.isdecimal()) or (0,)
 
 
 def written(weight: Weight, reference: Callable[[str], str]) -> str:
-    """The expression that makes a weight, by what the output calls the functions for that."""
+    """The expression that makes a weight; `reference` returns the functions' names."""
     match weight:
         case Original(name):
             return f'"{name}"'

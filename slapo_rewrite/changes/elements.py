@@ -1,8 +1,8 @@
-"""The elements of module lists: which there are, and how the output says which of them it means.
+"""The elements of module lists, and the expressions that select some of them in the output.
 
-By their numbers (`i < 6`), or, where the schedule sliced by fractions, by a share of the expression
-that counts them (`i < config.num_hidden_layers // 2`), so that lists of another length are treated
-as the schedule meant it.
+These compare numbers (`i < 6`). If the schedule sliced by fractions, they compare shares of the
+number of elements (`i < config.num_hidden_layers // 2`), so that lists of other lengths are treated
+as the schedule means.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ElementList:
     """A module list whose elements a construction site makes."""
 
     path: str
-    length: int  # how many elements it has
-    # What the site's `count` came to; None where that cannot be told.
+    length: int  # the number of elements
+    # Evaluates the site's `count`; None if that is not possible.
     counted: Callable[[], int | None]
 
     def numbers(self, paths: Iterable[str]) -> set[int]:
-        """The elements that modules are, or are part of."""
+        """The indices of the elements that are, or contain, the modules at these paths."""
         lead = f"{self.path}." if self.path else ""
         names = {p[len(lead) :].partition(".")[0] for p in paths if p.startswith(lead)}
         return {int(name) for name in names if name.isdecimal()}
@@ -37,7 +37,7 @@ class ElementList:
 
 @dataclass(frozen=True)
 class Region:
-    """What lies between two neighbouring ends of shares."""
+    """The interval between two neighbouring ends of shares."""
 
     start: Fraction  # where it begins, from 0 to 1
     stop: Fraction  # where it ends
@@ -45,23 +45,23 @@ class Region:
 
 
 class _ByNumberError(Exception):
-    """Elements cannot be told by shares, for a reason in words."""
+    """Elements cannot be selected by shares; the message says why."""
 
 
 class IndexSets:
-    """Which elements of each looping construction site exist, over all instances of the class."""
+    """The elements of each construction site in a loop, over all instances of the class."""
 
     def __init__(self) -> None:
         self._present: dict[int, set[str]] = {}
         self._lists: dict[int, dict[str, ElementList]] = {}
-        self.notes: list[str] = []  # the shares that are written by numbers all the same, in words
+        self.notes: list[str] = []  # warnings about shares that are written as numbers
 
     def add(self, start: int, index: str) -> None:
-        """Notes that an instance has the element."""
+        """Records an element that an instance has."""
         self._present.setdefault(start, set()).add(index)
 
     def add_list(self, start: int, elements: ElementList) -> None:
-        """Notes a list that holds what the site makes."""
+        """Records a list that contains modules of the site."""
         self._lists.setdefault(start, {}).setdefault(elements.path, elements)
 
     def of(self, site: Site) -> set[str]:
@@ -71,10 +71,10 @@ class IndexSets:
     def regions(
         self, site: Site, causes: Causes, groups: Sequence[set[int]], *, counted: bool
     ) -> list[Region]:
-        """What shares divide the elements of a site into; none where they are told by numbers.
+        """The regions into which shares divide the elements of a site; empty to use numbers.
 
-        Where there are shares and it goes by numbers all the same, that is noted. The elements of
-        each group are treated alike; `counted` says whether the site's own `count` is needed.
+        If there are shares that cannot be used, this adds a note. The elements of each group have
+        the same change; `counted` says whether the tests need the site's own `count`.
         """
         lists = self._lists.get(site.file.span(site.value)[0], {})
         shares = [s for c in causes for s in c.shares if s.path in lists]
@@ -97,19 +97,19 @@ def _regions(
     groups: Sequence[set[int]],
     counted: bool,
 ) -> list[Region]:
-    """The regions of a site's lists; `_ByNumberError` if none say what each element becomes."""
+    """The regions of a site's lists; raises `_ByNumberError` if they do not decide the changes."""
     found: list[Region] = []
     made = set().union(*groups)
     apart = counted and {0} in groups and _is_first_apart(lists, causes)
-    # Its test comes first then. In a list so short that none of it is in a share, the first element
-    # is recomputed all the same, which changes no numbers.
+    # The test for element 0 then comes first. In a list too short for a share to have elements, it
+    # is recomputed all the same, which does not change results.
     made -= {0} if apart else set()
     for each in lists:
         ends = _ends(each, causes, made)
         if not ends:
             continue
         if counted and isinstance(site.count, ast.Constant):
-            return []  # there are never more or fewer
+            return []  # the number of elements is constant
         if counted and (site.count is None or each.counted() != each.length):
             raise _ByNumberError("nothing here says how many elements there are")
         own = [
@@ -133,21 +133,21 @@ def _regions(
 
 
 def _is_first_apart(lists: Iterable[ElementList], causes: Causes) -> bool:
-    """Whether the first element alone is selected by number, and shares are recomputed, no more."""
+    """Whether only element 0 is selected by number, and all shares are only checkpointed."""
     listed = [(cause, each.numbers(cause.paths)) for each in lists for cause in causes]
     by_number = [numbers == {0} for cause, numbers in listed if not cause.shares]
     return any(by_number) and all(c.primitive == "checkpoint" for c in causes if c.shares)
 
 
 def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
-    """Where the shares of a module list begin and end, its own ends included; none without any."""
+    """The bounds of the shares of a module list, 0 and 1 included; empty without shares."""
     by_share: dict[object, tuple[Share | None, set[int]]] = {}
     made = made.intersection(range(each.length))
     for cause in causes:
         numbers = each.numbers(cause.paths) & made
         if numbers and not cause.inferred:
             share = next((s for s in cause.shares if s.path == each.path), None)
-            # A loop over a share calls a primitive once for each element.
+            # A loop over a slice calls the primitive once for each element.
             key = (share, cause.primitive, cause.at) if share else cause.number
             by_share.setdefault(key, (share, set()))[1].update(numbers)
     ends = set()
@@ -166,7 +166,7 @@ def _elements(each: ElementList, start: Fraction, stop: Fraction) -> range:
 
 
 def spans(numbers: set[int], regions: Iterable[Region]) -> list[tuple[Fraction, Fraction]]:
-    """The shares that hold these elements alone; what holds none goes with what is before it."""
+    """The shares that contain these elements only; an empty region joins the one before it."""
     found: list[tuple[Fraction, Fraction]] = []
     taken = False
     for region in regions:
@@ -179,13 +179,13 @@ def spans(numbers: set[int], regions: Iterable[Region]) -> list[tuple[Fraction, 
 
 
 def share_of(count: str, share: Fraction) -> str:
-    """A share of a number, rounded down, as an expression: `count // 2`, `3 * count // 4`."""
+    """An expression for a share of a number, rounded down: `count // 2`, `3 * count // 4`."""
     times = "" if share.numerator == 1 else f"{share.numerator} * "
     return f"{times}{count} // {share.denominator}"
 
 
 def sliced(container: str, start: Fraction, stop: Fraction) -> str:
-    """A share of a module list: `container[: len(container) // 2]`."""
+    """An expression for a share of a module list: `container[: len(container) // 2]`."""
     low, high = (share_of(f"len({container})", end) if 0 < end < 1 else "" for end in (start, stop))
     return f"{container}[{low}{' ' if low else ''}:{' ' if high else ''}{high}]"
 
@@ -197,7 +197,7 @@ def membership(
     regions: Sequence[Region],
     count: ast.expr | None,
 ) -> str:
-    """An expression that is true for some of the elements that are made."""
+    """An expression that is true for these of the constructed elements only."""
     if not regions or count is None or not any(numbers & region.numbers for region in regions):
         return _numbered(variable, sorted(numbers), sorted(made))
     is_simple = isinstance(count, ast.Name | ast.Attribute | ast.Call)
@@ -213,7 +213,7 @@ def membership(
 
 
 def _numbered(variable: str, indices: list[int], made: list[int]) -> str:
-    """An expression that is true for these indices of those that are made.
+    """An expression that is true for these of the constructed indices only.
 
     `[0, 1, 2] -> i < 3`, `[4, 5] of 6 -> i >= 4`, `[0, 2, 4] -> i % 2 == 0`,
     `[0, 1, 2, 4, 5] -> i < 6 and i != 3`.

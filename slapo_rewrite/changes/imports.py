@@ -1,4 +1,4 @@
-"""Names that a rewritten file needs from elsewhere, and the import lines that give them."""
+"""Names that a rewritten file uses from other modules, and their import lines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.layers import Layer
 
 CHECKPOINT = "torch.utils.checkpoint"
-# What a schedule file is called as a module, and where what it defines goes.
+# The module name of a schedule file, and the output's module for what it defines.
 SCHEDULE, MODULES = "schedule_file", "modules"
-# What carries out the functions that rules call, where they stand in the output.
+# The backends of the functions that rules call, if the output defines these.
 TRITON, INDUCTOR, EAGER = "triton", "inductor", "eager"
 WRITTEN = (TRITON, INDUCTOR, EAGER)
-# Where they stand; those of another backend than a function of the same name are in a file apart.
+# The modules of these functions; functions of one name and several backends have a module for each.
 KERNELS = "kernels"
 KERNEL_FILES = (KERNELS, *(f"{KERNELS}_{backend}" for backend in WRITTEN))
 
@@ -33,31 +33,31 @@ KERNEL_FILES = (KERNELS, *(f"{KERNELS}_{backend}" for backend in WRITTEN))
 class Function:
     """A function or class of the schedule file, or an importable one."""
 
-    name: str  # what the output calls it
-    module: str | None  # where it is imported from; None where the schedule file defines it
+    name: str  # its name in the output
+    module: str | None  # the module to import it from; None if the schedule file defines it
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A name that a text uses from elsewhere."""
+    """A name that a text uses from another module."""
 
-    origin: str  # the dotted name, as the tool itself can import it
-    module: str  # a helper module of the output, with a dot before it, or an installed one
-    name: str  # what is used of it
-    written: str  # how the text refers to it: the name, as a rule
-    # Of a function that rules call: what it is carried out by, where that is no kernel.
+    origin: str  # the dotted name by which the tool itself can import it
+    module: str  # a helper module of the output, with a leading dot, or an installed one
+    name: str  # the name in that module
+    written: str  # how the text refers to it: usually by the name
+    # For a function that rules call: its backend, unless that is a kernel.
     backend: str = ""
 
 
 class Imports:
-    """Collects what is referred to; a name that is taken is reached through its module instead."""
+    """Collects references; a name that is taken in the file is written with its module."""
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
-        # Names used of each helper module of the output folder.
+        # Names used from each helper module of the output folder.
         self.helpers: dict[str, set[str]] = {}
-        self.packages: dict[str, set[str]] = {}  # names used of each installed module
-        self.references: dict[str, Reference] = {}  # all of them, by how the text refers to each
+        self.packages: dict[str, set[str]] = {}  # names used from each installed module
+        self.references: dict[str, Reference] = {}  # all references, by their text
         self._modules: set[str] = set()
         self._along: set[str] = set()
         self._causes: dict[str, list[Directive]] = {}
@@ -74,9 +74,9 @@ class Imports:
         origin: str = "",
         backend: str = "",
     ) -> str:
-        """The reference to a name of a helper module that lies beside the model file.
+        """The reference to a name of a helper module beside the model file.
 
-        It goes through that module where the name is taken, or that is asked for by `apart`.
+        It includes the module if the name is taken, or if `apart` asks for that.
         """
         written = f"{module}.{name}" if apart or self._taken(name) else name
         if written != name and self._taken(module):
@@ -90,14 +90,14 @@ class Imports:
         return self.refer(found, causes)
 
     def keywords(self, layer: Layer, causes: Causes) -> list[tuple[str, str]]:
-        """The keyword arguments of a layer as they are written."""
+        """The text of a layer's keyword arguments."""
         return [(name, self.value(value, causes)) for name, value in layer.keywords]
 
     def value(self, value: object, causes: Causes) -> str:
-        """How an argument is written.
+        """The text of an argument.
 
-        A literal or an expression, or what a runtime module defines: a function, or an object of a
-        dataclass.
+        The value is a literal, an expression, or from a runtime module: a function or an object of
+        a dataclass.
         """
         defined = value if isinstance(value, types.FunctionType) else type(value)
         package, _, module = defined.__module__.rpartition(".")
@@ -113,7 +113,7 @@ class Imports:
         return f"{name}({', '.join(given)})"
 
     def outside(self, module: str, name: str, causes: Causes, origin: str = "") -> str:
-        """The reference to a name of an installed package, by another name where it is taken."""
+        """The reference to a name of an installed package, under an alias if it is taken."""
         if (known := self._known(f"{module}.{name}")) is not None:
             return known
         used = f"{module.partition('.')[0]}_{name}" if self._taken(name) else name
@@ -138,18 +138,18 @@ class Imports:
             return self.helper(MODULES, function.name, causes)
         if function.module == self.file.name:
             return function.name
-        # torch's own modules are known by the package that shows them.
+        # Torch's modules are imported from the public package.
         module = "torch.nn" if function.module.startswith("torch.nn.modules.") else function.module
         if (known := self._known(module)) is not None:
             return f"{known}.{function.name}"
         return self.outside(module, function.name, causes)
 
     def _known(self, meaning: str) -> str | None:
-        """What the file calls something that it imports; None where it does not import it."""
+        """The file's own name for something that it imports; None if it does not import it."""
         return next((name for name, m in self.file.imports.items() if m == meaning), None)
 
     def spelled(self, dotted: str) -> str | None:
-        """A dotted name by the longest part of it that the file imports; None where it has none."""
+        """A dotted name written with the longest prefix that the file imports; None without one."""
         known = [
             (len(meaning), name + dotted[len(meaning) :])
             for name, meaning in self.file.imports.items()
@@ -158,7 +158,7 @@ class Imports:
         return max(known)[1] if known else None
 
     def refer(self, reference: Reference, causes: Causes) -> str:
-        """Imports what the file's text uses, and gives the words by which it does."""
+        """Adds a reference to import, and returns its text."""
         self.references[reference.written] = reference
         self._causes.setdefault(reference.module, []).extend(causes)
         if not reference.module.startswith("."):
@@ -175,7 +175,7 @@ class Imports:
         return self.spelled("torch.ops") or self.outside("torch", "ops", causes)
 
     def define(self, name: str, body: str, causes: Causes) -> str:
-        """A function of the model file without arguments, by this name if it is free."""
+        """Adds a function without arguments to the model file; returns its name, made unique."""
 
         def is_taken(other: str) -> bool:
             return self._taken(other) or self._defined.get(other, (body,))[0] != body
@@ -186,10 +186,10 @@ class Imports:
         return name
 
     def _taken(self, name: str) -> bool:
-        """Whether a name means something in the file, at its top level or inside a function."""
+        """Whether the file uses a name, at its top level or inside a function."""
         if name in self.file.names:
             return True
-        # As a part of the text first, which is a hundred times faster to find than a word.
+        # A substring search first, which is a hundred times faster than one for a word.
         if name not in self.file.text or not re.search(rf"\b{name}\b", self.file.text):
             return False
         if self._locals is None:
@@ -202,7 +202,7 @@ class Imports:
         return name in self._locals
 
     def taken_along(self, module: str) -> list[str]:
-        """The names that another import of `.layers`, of the output, brings in, asked for once."""
+        """The names of a helper module that an existing import line must add; returned once."""
         name = module.removeprefix(".")
         if name in self._along or name not in self.helpers:
             return []
@@ -216,10 +216,10 @@ class Imports:
         }
 
     def edits(self, inlined: str | None = None) -> list[Edit]:
-        """The import lines: a package's after others of that package, helpers last.
+        """The import lines: those of a package after its other imports, helpers last.
 
-        `inlined` stands in the place of the helpers' import lines, where the helpers' definitions
-        become part of the file.
+        `inlined` replaces the helpers' import lines, if the helpers' definitions become part of the
+        file.
         """
         edits, line_length = [], self.file.line_length
         statements = [n for n in self.file.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
@@ -256,7 +256,7 @@ class Imports:
 
 
 def _neighbour(statements: list[ast.Import | ast.ImportFrom], module: str) -> ast.stmt | None:
-    """The import after which one from `module` stands best: its package's last."""
+    """The import to put one from `module` after: the last of its package, or of the file."""
     package = module.split(".")[0]
     best: ast.stmt | None = None
     for statement in statements:

@@ -1,4 +1,4 @@
-"""What an attribute will be worth, said before the constructor sets it."""
+"""Expressions for the values of attributes before the constructor sets them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.names import is_name
 from slapo_rewrite.code.syntax import position
 
-# What may be called a second time: nothing changes by it.
+# Functions without side effects, which may be called a second time.
 _PURE = {"getattr", "hasattr", "int", "float", "len", "max", "min", "round", "abs", "sum", "bool"}
 
 
 class Late:
-    """Expressions for attributes at a statement of a constructor."""
+    """Expressions that are valid at a statement of a constructor."""
 
     def __init__(self, file: SourceFile, function: ast.FunctionDef, statement: ast.stmt) -> None:
         self.file, self.function, self.line = file, function, statement.lineno
@@ -32,7 +32,7 @@ class Late:
                 self.bound.setdefault(name, []).append((each, value))
 
     def attribute(self, name: str) -> str | None:
-        """An expression for `self.<name>`; None where there is none that is known to be right."""
+        """An expression for `self.<name>`; None if none is known to be right."""
         me = f"self.{name}"
         if self._is_there(me):
             return me
@@ -46,16 +46,16 @@ class Late:
         return ast.unparse(written) if written is not None else None
 
     def meaning(self, value: ast.expr) -> ast.expr:
-        """An expression with what its names are bound to written out, as far as that is known."""
+        """An expression with its names replaced by their definitions, as far as these are known."""
         return self.expression(value, wholly=True) or value
 
     def definition(self, name: ast.expr) -> ast.expr | None:
-        """What a name, or an attribute of `self`, is bound to, once and in any case."""
+        """The value of a name, or of an attribute of `self`, that is always assigned once."""
         text = ast.unparse(name)
         return self._assigned(text) if text in self.bound else None
 
     def arguments(self) -> set[str]:
-        """The function's own, `self` apart."""
+        """The function's parameters without `self`."""
         return {*parameters(self.function)} - {"self"}
 
     def _is_there(self, name: str) -> bool:
@@ -64,12 +64,12 @@ class Late:
         if bound is not None:
             return all(statement.lineno < self.line for statement, _ in bound)
         if name.startswith("self."):
-            return "self" in parameters(self.function)  # it is a base's
+            return "self" in parameters(self.function)  # a base's constructor sets it
         known = self.arguments() | set(dir(builtins))
         return name in known or name in self.file.names
 
     def _assigned(self, name: str) -> ast.expr | None:
-        """What a name is bound to, once and in any case."""
+        """The value of a name that is always assigned once, if it can be repeated."""
         if name not in self.bound:
             return None
         (statement, value), *others = self.bound[name]
@@ -77,7 +77,7 @@ class Late:
             return None
         calls = [n.func for n in ast.walk(value) if isinstance(n, ast.Call)]
         pure = all(isinstance(f, ast.Name) and f.id in _PURE for f in calls)
-        # What it reads must not be bound anew afterwards, or in a loop.
+        # The names that it reads must not be reassigned afterwards, or in a loop.
         pure = pure and all(
             position(other) < position(statement)
             for read in names_read(value)
@@ -89,9 +89,9 @@ class Late:
     def expression(
         self, value: ast.expr, depth: int = 0, *, wholly: bool = False
     ) -> ast.expr | None:
-        """An expression in names that are there at the statement; None where there is none.
+        """An expression in names that exist at the statement; None if there is none.
 
-        With what is not there yet written out, or all that can be.
+        Names that do not exist yet are replaced by their definitions; if `wholly`, all names are.
         """
         if depth > 4:
             return None
@@ -123,7 +123,7 @@ class Late:
 
 
 def names_read(value: ast.expr) -> Iterator[str]:
-    """The names that an expression reads; of `self`, the attributes."""
+    """The names that an expression reads, and the attributes of `self`."""
     for node in ast.walk(value):
         if isinstance(node, ast.Name) and node.id != "self":
             yield node.id

@@ -1,4 +1,4 @@
-"""Products in half precision: casts in methods, and layers that compute so."""
+"""Half precision for products: casts in methods, and layers that cast."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from slapo_rewrite.precision.casts import HALF, Operand, Precisions
 from slapo_rewrite.precision.half_layers import FLOAT32_LAYERS, HALF_LAYERS, half_base
 
 MODULE = "mixed_precision"
-# How a value is cast, by the dtype.
+# The tensor method that casts to each dtype.
 CASTS = {"bfloat16": "bfloat16", "float16": "half"}
-# What a layer is called that computes so.
+# The prefix of layers that compute in each dtype.
 NAMES = {"bfloat16": "BFloat16", "float16": "Float16"}
-# The module with the layers that compute so, by that of the tensor-parallel ones.
+# The module with the half-precision variant of each tensor-parallel layer.
 PARALLEL = {
     "ColumnParallelLinear": "mixed_parallel",
     "RowParallelLinear": "mixed_parallel",
@@ -49,20 +49,20 @@ PARALLEL = {
 
 @dataclass(frozen=True)
 class HalfPrecision(Requested):
-    """The products of a module, and of those in it, are computed in half precision."""
+    """A module and those in it compute products in half precision."""
 
-    dtype: str  # which, by its name
+    dtype: str  # the dtype's name
     # Operations, and modules by patterns of their paths, that stay in float32.
     keep: tuple[str, ...] = ()
     is_parallel = False
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
-        """Nowhere: what follows of all of them is placed together."""
+        """Nowhere: the changes of all such requests are placed together."""
 
 
 @dataclass(frozen=True)
 class KeepFloat32(Requested):
-    """A module, and those in it, that are computed in float32 all the same."""
+    """An exception: a module and those in it compute in float32."""
 
     is_parallel = False
 
@@ -81,18 +81,18 @@ class UseHalfLayer(UseParallelLayer):
 
 @dataclass(frozen=True)
 class CastOperand(Change):
-    """In a method: an operand of a call or a product is cast."""
+    """In a method: a cast of an operand of a call or a product."""
 
     operand: Operand
-    method: str  # what casts it: a method of tensors
-    function: str | None = None  # a helper that does so, for what need not be a float
+    method: str  # the tensor method that casts it
+    function: str | None = None  # a helper instead, for a mask, which need not be a float
 
     prefix = "Half"
     says = "that computes products in half precision"
     is_parallel = False
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Calls the method on what stands there, if it can be told which expression is meant."""
+        """Calls the method on the operand's expression; raises if that is ambiguous."""
         for _, node in text.nodes_at(place):
             if isinstance(node, ast.Subscript):
                 value = _assigned(node, text.file.statement_of(node))
@@ -118,14 +118,14 @@ class CastOperand(Change):
 
 
 def _assigned(node: ast.Subscript, statement: ast.stmt) -> ast.expr | None:
-    """What is put into elements of a tensor."""
+    """The value that a statement assigns to elements of a tensor."""
     if isinstance(statement, ast.Assign) and statement.targets == [node]:
         return statement.value
     return None
 
 
 def _operand(node: ast.Call | ast.BinOp, operand: Operand) -> ast.expr | None:
-    """The expression that an operand is."""
+    """The expression of an operand."""
     if isinstance(node, ast.BinOp):
         return {-1: node.left, 0: node.right}.get(operand.position)
     if operand.position == -1:
@@ -144,7 +144,7 @@ def _operand(node: ast.Call | ast.BinOp, operand: Operand) -> ast.expr | None:
 
 
 def half_layer(layer: Layer, dtype: str) -> Layer | None:
-    """The layer in the place of a tensor-parallel one; None where there is none."""
+    """The half-precision variant of a tensor-parallel layer; None if there is none."""
     if layer.name not in PARALLEL:
         return None
     precision = "Float32" if "Norm" in layer.name else NAMES[dtype]
@@ -152,7 +152,7 @@ def half_layer(layer: Layer, dtype: str) -> Layer | None:
 
 
 def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> None:
-    """Another layer where one is made, or as the base of its class: one that casts by itself."""
+    """Places a layer that casts by itself, at the construction site or as the base of a class."""
     base = half_base(node.cls)
     if base is None:
         base = node.cls
@@ -181,9 +181,9 @@ def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> N
 def place_casts(
     to: Placement, found: Precisions, dtype: str, is_half: Callable[[str], bool], causes: Causes
 ) -> None:
-    """Casts in the methods in which values change their precision.
+    """Places casts in the methods where values change their precision.
 
-    A class is the same for modules in which a cast changes nothing as for those that need it.
+    Modules in which a cast has no effect share the class with those that need it.
     """
     for cast in sorted(found.casts, key=repr):
         method = CASTS[dtype] if cast.to == HALF else "float"

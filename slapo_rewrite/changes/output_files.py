@@ -1,8 +1,8 @@
-"""The files that may be rewritten, with what is collected for each.
+"""The files that may be rewritten, with the changes collected for each.
 
-The model file's, the schedule's, and every other file that defines classes of the model, torch's
-own apart. What can be asked of a class of such an other file from outside, where it is made or
-called, is done there; its file is rewritten where what is asked reaches into it.
+These are the model file, the schedule file, and every other file outside of torch that defines
+classes of the model. For a class of such another file, changes go to its construction or call sites
+where that is possible; its file is rewritten only for changes inside of the class.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _RESERVED |= {"modules", "pipeline", *KERNEL_FILES}
 
 @dataclass
 class OutputFile:
-    """What is collected for one file."""
+    """The changes collected for one file."""
 
     file: SourceFile
-    changes: ChangeSet  # what changes in its classes
+    changes: ChangeSet  # the changes of its classes
     classes: ClassHierarchy
-    imports: Imports  # names that it needs of the helper modules
+    imports: Imports  # the names that it needs from helper modules
 
 
 class OutputFiles:
-    """One for each file that defines classes of the model and may be rewritten."""
+    """The output files: one for each file that defines classes of the model, except torch's."""
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.sources = sources
@@ -68,7 +68,7 @@ class OutputFiles:
                     self._open(file)
 
     def shares_of(self, tree: Tree) -> dict[str, set[str]]:
-        """The attributes that are to be another number on a rank, by the modules' paths."""
+        """The attributes that change at the end of constructors, by module path."""
         found: dict[str, set[str]] = {}
         for file in self._files.values():
             for path, changes in file.changes.by_path.items():
@@ -77,7 +77,7 @@ class OutputFiles:
         return {path: found.get(stands, set()) for path, stands in self._stand_ins(tree).items()}
 
     def made_in(self, tree: Tree) -> Iterator[tuple[Node, Construction, Causes]]:
-        """The modules that are to be of another class, each with what makes it and who asked."""
+        """The modules that get another class, each with the change and its directives."""
         meant: dict[str, tuple[Construction, Causes]] = {}
         for file in self._files.values():
             for (owner, place), changes in file.changes.made.items():
@@ -90,13 +90,13 @@ class OutputFiles:
                 yield tree.nodes[path], *meant[stands]
 
     def _stand_ins(self, tree: Tree) -> dict[str, str]:
-        """By the path of each module, that of the one whose changes are its own."""
+        """Maps the path of each module to that of the module whose changes it shares."""
         own = self.stand_in()
         first = tree.first_paths()
         return {path: own(first[id(node.live)]) for path, node in tree.nodes.items()}
 
     def _working_in(self, node: Node) -> Iterator[SourceFile]:
-        """The files in which a module is made up and computes."""
+        """The files that construct a module's contents or define its computation."""
         held = node.children.keys() | node.parameters.keys()
         holds = bool(held) or any(map(_may_tell_a_size, _own(node.live)))
         for base in node.cls.__mro__:
@@ -108,7 +108,7 @@ class OutputFiles:
                 own = vars(base)
                 code = getattr(own.get("__init__"), "__code__", None)
                 makes = "forward" in own and holds
-                # A layer of torch makes what is held by `super().__init__`.
+                # A torch layer creates its parameters in `super().__init__`.
                 is_layer = base_of(base) is not None
                 makes |= code is not None and (is_layer or not held.isdisjoint(code.co_names))
             file = self.sources.file_of(base) if makes else None
@@ -116,7 +116,7 @@ class OutputFiles:
                 yield file
 
     def _open(self, file: SourceFile) -> OutputFile:
-        """What is collected for a file, from now on where it is new."""
+        """The output file of a source file, created on first use."""
         if file.name not in self._files:
             output = self._files[file.name] = self._new(file, self._classes)
             output.changes.siblings, output.changes.same = self._siblings, self._same
@@ -130,7 +130,7 @@ class OutputFiles:
         names = {
             cls.__name__: tuple(c.__name__ for c in cls.__mro__ if self.sources.defines(file, c))
             for cls in classes
-            # Classes of two files may have one name.
+            # Classes of two files may have the same name.
             if cls.__name__ not in file.classes or self.sources.defines(file, cls)
         }
         changes = ChangeSet(self.sources, file)
@@ -140,22 +140,22 @@ class OutputFiles:
         return iter(self._files.values())
 
     def named(self, module: str) -> OutputFile:
-        """The file of a module that is known to be among them."""
+        """The output file of a Python module that has one."""
         return self._files[module]
 
     def of(self, cls: type) -> OutputFile | None:
-        """The file that defines a class; None where that is not rewritten."""
+        """The file that defines a class; None if it may not be rewritten."""
         if cls not in self._by_class:
             defining = (o for o in self._files.values() if self.sources.defines(o.file, cls))
             self._by_class[cls] = next(defining, None)
         return self._by_class[cls]
 
     def computing(self, cls: type) -> OutputFile | None:
-        """The file in which a class has its `forward`, if it may be rewritten."""
+        """The file that defines the `forward` of a class, if it may be rewritten."""
         return self._with_method(cls, "forward")
 
     def constructing(self, cls: type) -> OutputFile | None:
-        """The file in which a class has its constructor, likewise."""
+        """The file that defines the constructor of a class, likewise."""
         return self._with_method(cls, "__init__")
 
     def _with_method(self, cls: type, method: str) -> OutputFile | None:
@@ -165,7 +165,7 @@ class OutputFiles:
         return self.of(next(c for c in cls.__mro__ if method in vars(c))) or home
 
     def lineage(self, cls: type, output: OutputFile) -> tuple[str, ...]:
-        """The class and those that it is derived from, as far as one file defines them."""
+        """The class and its bases, as far as one file defines them."""
         if self.of(cls) is output:
             return output.classes.lineage(cls.__name__)
         if cls.__name__ in output.file.classes:  # another class of that name
@@ -177,7 +177,7 @@ class OutputFiles:
         return output is not self.main and output.file.name not in self.sources.editable
 
     def stem(self, file: SourceFile) -> str:
-        """The name of a file in the output folder, without its ending."""
+        """The name of a file in the output folder, without its extension."""
         if file.name in self.sources.editable:
             return "modules"
         if file.name not in self._stems:
@@ -191,46 +191,46 @@ class OutputFiles:
         return self._stems[file.name]
 
     def making(self, node: Node) -> OutputFile:
-        """The file that makes a module; the model file's where that is not known."""
+        """The file with a module's construction site; the model file if that is not known."""
         site = known_site(self.sources, node)
         return self.of_file(site.file) if site else self.main
 
     def of_file(self, file: SourceFile) -> OutputFile:
-        """A file; the model file's for one that may not be rewritten."""
+        """The output file of a source file; the model file for one of torch's."""
         return self.main if is_torch(file.name) else self._open(file)
 
     def use_at(self, making: SourceFile, home: SourceFile, name: str, original: str) -> UseSubclass:
-        """The change by which one file makes a class of another, or of its own."""
+        """The change that makes a construction site in `making` use a class of the file `home`."""
         if home is making:
             return UseSubclass(name, original)
         is_above = any(m.startswith(f"{making.name}.") for m in home.imports.values())
         return UseSubclass(name, original, self.stem(home), is_above)
 
     def holds(self, filename: str) -> bool:
-        """Whether a file is one that is rewritten."""
+        """Whether a file may be rewritten."""
         return filename in self._by_path
 
     def text_of(self, filename: str) -> str | None:
-        """The text of a file that is rewritten, as it is by now; None of another."""
+        """The current text of a file that may be rewritten; None for other files."""
         output = self._by_path.get(filename)
         return output.file.text if output is not None else None
 
     def at(self, place: Place) -> OutputFile:
-        """The file that a place stands in."""
+        """The output file of a place; the model file for a place in another file."""
         return self._by_path.get(place.filename, self.main)
 
     def span(self, place: Place) -> errors.Span:
-        """A place as it is shown to the user, be it in a file that is not rewritten."""
+        """A place for a message, also for one in a file that is not rewritten."""
         output = self._by_path.get(place.filename)
         return place.shown() if output is None else output.file.shown(place.at)
 
     def siblings(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        """Says for the first of several elements that are alike the names of all of them."""
+        """Sets, for the first of several equal list elements, the names of all of them."""
         self._siblings.clear()
         self._siblings.update(known)
 
     def stands_for(self) -> dict[str, str]:
-        """By the path of each of several elements that are alike, that of the first of them."""
+        """Maps the path of each of several equal list elements to that of the first."""
         return {
             joined_path(path.rpartition(".")[0], name): path
             for path, names in self._siblings.items()
@@ -238,10 +238,10 @@ class OutputFiles:
         }
 
     def stand_in(self) -> Callable[[str], str]:
-        """Tells the path of the module that stands for one in an element of a list, or its own."""
+        """Returns a function from a module's path to that of the module that stands in for it."""
         elements = self.stands_for()
 
-        @functools.cache  # what is above, once for all that is below
+        @functools.cache  # shared parents are computed once
         def told(path: str) -> str:
             if not path:
                 return path
@@ -252,9 +252,9 @@ class OutputFiles:
         return told
 
     def asked_alike(self, states: Mapping[str, ModuleRequests]) -> None:
-        """Says what was asked of each module, be it by other calls of elements that are alike."""
+        """Records which directives made the same requests for equal list elements."""
         own = self.stand_in()
-        pairs = {}  # states are shared, so that these are few
+        pairs = {}  # few, since modules share states
         for path, state in states.items():
             of_its_kind = states.get(own(path), state)
             pairs[id(of_its_kind), id(state)] = of_its_kind, state
@@ -265,8 +265,8 @@ class OutputFiles:
 
 
 def _identifier(stem: str) -> str:
-    """What a file is called where its own name could not be imported."""
-    plain = unicodedata.normalize("NFKC", stem)  # as Python reads names
+    """A file's name as a valid identifier, so that it can be imported."""
+    plain = unicodedata.normalize("NFKC", stem)  # as Python normalises identifiers
     name = re.sub(r"\W", "_", plain.strip("_") if plain.startswith("__") else plain)
     name = name if name.isidentifier() else f"model_{name}"
     return f"{name}_model" if keyword.iskeyword(name) else name
@@ -278,7 +278,7 @@ def is_torch(module: str) -> bool:
 
 
 def _own(module: object) -> Iterator[object]:
-    """What a class keeps in its instance beside what `nn.Module` does."""
+    """The values of a module's own attributes, without those of `nn.Module`."""
     return (v for k, v in vars(module).items() if not k.startswith("_") and k != "training")
 
 

@@ -1,9 +1,9 @@
-"""How the sizes of blocks that lie packed along an axis are written where the tensor is made.
+"""Writes the sizes of blocks packed along an axis, at the construction site of the tensor.
 
-A schedule gives the sizes of one configuration. The output is built for others as well, so it says
-what they follow from: the summands of the axis's own size, `(n_head + 2 * n_kv) * head_dim` say, or
-the sizes by which `forward` takes the result apart. Where neither is known to be right, the output
-has the sizes, and is refused when it is built with another.
+A schedule gives the sizes of one configuration, but the output runs with others as well. So it has
+expressions: the summands of the axis's own size, such as `(n_head + 2 * n_kv) * head_dim`, or the
+sizes by which `forward` takes the result apart. If neither is known to be right, the output has the
+numbers, and raises when it is built with another size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.runtime.packed_axes import Packed, PackedSizes
 from slapo_rewrite.sharding.packed_parts import described, reduced
 
-# A sum of products of names: how often each is in it.
+# A sum of products of names: the coefficient of each product.
 _Sum = Counter[tuple[str, ...]]
 _MAKES_TENSORS = {f"torch.{name}" for name in ("empty", "zeros", "ones", "rand", "randn")}
 _SIZES = ("split_size_or_sections", "split_size", "split_sizes")
@@ -38,10 +38,10 @@ _SIZES = ("split_size_or_sections", "split_size", "split_sizes")
 
 @dataclass(frozen=True)
 class _Block:
-    """The size of a block as a product, in names that are known where the tensor is made."""
+    """The size of a block as a product, in names that exist at the construction site."""
 
-    factors: tuple[ast.expr, ...]  # what is multiplied
-    meaning: _Sum  # what that comes to by what the names were bound to
+    factors: tuple[ast.expr, ...]  # the factors
+    meaning: _Sum  # the product with its names replaced by their definitions, multiplied out
 
 
 class _BlockWriter:
@@ -52,17 +52,17 @@ class _BlockWriter:
         self.owner = node if site.kind in ("parameter", "buffer") else node.owner or node
         self.late = Late(site.file, site.function, site.statement)
         self.count = 1
-        # Names of the methods that take the blocks apart, and what others than the constructor set.
+        # Local names of methods that take blocks apart, and attributes set outside the constructor.
         self.own: set[str] = set()
 
     def parts(
         self, shard: Shard, full: int, size: ast.expr | None, places: Iterable[tuple[Place, int]]
     ) -> Packed | PackedSizes | None:
-        """What is given for `parts`; None for one block.
+        """The value of the argument `parts`; None for one block.
 
-        `full` is the size of the axis, and `size` the expression for it where the tensor is made;
-        `places` are the calls that take the blocks apart, and the subscripts, each with the number
-        of the slice that does.
+        `full` is the size of the axis, and `size` its expression at the construction site. `places`
+        are the calls and subscripts that take the blocks apart, each with the index of the slice in
+        the subscript.
         """
         count = self.count = len(shard.parts)
         pieces, ends = self._taken_apart(places)
@@ -85,15 +85,15 @@ class _BlockWriter:
     def _found(
         self, ratio: tuple[int, ...], size: ast.expr | None, cuts: Sequence[Sequence[_Block]]
     ) -> Sequence[_Block] | None:
-        """The blocks, as relative sizes; None where nothing is known to be right."""
+        """The blocks with sizes in this ratio; None if nothing is known to be right."""
         known = [cut for cut in cuts if len(cut) == len(ratio)]
         if size is not None:
-            # Names stand for themselves, unless there are too few summands so.
+            # Names are replaced by their definitions only if there are too few summands otherwise.
             ways = [self._summands(size, names) for names in (False, True)]
             fitting = next((way for way in ways if len(way) == len(ratio)), [])
             summands = self._blocks(fitting) or []
             values = self._values(summands, ratio)
-            # Without a cut, what has one size here might stand in another order.
+            # Without a cut, blocks of equal size might be in another order.
             if values and (known or _in_one_order(summands, values)):
                 known.insert(0, summands)
         for blocks in known:
@@ -102,7 +102,7 @@ class _BlockWriter:
         return None
 
     def _values(self, blocks: Sequence[_Block] | None, ratio: tuple[int, ...]) -> list[int] | None:
-        """What the sizes are in this model, if they are in the ratio that is asked for."""
+        """The sizes in this model, if they have the requested ratio."""
         found = [self._value(_product(block.factors)) for block in blocks or ()]
         values = [value for value in found if value]
         return values if values and len(values) == len(found) and reduced(values) == ratio else None
@@ -113,7 +113,7 @@ class _BlockWriter:
     # Where the tensor is made ---------------------------------------------------------------
 
     def _summands(self, expr: ast.expr, names: bool) -> list[tuple[ast.expr, ...]]:
-        """The products that an expression is the sum of, with what names are bound to if asked."""
+        """The products that sum to an expression; `names` are replaced by definitions if asked."""
         match expr:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return self._summands(left, names) + self._summands(right, names)
@@ -136,7 +136,7 @@ class _BlockWriter:
         return [(expr,)]
 
     def _blocks(self, products: Iterable[tuple[ast.expr, ...]]) -> list[_Block] | None:
-        """The products in names that are known there; None where one cannot be written so."""
+        """The products in names that exist at the site; None if one cannot be written so."""
         found = []
         for product in products:
             factors = [self.late.expression(factor) for factor in product]
@@ -147,9 +147,9 @@ class _BlockWriter:
         return found
 
     def _is_stable(self, expr: ast.expr) -> bool:
-        """Whether what an expression reads of `self` is what the constructor says, and no layer's.
+        """Whether all attributes of `self` in an expression are set by the constructor itself.
 
-        What a base's constructor sets may be this rank's share by then.
+        What a base's constructor sets, or a layer has, may be this rank's share already.
         """
         read = [name for name in names_read(expr) if name.startswith("self.")]
         bare = uses_of(expr, "self")
@@ -159,7 +159,7 @@ class _BlockWriter:
         )
 
     def _products(self, blocks: Sequence[_Block]) -> list[ast.expr]:
-        """The sizes without the factors that all of them have."""
+        """The sizes without their common factors."""
         left = [list(block.factors) for block in blocks]
         for factor in blocks[0].factors:
             text = ast.unparse(factor)
@@ -174,9 +174,9 @@ class _BlockWriter:
     def _taken_apart(
         self, places: Iterable[tuple[Place, int]]
     ) -> tuple[list[list[ast.expr]], list[ast.expr]]:
-        """The lists of sizes that take the blocks apart, and where slices begin and end.
+        """The lists of sizes that take the blocks apart, and the bounds of slices.
 
-        With what the methods' names are bound to written out. What cannot be read is an empty list.
+        The methods' names are replaced by their definitions. An unreadable list is an empty one.
         """
         pieces: list[list[ast.expr]] = []
         ends: list[ast.expr] = []
@@ -200,7 +200,7 @@ class _BlockWriter:
         return pieces, ends
 
     def _listed(self, call: ast.Call, local: Late) -> list[ast.expr]:
-        """The sizes of a call of `split`."""
+        """The list of sizes that a call of `split` gets."""
         of_torch = (self.site.file.qualified(call.func) or "").startswith("torch.")
         named = [k.value for k in call.keywords if k.arg in _SIZES]
         for sizes in [*call.args[1 if of_torch else 0 :], *named][:1]:
@@ -208,7 +208,7 @@ class _BlockWriter:
         return []
 
     def _told(self, sizes: Sequence[ast.expr]) -> list[_Block] | None:
-        """Blocks by expressions of a method; None where the constructor cannot tell them."""
+        """Blocks from expressions of a method; None if the constructor cannot evaluate them."""
         if not all(self.own.isdisjoint(names_read(each)) for each in sizes):
             return None
         return self._blocks(map(_factors, sizes)) or None
@@ -216,7 +216,7 @@ class _BlockWriter:
     def _between(
         self, ends: Sequence[ast.expr], size: ast.expr | None, full: int
     ) -> list[_Block] | None:
-        """The blocks that begin and end at these places of an axis, where that can be told."""
+        """The blocks between these bounds of an axis; None if they are not known."""
         found = self._told(ends)
         if size is None or found is None:
             return None
@@ -236,9 +236,9 @@ class _BlockWriter:
 def place_blocks(
     to: Placement, node: Node, shard: Shard, site: Site | None, size: ast.expr | None
 ) -> Packed | PackedSizes | None:
-    """How the blocks of a tensor are written at its site, or in its own class; None for one block.
+    """The `parts` of a tensor at its construction site or in its own class; None for one block.
 
-    The site is None where a class of its own makes the tensor; `size` is the expression there for
+    The site is None if a class of its own creates the tensor; `size` is the site's expression for
     the size of the axis.
     """
     full = getattr(node.live, shard.name).shape[shard.axis]
@@ -263,7 +263,7 @@ def place_blocks(
 
 
 def _fixed(shard: Shard, full: int) -> Packed | PackedSizes | None:
-    """What is given for `parts` where no names are known: a number of blocks, or their sizes."""
+    """The `parts` without expressions: a number of blocks, or their sizes."""
     if len(shard.parts) == 1:
         return None
     return Packed(len(shard.parts)) if _is_number(shard) else PackedSizes(_sizes(shard, full))
@@ -278,7 +278,7 @@ def _sizes(shard: Shard, full: int) -> tuple[int, ...]:
 
 
 def length_of(site: Site, axis: int) -> ast.expr | None:
-    """The size of a tensor along an axis, where it is made by a call that says so."""
+    """The expression of a tensor's size along an axis, if `torch.empty` or the like creates it."""
     for call in ast.walk(site.call):
         if not isinstance(call, ast.Call):
             continue
@@ -290,7 +290,7 @@ def length_of(site: Site, axis: int) -> ast.expr | None:
 
 
 def _elements(expr: ast.expr, names: Late | None) -> list[ast.expr] | None:
-    """The elements of a list that is written out, where it stands or where its name is bound."""
+    """The elements of a list display, or of one that a name is bound to."""
     match expr:
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return None if any(isinstance(e, ast.Starred) for e in elements) else elements
@@ -303,7 +303,7 @@ def _elements(expr: ast.expr, names: Late | None) -> list[ast.expr] | None:
 
 
 def _bounds(node: ast.Subscript, number: int) -> list[ast.expr]:
-    """Where the slice that stands at a place of a subscript begins and ends, if it is one."""
+    """The bounds of the slice at an index of a subscript; empty if it is not a slice."""
     keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     key = keys[number] if number < len(keys) else None
     ends = [key.lower, key.upper] if isinstance(key, ast.Slice) else []
@@ -311,7 +311,7 @@ def _bounds(node: ast.Subscript, number: int) -> list[ast.expr]:
 
 
 def _are_alike(pieces: list[list[ast.expr]], ends: list[ast.expr], count: int) -> bool:
-    """Whether an axis is taken apart in so many pieces of one size, whatever that is."""
+    """Whether an axis is taken apart in `count` pieces of equal size."""
     if not all(len(p) == count and all(_sum_of(e) == _sum_of(p[0]) for e in p) for p in pieces):
         return False
     products = [_sum_of(end) for end in ends]
@@ -360,7 +360,7 @@ def _product(factors: Sequence[ast.expr]) -> ast.expr:
 
 
 def _placed(expr: ast.expr, where: ast.expr) -> ast.expr:
-    """A copy of an expression that stands where another one does."""
+    """A copy of an expression at another one's position."""
     moved = copy.deepcopy(expr)
     for node in ast.walk(moved):
         ast.copy_location(node, where)
@@ -368,7 +368,7 @@ def _placed(expr: ast.expr, where: ast.expr) -> ast.expr:
 
 
 def _sum_of(expr: ast.expr) -> _Sum:
-    """An expression multiplied out."""
+    """An expression as a sum of products."""
     match expr:
         case ast.Constant(value=int(number)):
             return Counter({(): number} if number else {})
@@ -383,7 +383,7 @@ def _sum_of(expr: ast.expr) -> _Sum:
 
 
 def _plus(one: _Sum, other: _Sum, times: int = 1) -> _Sum:
-    """One sum, and another so many times."""
+    """One sum plus `times` another."""
     found = Counter(one)
     for names, number in other.items():
         found[names] += times * number
@@ -391,7 +391,7 @@ def _plus(one: _Sum, other: _Sum, times: int = 1) -> _Sum:
 
 
 def _written(meaning: _Sum) -> ast.expr:
-    """A sum as an expression, what is added first."""
+    """A sum as an expression, positive terms first."""
     found: ast.expr | None = None
     for names, times in sorted(meaning.items(), key=lambda item: item[1] < 0):
         factors: list[ast.expr] = [ast.parse(name, mode="eval").body for name in names]

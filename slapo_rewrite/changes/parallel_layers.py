@@ -1,4 +1,4 @@
-"""A layer that is split: what makes it becomes parallel, or its own class derives from one."""
+"""Places sharded layers: at their construction sites, or as the base of their own class."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def place_layer(
     other: Callable[[Layer], Layer] | None = None,
     others: Causes = (),
 ) -> None:
-    """Splits a layer where it is made, or in its own class; one in another's place is made there.
+    """Places a sharded layer at its construction site, or as the base of its own class.
 
-    `other` gives what takes the place of that, where it has to do more, for `others`.
+    `place_replacement` handles replaced modules. `other` makes a variant, for the causes `others`.
     """
     causes, base = merged_causes(to.causes(node), others), base_of(node.cls)
     assert base is not None
@@ -51,7 +51,7 @@ def place_layer(
 
 
 def place_replacement(to: Placement, node: Node, layer: Layer | None) -> None:
-    """Another module where one is made, split if that is asked as well."""
+    """Places a replacement at a module's construction site, sharded if requested."""
     new = to.states[node.path].replacement
     assert new is not None
     causes = merged_causes([new.cause], to.causes(node))
@@ -63,11 +63,11 @@ def place_replacement(to: Placement, node: Node, layer: Layer | None) -> None:
 
 
 def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
-    """The layer with what followed of how it may be split, and with the blocks of a packed axis."""
+    """The layer with its unit of splitting, replication and packed blocks from the analysis."""
     key = layer_key(node)
     if (name := to.followed.replicated.get(key)) and node.owner is not None:
         shared = Unit(f"self.{name}", int(getattr(node.owner.live, name)))
-        # The text names what may differ between instances, and serves them all.
+        # The expression is for all instances, whose sizes may differ.
         layer = replicated(layer, replace(_unit(to, node, shared), size=0)) or layer
     elif (unit := to.followed.units.get(key)) and layer.name in IN_UNITS:
         layer = replace(layer, unit=_unit(to, node, _named(to, node, layer, unit)))
@@ -87,9 +87,9 @@ def _fitted(to: Placement, node: Node, layer: Layer) -> Layer:
 
 
 def _named(to: Placement, node: Node, layer: Layer, unit: Unit) -> Unit:
-    """A unit that is a number in the words of the size that it is a factor of, if there are any.
+    """Replaces a number as unit by a factor of the layer's size expression with this value, if any.
 
-    Models of other sizes, a small one say, then have their own.
+    Models of other sizes, such as a small one, then have their own unit.
     """
     site = known_site(to.files.sources, node) if unit.text.isdecimal() else None
     if site is None or base_of(node.cls) is not node.cls or not isinstance(site.call, ast.Call):
@@ -106,9 +106,9 @@ def _named(to: Placement, node: Node, layer: Layer, unit: Unit) -> Unit:
 
 
 def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
-    """What a layer is split in multiples of, in words that are known where the layer is made.
+    """The unit of a layer in names that exist at its construction site.
 
-    Where it is made in the call of the class that it is given to, that is what this call says.
+    For a layer constructed in its owner's arguments, these are the other arguments of that call.
     """
     sources, owner = to.files.sources, node.owner
     text = ast.parse(unit.text, mode="eval").body
@@ -128,10 +128,10 @@ def _unit(to: Placement, node: Node, unit: Unit) -> Unit:
 
 
 def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> ast.expr | None:
-    """What an expression of a class comes to, in the words of the call that makes an instance.
+    """An expression of a class, in terms of the arguments of the call that constructs an instance.
 
-    None where it is not made of the constructor's parameters alone, as they came in, or where what
-    these are given may be another thing the second time.
+    None if it depends on more than the unchanged constructor parameters, or if an argument may not
+    be evaluated twice.
     """
     found, call = sources.constructor(owner.cls), site.call
     if found is None or not isinstance(call, ast.Call) or site.partial is not None:

@@ -1,4 +1,4 @@
-"""Lines that give parameters attributes, behind the construction of their modules."""
+"""Lines that set attributes of parameters, after the construction of their modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass
 class _Wanted:
-    """The attributes of one parameter, as keyword arguments, and who asked for them."""
+    """The attributes of one parameter, as keyword arguments, and the directives that ask."""
 
     arguments: list[str] = field(default_factory=list)
     causes: Causes = ()
@@ -31,7 +31,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class Annotate(Requested):
-    """After a module's or a parameter's construction: an attribute of the parameter."""
+    """After the construction of a module or a parameter: an attribute of the parameter."""
 
     name: str  # the parameter
     key: str  # the attribute
@@ -45,12 +45,12 @@ class Annotate(Requested):
     is_lasting = True
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
-        """Behind what makes the parameter."""
+        """After the construction of the parameter."""
         to.add_behind_parameter(node, self.name, self.key, self, cause)
         keep_checkpoints(to.files, node, ORIGINAL, (cause,))
 
     def group(self, place: Place) -> Hashable:
-        """All attributes of one parameter, of all elements that a loop makes."""
+        """All attributes of one parameter are written together, for all elements of a loop."""
         assert isinstance(place, AtSite | AtParameter)
         return Annotate, type(place), place.start, self.name
 
@@ -78,7 +78,7 @@ class Annotate(Requested):
     def _line(
         self, statement: ast.stmt, module: str, text: ClassText, wanted: _Wanted, head: str = ""
     ) -> None:
-        """A call for a module, which a loop with this head may name."""
+        """Inserts the call for a module, inside a loop with this head if there is one."""
         asking = text.asked_by(wanted.causes)
         function = asking.helper("annotations", "annotate")
         line = f'{head}{function}({module}, "{self.name}", {", ".join(wanted.arguments)})'
@@ -94,7 +94,7 @@ class Annotate(Requested):
             )
 
     def _elements(self, site: Site, text: ClassText, by_index: dict[str, _Wanted]) -> None:
-        """A loop over the elements, behind the outermost loop that makes them."""
+        """Inserts a loop over the elements, after the outermost loop that constructs them."""
         before, _, after = site.path.partition(".*")
         if "*" in before + after or not all(index.isdecimal() for index in by_index):
             raise errors.UnfollowableConstruction(
@@ -132,7 +132,7 @@ class Annotate(Requested):
 
 
 def _is_alone(site: Site, container: str, text: ClassText) -> bool:
-    """Whether a site makes all elements of its list."""
+    """Whether a site constructs all elements of its list."""
     return not any(
         other is not site and other.path.startswith(f"{container}.")
         for other in text.classes.sites.values()

@@ -1,4 +1,4 @@
-"""Parameters: cut down to a rank's part, given attributes, or read with their gradients summed."""
+"""Changes of parameters: cut to a rank's part, added by one rank, or with summed gradients."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from slapo_rewrite.sharding.types import layer_key
 
 @dataclass(frozen=True)
 class BehindParameter(Change):
-    """A call behind what makes a parameter: its assignment, or the layer of torch that has it."""
+    """A call after the construction of a parameter, or of the torch layer that has it."""
 
     name: str  # the parameter
 
     def insert(
         self, text: ClassText, place: AtParameter | AtSite, function: str, arguments: str, why: str
     ) -> None:
-        """Writes the call, with arguments behind the module and the parameter's name."""
+        """Inserts the call, with `arguments` after the module and the parameter's name."""
         site = text.classes.sites[place.start]
         owner, made = "self", f"self.{self.name}"
         if isinstance(place, AtSite):
@@ -53,17 +53,17 @@ class BehindParameter(Change):
 
 @dataclass(frozen=True)
 class ShardParameter(BehindParameter):
-    """A parameter is cut down to this rank's part."""
+    """Cuts a parameter to this rank's part."""
 
     axis: int  # the axis that is split
-    # What the blocks packed along it are, as it is given to the function that cuts.
+    # The blocks packed along it: the argument `parts` of the function that cuts.
     parts: Packed | PackedSizes | None
-    multiple_of: int = 0  # what a rank's part of a block is a multiple of; 0 where it may be any
+    multiple_of: int = 0  # a rank's part of a block is a multiple of this; 0 for no condition
 
     says = "whose parameters are split over the tensor-parallel group"
 
     def write_at(self, text: ClassText, place: AtParameter | AtSite) -> None:
-        """Cuts it behind its construction, where that makes one."""
+        """Inserts the cut after its construction."""
         packed = text.imports.value(self.parts, text.causes) if self.parts is not None else ""
         more = f", axis={self.axis}"
         more += f", parts={packed}" if packed else ""
@@ -75,10 +75,10 @@ class ShardParameter(BehindParameter):
 
 
 def place_shard(to: Placement, node: Node, shard: Shard) -> None:
-    """Cuts a parameter where it is made: in its class's file, or by the layer of torch below."""
+    """Places the cut of a parameter: after its construction, or after that of its torch layer."""
     site = find_parameter_site(to.files.sources, node, shard.name)
     size = length_of(site, shard.axis)
-    if is_torch(site.file.name):  # a layer, whose class computes by itself
+    if is_torch(site.file.name):  # a torch layer creates the parameter
         changes = to.files.making(node).changes
         site, size = changes.sites[changes.site(node, (shard.cause,))[0].start], None
     elif site.file is not to.files.of_file(site.file).file:
@@ -95,18 +95,18 @@ def place_shard(to: Placement, node: Node, shard: Shard) -> None:
 
 @dataclass(frozen=True)
 class AddOnce(BehindParameter):
-    """A parameter that is added to partial sums: one rank adds it."""
+    """Marks a parameter that is added to partial sums: only one rank adds it."""
 
     says = "whose biases are added by one rank"
 
     def write_at(self, text: ClassText, place: AtParameter | AtSite) -> None:
-        """Says so behind its construction."""
+        """Inserts the call after its construction."""
         why = f"`{self.name}` is added to a rank's partial sum"
         self.insert(text, place, "add_once", "", why)
 
 
 def place_biases(to: Placement, node: Node) -> None:
-    """Has one rank alone add what a module with split parameters adds to its partial sums."""
+    """Places `AddOnce` for parameters that a module with sharded parameters adds to its sums."""
     for key, name in sorted(to.followed.once, key=lambda found: found[1]):
         if key == layer_key(node):
             cause = to.states[node.path].shards[0].cause
@@ -115,15 +115,15 @@ def place_biases(to: Placement, node: Node) -> None:
 
 @dataclass(frozen=True)
 class ReduceParameterGradient(Change):
-    """Where methods read a parameter that every rank has whole: its gradients are added up."""
+    """Where methods read a whole parameter: all-reduces its gradient."""
 
-    name: str  # the parameter's
+    name: str  # the parameter
 
     prefix = "Replicated"
     says = "that runs on this rank's part: its gradients are summed"
 
     def write_at(self, text: ClassText, place: AtReads) -> None:
-        """Adds them up in every method that computes with it."""
+        """Wraps the parameter in every method that computes with it."""
         found = False
         why = f"`{self.name}` is used on this rank's part: its gradients are added up"
         reduced = Collective("all_reduce_gradient")

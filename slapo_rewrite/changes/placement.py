@@ -1,4 +1,4 @@
-"""Where the changes of a module are written, and the changes that a schedule asks for as such."""
+"""Finds the class and file for changes of a module, and defines requested changes."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from slapo_rewrite.sharding.types import ShardingResult
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Part of a `forward`, by the calls that it makes."""
+    """A part of a `forward`, selected by the calls in it."""
 
-    calls: tuple[str, ...] | str  # names of what is called, or a regular expression for them
-    # What a method of these statements is called; None leaves it to the tool.
+    calls: tuple[str, ...] | str  # the called names, or a regular expression for them
+    # The name of a method with these statements; None lets the tool choose.
     name: str | None = None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Finds the class and the file for what is asked of a module."""
+    """Finds the class and the file for the requests of a module."""
 
     tree: Tree  # the module tree
-    states: Mapping[str, ModuleRequests]  # what was asked of each module path
-    files: OutputFiles  # the files that may be rewritten; take the changes
-    followed: ShardingResult  # what follows from the sharded sizes
+    states: Mapping[str, ModuleRequests]  # the requests, by module path
+    files: OutputFiles  # the files that may be rewritten; collect the changes
+    followed: ShardingResult  # the result of the sharding analysis
 
     def causes(self, node: Node) -> Causes:
-        """Who splits a module's parameters and communicates at its border."""
+        """The directives that shard a module's parameters or add collectives at its border."""
         state = self.states[node.path]
         return merged_causes((s.cause for s in state.shards), (s.cause for s in state.syncs))
 
     def caller(self, node: Node) -> tuple[Node, str]:
-        """The module whose methods call another one, and the path from it to that one."""
+        """The module whose methods call a module, and the path from it to the module."""
         assert node.owner is not None
         caller, relative = node.owner, node.relative
         while caller.owner and (state := self.states.get(caller.path)) and state.inlined:
@@ -55,7 +55,7 @@ class Placement:
         return caller, relative
 
     def calling(self, node: Node) -> tuple[OutputFile, Node, str]:
-        """Likewise, with the file in which that computes, where it has no other name too."""
+        """Likewise, after the caller's file; raises if the module has several callers."""
         caller, relative = self.caller(node)
         for other in self.tree.nodes.values():
             if other.live is node.live and other is not node:
@@ -70,13 +70,13 @@ class Placement:
         return self.files.computing(caller.cls) or self.home(caller), caller, relative
 
     def home(self, node: Node) -> OutputFile:
-        """Where the class of a module changes; of a foreign class, where it gets a subclass."""
+        """The file for changes of a module's class; for a foreign class, that of its subclass."""
         return self.files.of(node.cls) or self.files.making(node)
 
     def around_forward(self, node: Node) -> OutputFile:
-        """Where `forward` as a whole is wrapped.
+        """The file for wrappers of `forward` as a whole.
 
-        What stands in another's place, or is of another file, is wrapped where it is made.
+        A replacement, or a class of another file, is wrapped at its construction site.
         """
         home = self.home(node)
         if self.states[node.path].replacement or self.files.is_other(home):
@@ -84,10 +84,10 @@ class Placement:
         return home
 
     def is_outside(self, node: Node, home: OutputFile) -> bool:
-        """True if a change goes to the call or construction site in another file.
+        """Whether a change goes to the call or construction site in another file.
 
-        So it is for a class of a file that is neither the model's nor the schedule's, as long as
-        nothing is asked that reaches into it.
+        This holds for classes of files other than the model's and the schedule's, unless a request
+        needs changes inside of the class.
         """
         if node.owner is None or not self.files.is_other(home):
             return False
@@ -99,7 +99,7 @@ class Placement:
         )
 
     def add_to_region(self, node: Node, part: Subgraph, change: Change, cause: Directive) -> None:
-        """Adds a change of some statements of one method."""
+        """Adds a change of a part of a method."""
         home = self.files.computing(node.cls)
         if home is None:
             raise errors.Unsupported(
@@ -115,7 +115,7 @@ class Placement:
     def add_behind_parameter(
         self, node: Node, name: str, what: str, change: Change, cause: Directive
     ) -> None:
-        """Adds a line behind what makes a parameter: the parameter, or the module that holds it."""
+        """Adds a line after the construction of a parameter, or of the module that owns it."""
         home = self.files.of(node.cls)
         replaced = self.states[node.path].replacement is not None
         if home is not None and not replaced and not self.is_outside(node, home):
@@ -140,24 +140,24 @@ class Placement:
 
 
 class Requested(Change):
-    """A change that a schedule asks for as such; others follow from what it splits."""
+    """A change that a schedule requests directly; other changes follow from sharding."""
 
-    is_called: ClassVar[bool] = True  # whether it happens when the module is called
+    is_called: ClassVar[bool] = True  # whether it takes effect when the module is called
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
-        """Adds the change where it is to be written."""
+        """Adds the change at its place."""
         raise NotImplementedError
 
 
 def at_node(kind: str, place: Place, what: object = ()) -> AtNode:
-    """Where a run of the model came by, as a place in a class."""
+    """A place that a run of the model recorded, as a place in a class."""
     return AtNode(kind, place.at, what)
 
 
 def find_subgraph(
     classes: ClassHierarchy, class_name: str, part: Subgraph, cause: Directive
 ) -> Calls:
-    """The statements that a part means, of the one method of a class that makes the calls."""
+    """The statements of a part, in the one method of a class that makes its calls."""
     file = classes.file
     methods: dict[str, ast.FunctionDef] = {}
     for method in classes.methods(class_name):

@@ -1,4 +1,4 @@
-"""What a model of transformers needs to start, read and write checkpoints as the original does."""
+"""Mix-ins with which a transformers model initialises, loads and saves as the original does."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slapo_rewrite.model.initial import initialises_inside
 from slapo_rewrite.model.layers import qualified
 from slapo_rewrite.model.tree import Node, Tree
 
-# The model's checkpoints are the original's, also where modules have other weights.
+# Mix-ins that keep the original's checkpoint format; the second is for modules with mapped weights.
 ORIGINAL, MAPPED = "OriginalCheckpoints", "MappedCheckpoints"
-# Transformers treats the model as it does those of its own package.
+# A mix-in that has transformers treat the model like those of its own package.
 LIBRARY = "LibraryModel"
 
 
 def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
-    """Gives the models of transformers that hold a module a base class, `ORIGINAL` or `MAPPED`."""
+    """Adds a mix-in, `ORIGINAL` or `MAPPED`, to the transformers models that contain a module."""
     _mix_in(files, node, kind, causes)
     _mix_in(files, node, LIBRARY, causes)
 
@@ -32,11 +32,11 @@ def keep_checkpoints(files: OutputFiles, node: Node, kind: str, causes: Causes) 
 def keep_all_treatments(
     tree: Tree, files: OutputFiles, before: Iterable[Directive], called: Sequence[Directive]
 ) -> None:
-    """Has transformers treat every model specially that it did, once anything is called for.
+    """Adds the `LIBRARY` mix-in to models that transformers treats specially, if anything changes.
 
-    It converts their checkpoints, or initialises what others have to initialise themselves.
-    `called` is all that is called for, were it for a share of layers that is none: a knob that says
-    no more than that does not change the weights that training starts with.
+    It converts their checkpoints, or initialises modules that others must initialise themselves.
+    `called` has all directives, even those for a share of layers that is empty: then a knob does
+    not change the initial weights just by making a share empty.
     """
     changes = (known for output in files for known in output.changes.causes.values())
     causes = merged_causes(before, *(why for known in changes for why in known.values()))
@@ -62,16 +62,16 @@ def _mix_in(files: OutputFiles, node: Node, kind: str, causes: Causes) -> None:
 
 
 def _is_held(files: OutputFiles, home: OutputFile, node: Node) -> bool:
-    """Whether the output has a file besides the model's: it changes, or makes what does."""
+    """Whether the output includes a file: it has changes, or it constructs modules with changes."""
     below = f"{node.path}." if node.path else ""
     changed = (path for output in files for path in output.changes.by_path)
     return bool(home.changes.by_path) or any(path.startswith(below) for path in changed)
 
 
 def _specially_initialised(tree: Tree) -> list[Node]:
-    """The models that initialise weights when they are asked to do so for a module without any.
+    """The models whose weight initialisation acts on modules without parameters of their own.
 
-    Transformers asks for such modules in its own package only.
+    Transformers calls it for such modules in its own package only.
     """
     models: dict[str, Node | None] = {}
     found: dict[str, Node] = {}
@@ -86,7 +86,7 @@ def _specially_initialised(tree: Tree) -> list[Node]:
 
 
 def converted_models(tree: Tree) -> list[Node]:
-    """The models of transformers whose checkpoints it converts, of classes in files of its own."""
+    """The transformers models whose checkpoints it converts, by class name or model type."""
     return [
         node
         for node in tree.nodes.values()
@@ -112,7 +112,7 @@ def is_of_library(cls: type) -> bool:
 @functools.cache
 def _is_converted(name: str | None) -> bool:
     """Whether transformers converts checkpoints for a class or a type of model."""
-    # All that it knows takes a while to build: look first whether it says the name at all.
+    # Building the mapping is slow: first check whether the source contains the name.
     if not name or f'"{name}"' not in _what_is_converted():
         return False
     known: Any = importlib.import_module("transformers.conversion_mapping")
@@ -121,6 +121,6 @@ def _is_converted(name: str | None) -> bool:
 
 @functools.cache
 def _what_is_converted() -> str:
-    """The text of transformers' conversions; empty where a release has none."""
+    """The source of transformers' conversions; empty if this release has none."""
     found = importlib.util.find_spec("transformers.conversion_mapping")
     return Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""

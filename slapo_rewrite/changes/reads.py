@@ -1,4 +1,4 @@
-"""Where methods read or write what belongs to other modules: sizes, and parameters."""
+"""Finds where methods read or write sizes and parameters of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.code.syntax import end_position
 from slapo_rewrite.code.text import within
 
-# What is read of a parameter, and what is asked about it, without its numbers.
+# Attributes, and built-in calls, that use a parameter without its values.
 _FACTS = {"dtype", "device", "shape", "ndim", "is_meta", "requires_grad"}
 _QUESTIONS = {"hasattr", "isinstance", "type", "id"}
 
@@ -21,7 +21,7 @@ _QUESTIONS = {"hasattr", "isinstance", "type", "id"}
 def readings(
     classes: ClassHierarchy, class_name: str, path: str, attribute: str
 ) -> Iterator[ast.Attribute]:
-    """The places where a class reads an attribute of the module at a path below it."""
+    """The expressions in which a class reads an attribute of the module at a path below it."""
     for method in classes.methods(class_name):
         for node in _read(method, attribute):
             if path in module_paths(node.value, method):
@@ -29,13 +29,13 @@ def readings(
 
 
 def in_forward(classes: ClassHierarchy, class_name: str, node: ast.AST) -> bool:
-    """Whether an expression stands in the `forward` that instances of a class run."""
+    """Whether an expression is in the `forward` that instances of a class run."""
     forward = classes.method(class_name, "forward")
     return forward is not None and within(forward, node)
 
 
 def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
-    """The places where a method reads the numbers of an attribute of that name."""
+    """The expressions in which a method reads the values of an attribute of that name."""
     about = set(map(id, _asked_about(method)))
     return (node for node in _read(method, name) if id(node) not in about)
 
@@ -43,11 +43,11 @@ def values_read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
 def cut_what_is_written(
     text: ClassText, is_owner: Callable[[ast.expr, ast.FunctionDef], bool], name: str | None = None
 ) -> None:
-    """Writes a rank's part of what methods copy into parameters: `self.proj.bias.copy_(values)`.
+    """Cuts values that methods copy into parameters to a rank's part: `self.b.copy_(values)`.
 
     Args:
         text: The class.
-        is_owner: Whether an expression in a method is the module that holds the parameters.
+        is_owner: Whether an expression in a method is the module that owns the parameters.
         name: The parameter's name; None for all of the module's, of which some may be whole.
     """
     for method in text.methods():
@@ -66,13 +66,13 @@ def cut_what_is_written(
 
 
 def _read(method: ast.FunctionDef, name: str) -> Iterator[ast.Attribute]:
-    """The places where a method reads an attribute of that name, of whatever."""
+    """The expressions in which a method reads an attribute of that name of any object."""
     found = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
     return (n for n in found if isinstance(n.ctx, ast.Load) and n.attr == name)
 
 
 def is_question(method: ast.FunctionDef, end: tuple[int, int]) -> bool:
-    """Whether what a method reads at a place, by its end, is asked about without its numbers."""
+    """Whether the read that ends at a position uses the parameter without its values."""
     found = (*_asked_about(method), *(n for n in ast.walk(method) if _is_call_of(n, {"hasattr"})))
     return any(end_position(n) == end for n in found if isinstance(n, ast.expr))
 

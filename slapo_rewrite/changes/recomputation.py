@@ -1,4 +1,4 @@
-"""What must not happen twice where a module is computed again in the backward pass."""
+"""Checkpointing: checks for what a recomputation must not repeat, and options of the call."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from slapo_rewrite.model.tree import Node, Tree
 
 @dataclass(frozen=True)
 class Recomputed(Requested):
-    """Activations are computed again in the backward pass, those of a module or of a part of it."""
+    """Recomputes the activations of a module, or of a part of it, in the backward pass."""
 
-    kept: SavePolicy = None  # what is kept all the same
+    kept: SavePolicy = None  # the results that are kept
     updates_buffers: bool = False  # whether it updates buffers as it runs
     draws: bool = False  # whether it draws random numbers of Python or NumPy
-    caches: tuple[str, ...] = ()  # those that the module and modules inside of it take
-    left: tuple[str, ...] = ()  # arguments that it must not be given where it is computed again
+    caches: tuple[str, ...] = ()  # the cache arguments of the module and of modules inside it
+    left: tuple[str, ...] = ()  # arguments that callers must not pass where it is recomputed
 
     def checked(self, to: Placement, node: Node, twice: Iterable[Node], cause: Directive) -> Self:
-        """The same, once it is known that some modules may run twice, and what that takes."""
+        """The change with its options set; raises if the modules in `twice` must not run twice."""
         check_repeats(to.files, twice, cause)
         return replace(
             self,
@@ -54,7 +54,7 @@ class Recomputed(Requested):
         )
 
     def options(self, imports: Imports, causes: Causes) -> list[tuple[str, str]]:
-        """What torch's checkpoint is told by name."""
+        """The keyword arguments of torch's `checkpoint`."""
         contexts = ""
         if self.kept is not None:
             contexts = context(imports, self.kept, causes)
@@ -66,21 +66,21 @@ class Recomputed(Requested):
         return [*options, ("context_fn", contexts)] if contexts else options
 
 
-# Of `torch.func` what cannot be done inside of what is computed again: torch hooks what it keeps.
+# Transforms of `torch.func` that fail inside a checkpoint, whose saved-tensor hooks they reject.
 REVERSE = ("grad", "grad_and_value", "vjp", "jacrev", "hessian")
 
 
 def left_out(to: Placement, node: Node, cause: Directive) -> tuple[str, ...]:
-    """The fewest arguments without which a module may be computed again; often none.
+    """The smallest set of arguments that must be left out for recomputation; often empty.
 
-    Those that need not be given: the module says so as it runs, where one is all the same.
+    Only optional arguments; the module raises at run time if one is passed all the same.
     """
     forward = forward_of(to.files, node)
     defaults = Signature.of(forward).defaults if forward is not None else {}
     constants = {n: each.value for n, each in defaults.items() if isinstance(each, ast.Constant)}
     optional = [name for name in reversed(constants) if constants[name] is None]
     if to.around_forward(node) is not to.files.of(node.cls):
-        optional = []  # its text is not written
+        optional = []  # its file is not rewritten
     caches = caches_taken(to.files, to.tree, node.cls)
     refused: errors.RewriteError | None = None
     for names in dict.fromkeys(((), *((name,) for name in optional), tuple(optional))):
@@ -98,7 +98,7 @@ def left_out(to: Placement, node: Node, cause: Directive) -> tuple[str, ...]:
 def check_recomputed(
     files: OutputFiles, node: Node, cause: Directive, left: Collection[str] = ()
 ) -> None:
-    """Refuses a module whose `forward` changes what it is given, but for arguments left out."""
+    """Raises if a module's `forward` changes its arguments, except for those left out."""
     if getattr(node.live, "inplace", False) is True:
         raise errors.Unsupported(
             f"{node.shown} changes its input in place, and would do so twice",
@@ -111,21 +111,21 @@ def check_recomputed(
         return
     given = {*parameters(forward)} - {"self", *_may_be_left_out(node), *left}
     if forward.args.kwarg:
-        given.discard(forward.args.kwarg.arg)  # a dictionary made by the call
+        given.discard(forward.args.kwarg.arg)  # each call makes a new dictionary
     if (found := change_of_given(forward, given)) is not None:
         hint = "change a copy of it, or checkpoint modules inside this one"
         _refuse(home.file, forward, replace(found, hint=hint), cause)
 
 
 def _may_be_left_out(node: Node) -> set[str]:
-    """The arguments of a module that may be caches, which it need not be given."""
+    """The optional arguments of a module that may be caches."""
     names = names_of_caches(node.cls.forward.__module__)
     taken = inspect.signature(node.cls.forward).parameters
     return {n for n in names if CACHE in names or (n in taken and taken[n].default is None)}
 
 
 def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -> None:
-    """Refuses modules that compute something else a second time, random numbers say."""
+    """Raises if modules compute something else in a second run, for example random numbers."""
     within = {inner.cls: (each, inner) for each in nodes for inner in each.walk()}
     for around, node in within.values():
         for file, method in running(files, node):
@@ -151,11 +151,11 @@ def _refuse(
 
 
 def caches_taken(files: OutputFiles, tree: Tree, cls: type) -> tuple[str, ...]:
-    """The caches that modules of a class or those inside fill, by their arguments' names.
+    """The names of arguments with caches that modules of a class, or those inside, fill.
 
-    What some of these hold the others need not: one text is right for all of them. What is not
-    filled is no more than an argument: what a model remembers of an earlier segment, say. What has
-    a module hold a cache itself is one of them.
+    All instances of the class share one text, so the caches of all are included. An argument that
+    is not filled does not count, such as the memory of an earlier segment. `use_cache` counts if a
+    module has a cache itself.
     """
     around = [node for node in tree.nodes.values() if node.cls is cls]
     taken: set[str] = set()
@@ -181,9 +181,9 @@ def _may_fill(files: OutputFiles, node: Node, name: str) -> bool:
 def without_caches(
     function: ast.FunctionDef, used: Collection[str], caches: Iterable[str]
 ) -> list[str]:
-    """Lines that leave a function without the caches it was given, none where there are none.
+    """Lines that reset a function's cache arguments; empty if there are none.
 
-    Of its names those that are `used` count; the caches may be among its `**kwargs`.
+    Only names in `used` count; caches may also be among `**kwargs`.
     """
     off = {KEEPS_TOKENS: False}
     lines = [f"{name} = {off.get(name)}" for name in caches if name in used]

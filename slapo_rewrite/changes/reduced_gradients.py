@@ -1,7 +1,7 @@
-"""Where the gradients of whole parameters are added up that meet a rank's parts.
+"""Places all-reduces of the gradients of whole parameters that are used with a rank's parts.
 
-A module's own class does it where its methods read the parameter, or a layer of ours takes the
-class's place. What another module reads (`self.norm.weight`) is added up there.
+If a module's own methods read the parameter, its class all-reduces the gradient, or a runtime layer
+replaces the class. If another module reads it (`self.norm.weight`), that expression is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slapo_rewrite.sharding.types import Reading
 
 
 class ReducedGradients:
-    """Adds up the gradients of every whole parameter that meets parts, wherever its like does."""
+    """Places gradient sums for whole parameters used with parts, and for those like them."""
 
     def __init__(self, to: Placement) -> None:
         self.tree, self.states, self.files = to.tree, to.states, to.files
@@ -35,7 +35,7 @@ class ReducedGradients:
         self.readings = grouped(((each.path, each.name), each) for each in ordered)
 
     def place(self, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]) -> None:
-        """Places the sums in the classes of what is split, and where others read parameters."""
+        """Places the sums in classes of modules, and where other modules read parameters."""
         for (path, name), source in sorted(self.followed.shared.items()):
             causes = self._causes_of(source) or merged_causes(*owners.values())
             for reading in self.readings.get((path, name), ()):
@@ -56,10 +56,10 @@ class ReducedGradients:
         return merged_causes(state.causes()) if state else ()
 
     def _belongs_to_class(self, path: str, name: str) -> bool:
-        """Whether a module's own class adds up: it reads the parameter, or is alone to do so.
+        """Whether a module's own class sums the gradient: it reads the parameter, or nothing else.
 
-        Where it does not, it may all the same if that saves telling it from others of its class. A
-        layer that is decomposed is not called: what it holds is read where it was.
+        If it does not read it, the class may still sum, to share the definition with instances that
+        do. A decomposed layer is not called: its call site reads its parameters.
         """
         if (state := self.states.get(path)) is not None and state.decompose:
             return False
@@ -77,7 +77,7 @@ class ReducedGradients:
         )
 
     def _where_read(self, reading: Reading, causes: Causes) -> None:
-        """Adds up the gradients of a parameter where a method of another module reads it."""
+        """Sums the gradient of a parameter where a method of another module reads it."""
         what, place = f"`{reading.path}.{reading.name}`", reading.place
         also = [c.at for c in causes[:1] if c.at]
         if place is None or not self.files.holds(place.filename):
@@ -120,7 +120,7 @@ class ReducedGradients:
         home.changes.add(reader.path, AtReads(reading.name, end), change, causes)
 
     def _in_class(self, node: Node, name: str, causes: Causes) -> None:
-        """Adds up the gradients of a parameter: its class does, or a layer of ours."""
+        """Sums the gradient of a parameter in its module's class, or by a runtime layer."""
         base = summing_base(node.cls)
         home = self.files.of(node.cls)
         if base is node.cls:
@@ -154,6 +154,6 @@ class ReducedGradients:
 
 
 def _leaves_the_work(cls: type, home: OutputFile) -> bool:
-    """Whether a class leaves the work to what it is derived from in another file."""
+    """Whether a class leaves the computation to a base class of another file."""
     names = home.classes.lineage(cls.__name__)
     return all(home.classes.extends_forward(c) for c in cls.__mro__ if c.__name__ in names)

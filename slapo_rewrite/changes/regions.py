@@ -1,4 +1,4 @@
-"""Regions of a method: recomputed as a method of their own, or under another random state."""
+"""Regions of a method: checkpointed, or with forked random numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_NAME = 40
 
 @dataclass(frozen=True)
 class Region(Requested):
-    """In a method: some of its statements, by the calls that they make."""
+    """In a method: some statements, selected by the calls in them."""
 
     part: Subgraph  # the statements
 
@@ -44,7 +44,7 @@ class Region(Requested):
     is_parallel = False
 
     def group(self, place: Place) -> Hashable:
-        """All regions of a class: one may stand in another."""
+        """All regions of a class are written together, since they may be nested."""
         return Region
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
@@ -52,7 +52,7 @@ class Region(Requested):
         to.add_to_region(node, self.part, self, cause)
 
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
-        """Writes all of them, with what else changes in their statements."""
+        """Writes all regions, with the other changes of their statements."""
         _Regions(text).write(here)
 
 
@@ -72,7 +72,7 @@ class RecomputeRegion(Recomputed, Region):
     says = "that recomputes part of its activations in the backward pass"
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
-        """Likewise, once it is known what updates buffers."""
+        """Likewise, after the checks of recomputation."""
         change = self.checked(to, node, node.children.values(), cause)
         check_transformed(to.files, node, change.caches, cause)
         to.add_to_region(node, self.part, change, cause)
@@ -87,7 +87,7 @@ class _Wanted:
 
 
 class _Regions:
-    """Rewrites regions of the methods of one class."""
+    """Writes the regions of one class."""
 
     def __init__(self, text: ClassText) -> None:
         self.text, self.file, self.imports = text, text.file, text.imports
@@ -95,7 +95,7 @@ class _Regions:
         self.names: set[str] = set()
 
     def write(self, here: Sequence[PlacedChange]) -> None:
-        """Rewrites them, what stands in others first; none may overlap."""
+        """Writes the regions, inner ones first; raises if two overlap."""
         order = sorted(
             map(self._found, here),
             key=lambda w: (w.span[1] - w.span[0], isinstance(w.change, RecomputeRegion)),
@@ -163,7 +163,7 @@ class _Regions:
     def _empty_caches(
         self, wanted: _Wanted, change: RecomputeRegion, statement: ast.stmt, used: set[str]
     ) -> None:
-        """A cache of keys and values is not passed on in training: it would be filled twice."""
+        """Inserts lines that drop caches of keys and values in training: they would fill twice."""
         method = wanted.calls.method
         lines = without_caches(method, used & local_names(method), change.caches)
         if lines:
@@ -176,9 +176,9 @@ class _Regions:
     # Several statements -----------------------------------------------------------------------
 
     def _text(self, wanted: _Wanted) -> tuple[Run, str]:
-        """The statements with the comments above, and their text with what changes.
+        """The statements with the comments above, and their changed text.
 
-        The changes are taken out of those of the class.
+        Removes these changes from those of the class.
         """
         run = Run.of(self.file, wanted.calls.run).with_comments()
         lines = self.text.lines
@@ -197,7 +197,7 @@ class _Regions:
         self.text.asked_by(wanted.causes).place(run.statements[0], edit, why)
 
     def _take_out(self, wanted: _Wanted, change: RecomputeRegion) -> None:
-        """A method of the statements, and in their place its checkpointed call."""
+        """Moves the statements to a new method, and puts its checkpointed call in their place."""
         run, method = wanted.calls.run, wanted.calls.method
         asking = self.text.asked_by(wanted.causes)
         part = part_of(method, run)
@@ -229,7 +229,7 @@ class _Regions:
         self._empty_caches(wanted, change, run[0], set(inputs))
 
         column, margin = method.col_offset, method.body[0].col_offset
-        if statements.column != margin:  # the author's own lines stay as long as they are
+        if statements.column != margin:  # without re-indentation, lines keep their length
             text = fitting_at(text, margin, self.line_length)
         doc = f"The part of `{method.name}` that is computed again in the backward pass."
         body = [f'"""{doc}"""', text, *([] if returned else [f"return {results}"])]
@@ -269,14 +269,14 @@ class _Regions:
                     raise errors.Unsupported(f"{here} reads `{node.id}`", **asking.where(node))
 
     def _check_unchanged(self, wanted: _Wanted, start: ast.AST, given: list[ast.expr]) -> None:
-        """What it is given stays as it is until the backward pass."""
+        """Raises if an input of a region changes before the backward pass."""
         here = f"a part of `{self.class_name}.{wanted.calls.method.name}`"
         started = next(n for n in ast.walk(start) if isinstance(n, ast.expr))
         follow = Handed(lambda node: given if node is started else ())
         check_unchanged(self.file, wanted.calls.method, follow, here, wanted.causes)
 
     def _method_name(self, wanted: _Wanted, part: Subgraph) -> str:
-        """A name that says what is called: `_ln_2_and_mlp`, `_ln_2_to_mlp`."""
+        """A method name made of the called names: `_ln_2_and_mlp`, `_ln_2_to_mlp`."""
         taken = {m.name for m in self.text.methods()} | self.names
         taken |= {
             n.attr for n in ast.walk(self.file.classes[self.class_name])
@@ -304,7 +304,7 @@ class _Regions:
 
 
 def _word(name: str) -> str:
-    """A called name as part of another: `layer.-1` as `last_layer`."""
+    """A called name as part of an identifier: `layer.-1` as `last_layer`."""
     head, _, index = name.rpartition(".")
     if index.lstrip("-").isdigit():
         name = f"last_{head}" if index == "-1" else f"{head}_{index.lstrip('-')}"

@@ -1,4 +1,4 @@
-"""A statement of a method written otherwise: parts of it, lines around it, or none of it."""
+"""Changes of a statement: edits in it, lines around it, or its removal."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from slapo_rewrite.directive import Causes
 
 @dataclass(frozen=True)
 class ReplaceStatement(Change):
-    """In a method: a statement, or what is around it, written otherwise."""
+    """In a method: changes in and around a statement."""
 
     statement: ast.stmt
-    what: str  # what the new text is, in a word
-    edits: tuple[Edit, ...] = ()  # what changes in it
-    before: tuple[str, ...] = ()  # statements to stand before it
-    after: tuple[str, ...] = ()  # statements to stand behind it
-    gone: bool = False  # whether it is taken away
-    # Whether comments of what goes are elsewhere then; they stay above it otherwise.
+    what: str  # the name of the new text, in a word
+    edits: tuple[Edit, ...] = ()  # edits in it
+    before: tuple[str, ...] = ()  # statements to insert before it
+    after: tuple[str, ...] = ()  # statements to insert after it
+    gone: bool = False  # whether it is removed
+    # Whether its comments move elsewhere when it is removed; otherwise they stay.
     moved: bool = False
-    # Text in the place of statements from this one on, or beside it.
+    # Text edits that replace statements from this one on, or insert beside it.
     splices: tuple[TextEdit, ...] = ()
 
     prefix = "Fused"
     is_parallel = False
 
     def joined(self, other: ReplaceStatement) -> ReplaceStatement:
-        """What both of them change."""
+        """Both changes as one."""
         what = ", ".join(dict.fromkeys([self.what, other.what]))
         return ReplaceStatement(
             self.statement,
@@ -47,11 +47,11 @@ class ReplaceStatement(Change):
         )
 
     def write_at(self, text: ClassText, place: Place) -> None:
-        """Puts it there."""
+        """Adds the changes to the class's text."""
         self.add_to(text.at(self.statement), text.causes)
 
     def add_to(self, lines: Lines, causes: Causes) -> None:
-        """Adds what changes to what else changes around the statement."""
+        """Adds the changes to the others of the statement."""
         why = f"`{self.what}`"
         lines.inside += [(edit, causes, why) for edit in self.edits]
         lines.before += [Line(text, causes, why) for text in self.before]

@@ -1,4 +1,4 @@
-"""The methods that run while a model runs, and what they change of what they are given."""
+"""Finds the methods that run when a model runs, and the arguments that they change."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slapo_rewrite.code.handed import Handed
 from slapo_rewrite.code.names import module_paths
 from slapo_rewrite.model.tree import Node
 
-# Methods that a run of the model does not call.
+# Methods for construction, which a run of the model does not call.
 CONSTRUCTING = ("__init__", "reset_parameters", "_init_weights", "init_weights")
-MOST_CALLS = 3  # inside of one another, that are followed to what they change
-# What may run with the model of some files, by name.
+MOST_CALLS = 3  # the depth of nested calls to follow for changes of arguments
+# Cache: the names of functions that may run with the model, for each set of files.
 _NAMED: WeakKeyDictionary[OutputFiles, frozenset[str]] = WeakKeyDictionary()
 
 
 def running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.FunctionDef]]:
-    """The methods of a module that run with it, each with the functions that it calls."""
+    """The methods of a module that may run, each with the functions of its file that it calls."""
     if (home := files.of(node.cls)) is None:
         return
     for method in home.classes.methods(node.cls.__name__):
@@ -34,13 +34,13 @@ def running(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.Fu
 
 
 def running_inside(files: OutputFiles, node: Node) -> Iterator[tuple[SourceFile, ast.FunctionDef]]:
-    """What runs with a module, and with those inside of it, of each class once."""
+    """The same for a module and those inside it, once for each class."""
     for inner in {each.cls: each for each in node.walk()}.values():
         yield from running(files, inner)
 
 
 def named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
-    """What may run with a model: `forward`, what that names anywhere, and so on."""
+    """The names of functions that may run: `forward`, all names in it, and so on."""
     if files in _NAMED:
         return _NAMED[files]
     functions: dict[str, list[ast.FunctionDef]] = {}
@@ -49,7 +49,7 @@ def named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
         if (home := files.of(cls)) is None:
             continue
         methods = home.classes.methods(cls.__name__)
-        # A `forward` that is not read here may call any of them.
+        # A `forward` in another file may call any of them.
         is_read = any(method.name == "forward" for method in methods)
         for method in methods:
             functions.setdefault(method.name, []).append(method)
@@ -68,7 +68,7 @@ def named_while_running(files: OutputFiles, node: Node) -> frozenset[str]:
 
 
 def _handed_on(methods: Sequence[ast.FunctionDef]) -> Iterator[str]:
-    """What a class names as it is constructed, and does not call itself then: hooks, say."""
+    """Names that constructors mention but do not call, such as those of hooks."""
     called = {*CONSTRUCTING}
     waiting = [method for method in methods if method.name in called]
     while waiting:
@@ -81,7 +81,7 @@ def _handed_on(methods: Sequence[ast.FunctionDef]) -> Iterator[str]:
 def changed_by(
     call: ast.Call, files: OutputFiles, outer: Node, function: ast.FunctionDef, depth: int = 0
 ) -> Iterator[ast.expr]:
-    """The arguments of a call that the function, method or module that it calls changes."""
+    """The arguments of a call that the called function, method or module changes."""
     callee: ast.FunctionDef | None = None
     inner: Node | None = None
     home = files.of(outer.cls) if depth < MOST_CALLS else None

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps, as it is said in the model file."""
+"""Writes the policy that says which results a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Causes
 from slapo_rewrite.model.operation_names import operations
 
-# What recomputation keeps: results of these operations, or what a policy says.
+# The results that a checkpoint keeps: those of these operations, or by the user's policy function.
 SavePolicy = tuple[str, ...] | Function | None
 
 
 def context(imports: Imports, kept: tuple[str, ...] | Function, causes: Causes) -> str:
-    """The name of the function that tells a checkpoint what to keep; defines it where it is new."""
+    """The name of the `context_fn` that tells a checkpoint what to keep; defines it once."""
     if isinstance(kept, Function):
         policy = imports.function(kept, causes)
         name = f"follow_{kept.name}"

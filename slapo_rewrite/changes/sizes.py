@@ -1,4 +1,4 @@
-"""Sizes of which a rank has a part: attributes, arguments, and what is read of a split layer."""
+"""Changes of sizes to a rank's share: attributes, arguments, and reads of a layer's size."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.tracked_sizes import Attribute
 from slapo_rewrite.sharding.types import CALL, SIZES, ArgumentChange, ShardingResult, Statistic
 
-# What `split`, `expand`, `view` and `reshape` call the sizes that they are given.
+# The keyword names of the sizes in `split`, `expand`, `view` and `reshape`.
 _SIZES = ("split_size", "split_size_or_sections", "size", "shape")
-# How a list of sizes is written that must be this rank's shares.
+# The template for a list of sizes that must all be this rank's shares.
 _LIST_OF_SHARES = "[{part_size}(size) for size in {argument}]"
 
 
@@ -34,7 +34,7 @@ _LIST_OF_SHARES = "[{part_size}(size) for size in {argument}]"
 class ShardAttribute(Change):
     """At the end of the constructor: an integer attribute becomes this rank's share."""
 
-    # The layer whose heads it counts, where several ranks may hold the same ones.
+    # The layer whose heads it counts, if these may be replicated on several ranks.
     layer: str | None = None
 
     @property
@@ -43,7 +43,7 @@ class ShardAttribute(Change):
         return self.layer
 
     def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
-        """Sets it there."""
+        """Inserts the assignment."""
         name = place.attribute
         function = text.helper("tensor_parallel", "part_size")
         times = f" * {accessor(self.layer)}.replicas" if self.layer else ""
@@ -62,19 +62,19 @@ class DivideByReplicas(Change):
         return self.layer
 
     def write_at(self, text: ClassText, place: EndOfConstructor) -> None:
-        """Divides it there."""
+        """Inserts the division."""
         _at_end(text, place, f"self.{place.attribute} //= {accessor(self.layer)}.replicas")
 
 
 @dataclass(frozen=True)
 class ReadFullSize(Change):
-    """Where a layer's size is read from outside: the attribute that has the whole size."""
+    """Where other code reads a layer's size: the attribute with the full size instead."""
 
     attribute: str
     is_parallel = False
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Reads that attribute."""
+        """Replaces the attribute's name."""
         for method in text.methods():
             for node in ast.walk(method):
                 if (
@@ -88,16 +88,15 @@ class ReadFullSize(Change):
 
 @dataclass(frozen=True)
 class ChangeArgument(Change):
-    """An argument of a call in `forward`, written differently."""
+    """Changes an argument of a call in `forward`."""
 
-    # How, with `{argument}` for what stands there and `{part_size}` for that function.
+    # The new text, with `{argument}` for the old one and `{part_size}` for that function's name.
     template: str
-    # Which argument of the call it is, and which element of that; from the end where it is
-    # negative.
+    # The index of the argument in the call, and of the element in it; negative ones from the end.
     index: tuple[int | str, ...]
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Writes it, by the place of its call and its index in it."""
+        """Replaces the argument; raises if it cannot be found in the call."""
         why = "what depends on the sharded size follows"
         for _, node in text.nodes_at(place):
             if self.index == (CALL,) and isinstance(node, ast.Call):
@@ -125,7 +124,7 @@ class ChangeArgument(Change):
         )
 
     def _with_sizes(self, made: cst.Call) -> cst.Call:
-        """`y.view_as(x)`, of which one size is not that of `x`: `y.view(*x.shape[:-1], -1)`."""
+        """`y.view_as(x)` with one size unlike that of `x`: `y.view(*x.shape[:-1], -1)`."""
         method = cst.ensure_type(made.func, cst.Attribute)
         axis, other = int(self.index[1]), code(paren(made.args[0].value))
         sizes = [f"*{other}.shape[:{axis}]", self.template]
@@ -137,7 +136,7 @@ class ChangeArgument(Change):
     def _argument(
         self, node: ast.Call | ast.Subscript, text: ClassText
     ) -> tuple[ast.expr | None, bool]:
-        """The argument, and whether it is a list that stands there as a whole."""
+        """The argument, and whether it is a list as a whole."""
         if isinstance(node, ast.Subscript):
             keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             number, which = self.index
@@ -152,17 +151,17 @@ class ChangeArgument(Change):
         argument = _element(arguments, self.index[0])
         if len(self.index) == 1 or argument is None:
             return argument, False
-        last = argument  # where the element stands, which is counted from the end
+        last = argument  # the list with the element, which is counted from the end
         if isinstance(argument, ast.BinOp) and isinstance(argument.op, ast.Add):
             last = argument if self._is_of_all else argument.right
         if isinstance(last, (ast.Tuple, ast.List)):
             return _element(last.elts, self.index[1]), False
-        # One size among others is written anew beside them, which are read by a name.
+        # To change one size of a list that is not written out, the list must have a name.
         return argument if self._is_of_all or _is_name(argument) else None, True
 
     @property
     def _is_of_all(self) -> bool:
-        """Whether all elements of a list are shares: the sizes by which `split` takes apart."""
+        """Whether all elements of the list become shares, as the sizes of `split` do."""
         number = self.index[-1]
         return isinstance(number, int) and number >= 0
 
@@ -178,7 +177,7 @@ class ChangeArgument(Change):
         written = template.format(argument=given, part_size=function, own="{own}")
         if "{own}" not in written:
             return written
-        # A size that a tensor has itself, uneven parts included.
+        # The tensor's own size, which is right for uneven parts as well.
         tensor = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             tensor = node.func.value
@@ -189,7 +188,7 @@ class ChangeArgument(Change):
         return f"{sizes}({given})[{rank}()]"
 
     def _among_others(self) -> str:
-        """How a list is written of which one size is a rank's, counted from its end."""
+        """The template of a list with one size changed, counted from its end."""
         number = self.index[-1]
         assert isinstance(number, int)
         behind = f", *{{argument}}[{number + 1}:]" if number < -1 else ""
@@ -199,15 +198,15 @@ class ChangeArgument(Change):
 
 @dataclass(frozen=True)
 class ParallelNormStatistic(Change):
-    """Where a method takes a mean or variance of features of which a rank has a part."""
+    """Where a method computes a mean or variance of sharded features."""
 
-    function: str  # what is called in its place
-    parameter: str  # the parameter that is split along these features
+    function: str  # the replacement
+    parameter: str  # a parameter that is split along these features
 
     says = "whose parameters are split over the tensor-parallel group"
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Takes it over all ranks: a method of a tensor, or a function of torch."""
+        """Replaces the call, of a tensor's method or a function of torch."""
         for method, node in text.nodes_at(place):
             if not isinstance(node, ast.Call):
                 continue
@@ -242,7 +241,7 @@ class ParallelNormStatistic(Change):
 
 
 def _element(elements: Sequence[ast.expr], index: int | str) -> ast.expr | None:
-    """An element by its number; None where a starred one may hold it, or is counted on the way."""
+    """An element by its index; None if a starred element makes the index ambiguous."""
     if not isinstance(index, int) or not -len(elements) <= index < len(elements):
         return None
     counted = elements[index:] if index < 0 else elements[: index + 1]
@@ -250,7 +249,7 @@ def _element(elements: Sequence[ast.expr], index: int | str) -> ast.expr | None:
 
 
 def _is_name(node: ast.expr) -> bool:
-    """Whether an expression is a variable or an attribute, which may be written twice."""
+    """Whether an expression is a variable or an attribute, which may be repeated."""
     plain = (ast.Name, ast.Attribute, ast.expr_context)
     return all(isinstance(inner, plain) for inner in ast.walk(node))
 
@@ -265,7 +264,7 @@ def _at_end(text: ClassText, place: EndOfConstructor, line: str) -> None:
 def place_sizes(
     to: Placement, owners: Mapping[str, list[Directive]], holders: Mapping[str, Node]
 ) -> None:
-    """What follows from the shards, on every module that holds sharded parameters."""
+    """Places the changes of sizes in modules that own sharded parameters, and below these."""
     followed = to.followed
     for path, holder in holders.items():
         cls, causes = to.tree.nodes[path].cls, merged_causes(owners[holder.path])
@@ -286,7 +285,7 @@ def place_sizes(
 
 
 def _place_attribute(to: Placement, node: Node, share: ShardedAttribute) -> None:
-    """An attribute that the schedule itself splits."""
+    """Places the share of an attribute that the schedule itself names."""
     few = {(a.cls, a.name) for a in to.followed.few if a.requested}
     layer = _sharing(node.cls, to.followed) if (node.cls, share.name) in few else None
     home = to.files.constructing(node.cls) or to.files.making(node)
@@ -300,7 +299,7 @@ def _place_argument(
     owners: Mapping[str, list[Directive]],
     holders: Mapping[str, Node],
 ) -> None:
-    """An argument written differently, below sharded parameters or where their parts come."""
+    """Places the change of an argument, in modules whose calls get shards."""
     place = change.place
     at = at_node("argument", place, change.index)
     home = to.files.at(place)
@@ -328,8 +327,8 @@ def _place_argument(
     whole = to.followed.replicated_calls - to.followed.sharded_calls
     paths = [path for path in paths if (place, path) not in whole]
     below = [path for path in paths if path in holders]
-    # Below what is split an attribute is a share, and the text right that reads it: a change that
-    # comes of an instance elsewhere is one for those that are elsewhere.
+    # Below owners of sharded parameters, attributes are shares and code that reads them is right.
+    # If the change comes from an instance elsewhere, it is for the instances elsewhere.
     around = [path for path in paths if f"{change.source}.".startswith(f"{path}.")]
     if around and not {*around} & {*below}:
         below = [path for path in paths if path not in holders]
@@ -341,12 +340,12 @@ def _place_argument(
 
 
 def _sharing(cls: type, followed: ShardingResult) -> str | None:
-    """A layer that a class makes of which several ranks may hold the same heads."""
+    """A layer of a class whose heads may be replicated on several ranks."""
     return min((name for maker, name in followed.replicated if maker is cls), default=None)
 
 
 def place_statistic(to: Placement, statistic: Statistic) -> None:
-    """A mean or variance over all ranks, of features that a parameter is split along."""
+    """Places a mean or variance over all ranks."""
     place, name = statistic.place, statistic.parameter
     causes = [s.cause for s in to.states[statistic.owner].shards if s.name == name]
     change, at = ParallelNormStatistic(statistic.function, name), at_node("statistic", place)
@@ -354,7 +353,7 @@ def place_statistic(to: Placement, statistic: Statistic) -> None:
 
 
 def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
-    """Whoever reads the size of a layer that is split means the whole layer's."""
+    """Places reads of the full size where other modules read the size of a sharded layer."""
     share, whole = SHARES[layer.name]
     if share == whole:
         return
@@ -365,7 +364,7 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
         home, relative = to.home(above), above.below(node.path)
         for reading in readings(home.classes, above.cls.__name__, relative, share):
             if whole is None and in_forward(home.classes, above.cls.__name__, reading):
-                continue  # the share was followed there, to wherever it is used
+                continue  # the analysis has followed the share in `forward`
             if whole is None:
                 raise errors.UnfollowableSize(
                     f"{node.shown} is split, so its `{share}` is this rank's share, and is "

@@ -1,4 +1,4 @@
-"""A change of the source before the schedule goes on, as a value."""
+"""A rewrite of the source in the middle of a schedule, as a value."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewClass:
-    """A new class of the file that takes the place of a module's."""
+    """A new class of the file that replaces a module's class."""
 
-    name: str  # of the class
-    # What its tensors are made of, by name; those that keep their names left out.
+    name: str  # the class's name
+    # How its tensors are made from the original's, by name; those that keep their names left out.
     weights: tuple[tuple[str, Weight], ...]
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What one call of the schedule changes in the source."""
+    """The changes that one call of the schedule makes in the source."""
 
-    edits: list[Edit]  # how the model file changes
-    references: tuple[Reference, ...] = ()  # what the new text uses from elsewhere
-    # Paths of modules that were called where the new text calls them no more.
+    edits: list[Edit]  # the edits of the model file
+    references: tuple[Reference, ...] = ()  # the names that the new text uses from other modules
+    # Paths of modules that the new text does not call, where the old one did.
     absorbed: tuple[str, ...] = ()
-    # What was done and left undone, for the record.
+    # What was applied and what was left, for the record.
     notes: tuple[Mapping[str, object], ...] = field(default=())
-    # New classes of the file that take the place of modules, by their paths.
+    # New classes of the file that replace those of modules, by module path.
     classes: Mapping[str, NewClass] = field(default_factory=dict)
-    again: bool = False  # whether the call is still to be carried out, on the changed source
-    # Paths of modules that are not always called any more, whatever is below them.
+    again: bool = False  # whether to carry out the call once more, on the changed source
+    # Paths of modules that are not called in every run any more, with all below them.
     idle: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # what the user should know, in words
+    warnings: tuple[str, ...] = ()  # warnings for the user
 
     def after(self, earlier: Rewrite | None) -> Rewrite:
-        """The same, with what else the call changed before, for the record."""
+        """The same, with the records of what the call changed before."""
         if earlier is None:
             return self
         before: dict[object, Any] = {n["rule"]: n for n in earlier.notes}

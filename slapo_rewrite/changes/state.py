@@ -1,4 +1,4 @@
-"""What a schedule has asked of one module so far, as a value.
+"""The requests of a schedule for one module so far, as a value.
 
 A module path points at its class *as rewritten so far*: the class, and this state. All modules
 start with `EMPTY`. A primitive gives a selection a new state and leaves every other path alone
@@ -23,20 +23,20 @@ Kind = TypeVar("Kind", bound=Change)
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter split along an axis."""
+    """The request to split one parameter along an axis."""
 
     name: str  # the parameter
     axis: int  # counted from 0
-    # Relative sizes of the blocks packed along the axis; `(1,)` where it is one block.
+    # Relative sizes of the blocks packed along the axis; `(1,)` for one block.
     parts: tuple[int, ...]
     cause: Directive = field(compare=False)  # the directive that asked
-    # Whether the blocks were given by their sizes, and not by their number.
+    # Whether the schedule gave the blocks' sizes, rather than their number.
     as_sizes: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
 class ShardedAttribute:
-    """An integer attribute of a module that is this rank's share."""
+    """The request to make an integer attribute of a module this rank's share."""
 
     name: str  # the attribute
     cause: Directive = field(compare=False)  # the directive that asked
@@ -44,7 +44,7 @@ class ShardedAttribute:
 
 @dataclass(frozen=True)
 class Sync:
-    """One collective at a module's border."""
+    """The request for one collective at a module's border, or at a local value inside."""
 
     mode: str  # `fwd_pre`, `fwd_post` or `bwd_post`
     # `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, `keep` (which changes
@@ -52,52 +52,52 @@ class Sync:
     op: str | Function
     # The axis that is gathered or scattered; of an all-to-all, the one that is gathered.
     axis: int | None
-    # Whether the gathered value's gradient is summed over the ranks before it is cut; None where
-    # what the value goes into decides.
+    # Whether the gathered value's gradient is summed over the ranks before it is cut; None lets the
+    # analysis decide.
     partial_gradient: bool | None
     cause: Directive = field(compare=False)  # the directive that asked
     scatter_axis: int | None = None  # the axis that an all-to-all scatters
-    of: str | None = None  # the argument of `forward` that it is about, where that is not the first
-    # The value inside that it is about, if any; by its name alone, that of `forward`.
+    of: str | None = None  # the argument of `forward` that it applies to, if not the first
+    # The local value that it applies to, if any; a plain name is a variable of `forward`.
     value: LocalValue | str | None = None
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Another class in the place of the original's."""
+    """The request to replace a module's class."""
 
     target: Function  # the new class
     arguments: str | None  # its constructor's arguments as source; None keeps the original's
-    # What its tensors are made of, by name; those that keep their names left out.
+    # How its tensors are made from the original's, by name; those that keep their names left out.
     weights: tuple[tuple[str, Weight], ...]
     cause: Directive = field(compare=False)  # the directive that asked
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is said by its name alone, whoever asks for it."""
+    """A request without arguments."""
 
     cause: Directive = field(compare=False)
 
 
 @dataclass(frozen=True)
 class StageCut:
-    """A pipeline stage ends after the module."""
+    """The request to end a pipeline stage after the module."""
 
-    target: str  # what runs the stages, one of `TARGETS`
+    target: str  # the library that runs the stages, one of `TARGETS`
     cause: Directive  # the directive that asked
-    may_move: bool = False  # whether it may end elsewhere, where it cannot end there
-    # The modules that all stages end after instead, where they cannot.
+    may_move: bool = False  # whether the stage may end elsewhere if it cannot end there
+    # In that case, the modules that all stages end after instead.
     instead: tuple[str, ...] = ()
 
 
-# Whose pipeline stages can be cut for.
+# The libraries whose pipeline stages can be cut.
 TARGETS = ("deepspeed", "torch")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A change that a directive asks for as such."""
+    """A change that a directive requests directly."""
 
     change: Change
     cause: Directive = field(compare=False)
@@ -105,25 +105,25 @@ class Request:
 
 @dataclass(frozen=True)
 class ModuleRequests:
-    """Everything that was asked of one module."""
+    """All requests for one module."""
 
     shards: tuple[Shard, ...] = ()
     shares: tuple[ShardedAttribute, ...] = ()
     syncs: tuple[Sync, ...] = ()
     replacement: Replacement | None = None
-    infer_sync: Wish | None = None  # collectives that are missing in it and below are inferred
-    decompose: Wish | None = None  # of a linear layer: its bias is added where it is called
-    inlined: Wish | None = None  # its `forward` is written where it was called
+    infer_sync: Wish | None = None  # infer missing collectives in it and below
+    decompose: Wish | None = None  # for a linear layer: add its bias at the call site
+    inlined: Wish | None = None  # its `forward` was inlined at its call site
     changes: tuple[Request, ...] = ()
-    cut: StageCut | None = field(default=None, compare=False)  # changes nothing of the module
+    cut: StageCut | None = field(default=None, compare=False)  # does not change the module
 
     def causes(self) -> Causes:
-        """The directives that split the module or communicate at its border."""
+        """The directives that shard the module or add collectives at its border."""
         splits = (*(s.cause for s in self.shards), *(s.cause for s in self.shares))
         return (*splits, *(s.cause for s in self.syncs))
 
     def every_cause(self) -> Causes:
-        """The directive behind each thing that was asked, in one order for equal requests."""
+        """The directive behind each request; equal requests have the same order."""
         single = (self.replacement, self.infer_sync, self.decompose, self.inlined)
         found = (*self.causes(), *(request.cause for request in self.changes))
         return (*found, *(each.cause for each in single if each is not None))
@@ -133,11 +133,11 @@ class ModuleRequests:
         return replace(self, changes=(*self.changes, Request(change, cause)))
 
     def asks(self, kind: type[Kind]) -> list[tuple[Kind, Directive]]:
-        """The changes of one kind, each with who asked for it."""
+        """The changes of one kind, each with its directive."""
         return [(r.change, r.cause) for r in self.changes if isinstance(r.change, kind)]
 
     def is_plain(self) -> bool:
-        """Whether nothing was asked but what stays with the module whatever takes its place."""
+        """Whether all requests remain valid whatever replaces the module."""
         lasting = tuple(r for r in self.changes if r.change.is_lasting)
         return self == ModuleRequests(changes=lasting)
 

@@ -1,4 +1,4 @@
-"""Collectives at values inside of methods: `k = all_reduce_gradient(k)`, a statement of its own."""
+"""Collectives at local values of methods, as statements: `k = all_reduce_gradient(k)`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
 @dataclass(frozen=True)
 class SyncValue(Change):
-    """A local name is bound to what a collective makes of its value."""
+    """Reassigns a local variable to the result of a collective on it."""
 
-    value: LocalValue  # the name, and the statement beside which that is done
+    value: LocalValue  # the variable, and the statement to insert before or after
     collective: Collective
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Writes the statement."""
+        """Inserts the statement."""
         name = self.value.name
         line = f"{name} = {code(self.collective.of(name, text.helper))}"
         put = text.insert_after if self.value.is_bound else text.insert_before
@@ -44,13 +44,13 @@ class SyncValue(Change):
 def place_value_sync(
     to: Placement, node: Node, value: LocalValue, collective: Collective, sync: Sync
 ) -> None:
-    """Writes a collective at a value into the class of a module."""
+    """Places a collective at a local value in the class of a module."""
     home, place = to.files.at(value.statement), at_node("sync", value.statement, value)
     home.changes.add(node.path, place, SyncValue(value, collective), (sync.cause,))
 
 
 def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
-    """The value that a sync is about, bound by one statement; None for one at the border."""
+    """The local value that a sync applies to, from its one assignment; None at a border."""
     if not isinstance(sync.value, str):
         return sync.value
     home = files.computing(node.cls)
@@ -80,10 +80,10 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
 
 
 def at_statement(files: OutputFiles, missing: MissingCollective) -> MissingCollective | None:
-    """A collective that is missing where a method came to, before the statement there.
+    """Moves a missing collective before the statement that contains its place.
 
-    Of a statement in a loop that is before the loop, once for all turns. None where another
-    statement cannot stand there, or where the value is another one in each turn.
+    For a place in a loop, that is before the loop, once for all iterations. None if no statement
+    can be inserted there, or if the loop assigns the variable.
     """
     assert missing.value is not None
     home, at = files.at(missing.value.statement), missing.value.statement.at

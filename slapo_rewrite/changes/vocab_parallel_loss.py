@@ -1,4 +1,4 @@
-"""Losses of logits that stay split over the vocabulary, and whole logits where there is no loss."""
+"""Losses of logits that stay sharded over the vocabulary, and gathers where there is no loss."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ MODULE = "vocab_parallel_loss"
 GATHERED = "gather the logits where training computes no loss"
 PLAIN = "vocab_parallel_cross_entropy"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
-# What a vocabulary-parallel loss takes by name.
+# The keyword arguments of a vocabulary-parallel loss.
 KEYWORDS = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
-# Methods of a tensor that give a tensor: what is not None stays so.
+# Methods of a tensor that return a tensor: a variable that is not None remains so.
 RESHAPES = {"to", "view", "reshape", "flatten", "contiguous", "clone", "long"}
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """A condition around the loss."""
+    """A branch around the loss."""
 
-    node: ast.If | ast.IfExp  # the statement, or the expression, that decides
-    taken: bool  # whether the loss is computed where the condition holds
+    node: ast.If | ast.IfExp  # the `if` statement or conditional expression
+    taken: bool  # whether the loss is computed if the condition holds
 
 
 @dataclass(frozen=True)
 class VocabParallelLoss(Change):
-    """Where a method computes a loss of logits of which a rank has a part."""
+    """Where a method computes a loss of sharded logits."""
 
-    # What is called in the place of a function of transformers; None where `cross_entropy` or a
-    # criterion stands there itself.
+    # The replacement of a transformers loss function; None where the code calls `cross_entropy`
+    # or a criterion itself.
     function: str | None
-    head: str  # the path of the layer that gives the logits, below the method's module
-    # Local variables that hold such parts, with the axis that is split.
+    head: str  # the path of the layer that computes the logits, below the method's module
+    # Local variables that hold sharded logits, with the split axis.
     names: tuple[tuple[str, int], ...]
-    # Where the losses of the same logits are that the file's methods compute, itself included.
+    # The places of all losses of the same logits in the file, this one included.
     losses: tuple[AtNode, ...]
-    told_of_part: bool  # whether its `vocab_size` is the head's own, of a rank's part
+    told_of_part: bool  # whether its `vocab_size` is the head's own size, which is a rank's
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Puts a loss of parts where the loss is, and a gather wherever it is not computed."""
+        """Replaces the loss, and gathers the logits on paths that compute no loss."""
         found = [(m, n) for m, n in text.nodes_at(place) if isinstance(n, ast.Call)]
         if not found:
             words = "the loss of this rank's part of the logits cannot be told apart here"
@@ -71,7 +71,7 @@ class VocabParallelLoss(Change):
                 gathers.write(name, axis, accessor(self.head))
 
     def _change_call(self, text: ClassText, call: ast.Call) -> None:
-        """Calls the vocabulary-parallel loss with the arguments that stand there."""
+        """Replaces the called function by the vocabulary-parallel loss."""
         is_plain = text.file.qualified(call.func) == CROSS_ENTROPY
         strange = {k.arg for k in call.keywords} - KEYWORDS
         starred = any(isinstance(a, ast.Starred) for a in call.args)
@@ -112,7 +112,7 @@ class VocabParallelLoss(Change):
 
 
 def _told_of_all(made: cst.Call, classes: str) -> cst.Call:
-    """A call that is given the number of all classes as its `vocab_size`, the third argument."""
+    """The call with the full number of classes as `vocab_size`, the third argument."""
     args = list(made.args)
     named = [n for n, arg in enumerate(args) if arg.keyword and arg.keyword.value == "vocab_size"]
     number = named[0] if named else 2
@@ -121,9 +121,9 @@ def _told_of_all(made: cst.Call, classes: str) -> cst.Call:
 
 
 class _Gathers:
-    """Gathers of logits on every way through a method that leaves a loss out, and in eval mode.
+    """Gathers logits on every path through a method that computes no loss, and in eval mode.
 
-    A training step that computes a loss has no use for whole logits; an evaluation may have.
+    A training step that computes a loss does not need whole logits; an evaluation may.
     `calls` are those that compute losses of the logits, in their order.
 
     Raises:
@@ -132,8 +132,8 @@ class _Gathers:
 
     def __init__(self, text: ClassText, method: ast.FunctionDef, calls: Sequence[ast.AST]) -> None:
         self.text, self.method, self.calls = text, method, calls
-        self.statement = _last_of_all(method, calls)  # behind it all losses are computed that are
-        # The conditions around that, outermost first.
+        self.statement = _last_of_all(method, calls)  # after it, all losses have been computed
+        # The branches around it, outermost first.
         self.branches = _branches(text.file, method, self.statement, calls[-1])
         around = [branch.node for branch in self.branches]
         for node in ast.walk(method) if len(calls) > 1 else ():
@@ -155,7 +155,7 @@ class _Gathers:
             return f"{name} = {gather}({name}, {head}{where})"
 
         def gather_behind(node: ast.stmt, *conditions: str) -> None:
-            # What is returned with a loss is gathered before it, which takes whole logits too.
+            # Before a `return` that computes the loss, which accepts whole logits as well.
             returned = isinstance(node, ast.Return)
             insert = self.text.insert_before if returned else self.text.insert_after
             insert(node, f"if {' or '.join(conditions)}:\n    {line()}", why)
@@ -208,7 +208,7 @@ class _Gathers:
                 self.text.insert_before(leaving, line(), why)
 
     def _can_wait(self, node: ast.If, name: str) -> bool:
-        """Whether a gather may stand behind an `if`, where its condition is asked again."""
+        """Whether a gather may follow an `if`, under the opposite of its condition."""
         plain = (ast.Compare, ast.cmpop, ast.Constant, ast.Name, ast.Load)
         inside = list(ast.walk(node.test))
         unread = not any(_reads_after(node, name, self.statement))
@@ -250,7 +250,7 @@ def _held(block: ast.AST | Sequence[ast.AST], calls: Sequence[ast.AST]) -> list[
 
 
 def _last_of_all(method: ast.FunctionDef, calls: Sequence[ast.AST]) -> ast.stmt:
-    """The last statement with one of some calls, of the innermost block that holds them all."""
+    """The last statement with one of the calls, in the innermost block that contains them all."""
     blocks = [b for b in every_block(method) if len(_held(b, calls)) == len(calls)]
     last: ast.stmt = [statement for statement in blocks[-1] if _held(statement, calls)][-1]
     return last
@@ -259,7 +259,7 @@ def _last_of_all(method: ast.FunctionDef, calls: Sequence[ast.AST]) -> ast.stmt:
 def _branches(
     file: SourceFile, method: ast.FunctionDef, statement: ast.stmt, call: ast.AST
 ) -> list[_Branch]:
-    """The conditions around a statement, and in it around a call, outermost first."""
+    """The branches around a statement, and around a call in it, outermost first."""
     found = [
         _Branch(outer, inner is outer.body)
         for inner, outer in file.around(call, method)
@@ -274,7 +274,7 @@ def _branches(
 
 
 def _keeps(node: ast.AST, name: str) -> bool:
-    """Whether a variable is the tensor afterwards that it was, elsewhere or reshaped at most."""
+    """Whether a variable still has the same tensor afterwards, moved or reshaped at most."""
     kept: list[ast.expr] = []
     for each in ast.walk(node):
         match each:
@@ -295,7 +295,7 @@ def _bound_before(method: ast.FunctionDef, name: str, node: ast.stmt) -> bool:
 
 
 def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
-    """Losses of the parts that heads give, where methods compute them."""
+    """Places losses of sharded logits where methods compute them."""
     for loss in losses:
         alike = sorted(
             (
@@ -320,12 +320,12 @@ def place_losses(to: Placement, losses: Collection[ParallelLoss]) -> None:
 
 @dataclass(frozen=True)
 class GatherTiedHead(Change):
-    """Where a method multiplies by an embedding's table: the whole logits on every rank."""
+    """Where a method multiplies by a sharded embedding's table: whole logits on every rank."""
 
     says = "whose head is the table of a split embedding"
 
     def write_at(self, text: ClassText, place: AtNode) -> None:
-        """Has the layer's own function compute the product."""
+        """Replaces the product by a call of `tied_head`."""
         found = [node for _, node in text.nodes_at(place) if head_of(node)]
         if not found:
             raise errors.Unsupported(
@@ -348,7 +348,7 @@ class GatherTiedHead(Change):
 
 
 def place_tied_head(to: Placement, head: TiedHead) -> None:
-    """Whole logits where the product with a split embedding's table stands."""
+    """Places whole logits where a method multiplies by a sharded embedding's table."""
     at = at_node("tied_head", head.place)
     causes = tuple(to.states[head.embedding].causes())
     to.files.at(head.place).changes.add(head.owner, at, GatherTiedHead(), causes)
