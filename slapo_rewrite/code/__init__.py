@@ -1,1 +1,1 @@
-"""Python source as such: where things stand in it, and the one transform that changes it."""
+"""Analysis of Python source, independent of models, and the one transform that changes it."""

@@ -1,4 +1,4 @@
-"""The parameters of a function, and which of them each argument of a call is for."""
+"""The parameters of functions, and the binding of a call's arguments to them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes."""
+    """The parameters of a function."""
 
-    positional: tuple[str, ...]  # the parameters that can be given by position, in order
-    named: tuple[str, ...]  # those that can be given by name
-    rest: str | None = None  # the parameter that takes all further positions (`*args`)
-    options: str | None = None  # the parameter that takes all further names (`**kwargs`)
-    # What the parameters that may be left out are then.
+    positional: tuple[str, ...]  # the parameters that can be passed by position, in order
+    named: tuple[str, ...]  # those that can be passed by name
+    rest: str | None = None  # the parameter for further positional arguments (`*args`)
+    options: str | None = None  # the parameter for further keyword arguments (`**kwargs`)
+    # The defaults of optional parameters.
     defaults: Mapping[str, ast.expr] = field(default_factory=dict)
 
     @classmethod
     def of(cls, function: Function, bound: bool = False) -> Signature:
-        """The signature of a function; of a method without its first parameter where `bound`."""
+        """The signature of a function; if `bound`, without the first parameter of a method."""
         own = function.args
         positional = [a.arg for a in (*own.posonlyargs, *own.args)]
         named = [a.arg for a in (*own.args, *own.kwonlyargs)]
@@ -41,14 +41,14 @@ class Signature:
 
     @property
     def names(self) -> list[str]:
-        """The parameters in order, those for all further arguments left out."""
+        """The parameters in order, without `*args` and `**kwargs`."""
         return list(dict.fromkeys([*self.positional, *self.named]))
 
     def bind(self, arguments: Iterable[tuple[str, V]]) -> BoundArguments[V]:
-        """Says for which parameter each argument is.
+        """Binds the arguments of a call to parameters.
 
-        They are as they stand in a call: each with its name, which is '' where it has none, `*` or
-        `**` where it stands for several.
+        They are in the order of the call, each with its name: '' for a positional one, `*` or `**`
+        for an unpacked one.
         """
         found = BoundArguments[V](self)
         number = 0
@@ -72,47 +72,47 @@ class Signature:
 
 @dataclass
 class BoundArguments(Generic[V]):
-    """The arguments of a call by the parameters of what it calls."""
+    """The arguments of a call, bound to the parameters of the called function."""
 
-    signature: Signature  # what it calls takes
-    # What parameters are given, in the order of the call.
+    signature: Signature  # the parameters
+    # The argument of each parameter, in the order of the call.
     given: dict[str, V] = field(default_factory=dict)
-    rest: list[V] = field(default_factory=list)  # what is given by position after the last of them
-    # What is given by a name that none of them has.
+    rest: list[V] = field(default_factory=list)  # positional arguments after the last parameter
+    # Keyword arguments without a parameter of that name.
     extra: list[tuple[str, V]] = field(default_factory=list)
-    # The parameters that are given twice, as no call may.
+    # Parameters with two arguments, which is an error.
     repeated: list[str] = field(default_factory=list)
-    # From the first `*xs` on all that is given by position, whatever it is for.
+    # All positional arguments from the first `*xs` on, whose parameters are not known.
     stars: list[V] = field(default_factory=list)
-    spread: list[V] = field(default_factory=list)  # what may give any name: each `**xs`
+    spread: list[V] = field(default_factory=list)  # each `**xs`, which may have any names
 
     @property
     def missing(self) -> list[str]:
-        """The parameters that no argument is for, unless a star gives them."""
+        """The parameters without an argument, unless an unpacked one has it."""
         return [name for name in self.signature.names if name not in self.given]
 
 
 def given_by(call: ast.Call) -> list[tuple[str, ast.expr]]:
-    """The arguments of a call, as they are bound."""
+    """The arguments of a call, in the form that `Signature.bind` takes."""
     stars = (("*", a.value) if isinstance(a, ast.Starred) else ("", a) for a in call.args)
     return [*stars, *((k.arg or "**", k.value) for k in call.keywords)]
 
 
 def values_given(call: ast.Call) -> list[ast.expr]:
-    """The arguments of a call, by position first."""
+    """The argument expressions of a call, positional ones first."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def arguments_by(call: ast.Call, *names: str) -> dict[str, ast.expr]:
-    """What a call certainly gives the parameters of these names, which are all that there are."""
+    """The known arguments of a call of a function with these parameters, by name."""
     return Signature(names, names).bind(given_by(call)).given
 
 
 def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
-    """The expression that a call gives a parameter, its default where the call does not give it.
+    """The argument expression of a parameter in a call, or the parameter's default.
 
-    Of `*args` it is a tuple of those that the call gives. None where that cannot be told: a star
-    argument may hide it, or there is no such parameter.
+    For `*args` it is a tuple of the arguments. None if it is not known, since an unpacked argument
+    may have it, or if there is no such parameter.
     """
     signature = Signature.of(function, bound=first_parameter(function) in ("self", "cls"))
     bound = signature.bind(given_by(call))
@@ -125,7 +125,7 @@ def argument_of(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.exp
 
 
 def all_arguments(function: Function) -> list[ast.arg]:
-    """Every parameter of a function as it stands there: by position, by name alone, starred."""
+    """All parameters of a function: positional, keyword-only, starred."""
     own = function.args
     found = [*own.posonlyargs, *own.args, *own.kwonlyargs]
     return found + [a for a in (own.vararg, own.kwarg) if a]
@@ -137,12 +137,12 @@ def parameters(function: Function) -> list[str]:
 
 
 def first_parameter(function: Function) -> str | None:
-    """The first parameter that can be given by position: what a method calls its object."""
+    """The first positional parameter: `self` of a method."""
     return next(iter(Signature.of(function).positional), None)
 
 
 def passed_on(method: ast.FunctionDef, by_name: bool = True) -> Iterator[str]:
-    """The arguments of a method's caller, handed on as they came."""
+    """The arguments of a call that passes a method's own parameters on."""
     takes = Signature.of(method, bound=True)
     for name in takes.positional:
         optional = by_name and name in takes.defaults and name in takes.named and not takes.rest

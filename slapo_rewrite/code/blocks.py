@@ -1,4 +1,4 @@
-"""Blocks of statements: those of a compound one, and functions with others in them."""
+"""Blocks of statements: iteration over them, and functions with replaced statements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def first_line(statement: ast.stmt) -> int:
-    """The line that a statement begins with, that of its first decorator if it has any."""
+    """The first line of a statement, decorators included."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(d.lineno for d in decorators)])
 
@@ -29,7 +29,7 @@ def blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
 def statements(body: Iterable[ast.stmt], enter: bool = False) -> Iterator[ast.stmt]:
     """Statements with those inside them, in the order of the text.
 
-    Functions and classes are given, and entered if so asked.
+    The bodies of functions and classes are included if `enter`.
     """
     for statement in body:
         yield statement
@@ -39,7 +39,7 @@ def statements(body: Iterable[ast.stmt], enter: bool = False) -> Iterator[ast.st
 
 
 def every_block(function: Function) -> Iterator[list[ast.stmt]]:
-    """The blocks of a function, functions inside it included, each before those inside it."""
+    """The blocks of a function and of functions inside it, outer blocks first."""
     for node in ast.walk(function):
         if isinstance(node, ast.stmt):
             yield from blocks(node)
@@ -48,10 +48,10 @@ def every_block(function: Function) -> Iterator[list[ast.stmt]]:
 def with_statements(
     function: ast.FunctionDef, instead: Callable[[ast.stmt, ast.stmt], list[ast.stmt]]
 ) -> ast.FunctionDef:
-    """A function with other statements, in which those that stay are the same objects.
+    """A copy of a function with replaced statements; those that stay are the same objects.
 
-    `instead` gives what stands in the place of a statement, for it as it was and for it with what
-    stands in its own blocks by now.
+    `instead` returns the replacements of a statement, given the original and a copy of it whose own
+    blocks are replaced already.
     """
 
     def replaced(body: Iterable[ast.stmt]) -> list[ast.stmt]:

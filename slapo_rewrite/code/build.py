@@ -1,7 +1,7 @@
-"""The one maker of libcst nodes: expressions and calls from templates.
+"""Makes libcst nodes, expressions and calls, from templates.
 
-A template is Python with `{name}` where a node goes. What is put in the place of an operand gets
-parentheses where it needs them, and what is put where anything may stand loses its own.
+A template is Python with `{name}` where a node goes. A node that becomes an operand gets
+parentheses if it needs them; one in a place for any expression loses its own.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 import libcst as cst
 
-# Stands for itself wherever an expression can.
+# Expressions that never need parentheses.
 _CLOSED = (
     cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.BaseNumber, cst.SimpleString,
     cst.FormattedString, cst.List, cst.ListComp, cst.Dict, cst.DictComp, cst.Set, cst.SetComp,
     cst.Ellipsis,
 )  # fmt: skip
-# Needs parentheses even where any other expression stands without: `f((a, b))`.
+# Expressions that need parentheses where others do not: `f((a, b))`.
 _OPEN = (cst.Tuple, cst.Yield, cst.NamedExpr, cst.GeneratorExp)
-# What holds an expression that may be any, but one of `_OPEN`.
+# Parents of expressions that need no parentheses, unless they are in `_OPEN`.
 _HOLDERS = (
     cst.Arg, cst.Assign, cst.AnnAssign, cst.AugAssign, cst.AssignTarget, cst.Return, cst.Expr,
     cst.Element, cst.DictElement, cst.Index, cst.Param, cst.Annotation, cst.For, cst.If, cst.While,
     cst.WithItem, cst.Assert, cst.Decorator, cst.ListComp, cst.SetComp, cst.GeneratorExp,
     cst.DictComp,
 )  # fmt: skip
-# Of these, what may be a tuple without parentheses as well.
+# Those parents whose child may also be a tuple without parentheses.
 _WHOLE = (
     cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Expr, cst.Index, cst.For, cst.CompFor,
 )  # fmt: skip
@@ -54,10 +54,9 @@ def parsed(text: str) -> cst.BaseExpression:
 
 
 def reindented(text: str, column: int, indent: int) -> str:
-    """Statements that stand at one column, as they stand at another.
+    """Moves statements from one column to another.
 
-    Strings of several lines stay what they are. The first line carries no indentation, before as
-    afterwards.
+    Multi-line strings stay the same. The first line has no indentation, before and afterwards.
     """
     if column == indent:
         return text
@@ -77,7 +76,7 @@ def reindented(text: str, column: int, indent: int) -> str:
 
 
 class _Blank(cst.CSTTransformer):
-    """Has blank lines stay blank in whatever block they stand."""
+    """Keeps blank lines without indentation."""
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if isinstance(updated_node, cst.EmptyLine):
@@ -86,22 +85,22 @@ class _Blank(cst.CSTTransformer):
 
 
 def paren(node: cst.BaseExpression) -> cst.BaseExpression:
-    """An expression that stands for itself in every context: in parentheses where it needs them."""
+    """An expression that is safe in every context: in parentheses if it needs them anywhere."""
     if isinstance(node, _CLOSED) or node.lpar:
         return node
     return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
 
 def parenthesised(text: str) -> str:
-    """An expression's text, in parentheses unless it stands for itself in every context."""
+    """An expression's text, in parentheses unless it is safe in every context without."""
     node = parsed(text)
     return text if isinstance(node, _CLOSED) or node.lpar else f"({text})"
 
 
 def bare(node: cst.BaseExpression) -> cst.BaseExpression:
-    """An expression without parentheses around it that it does not need where anything may stand.
+    """An expression without the parentheses that it does not need as an argument, for example.
 
-    Parentheses with a comment in them stay, and those of a tuple.
+    Parentheses with a comment in them stay, as do those of a tuple.
     """
     if not node.lpar or isinstance(node, _OPEN) or len(node.lpar) != len(node.rpar):
         return node
@@ -112,7 +111,7 @@ def bare(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def fitting(node: cst.BaseExpression, parent: cst.CSTNode | None) -> cst.BaseExpression:
-    """An expression as it can stand in a node: in parentheses where it needs them there."""
+    """An expression for use in a parent node: in parentheses if it needs them there."""
     if isinstance(parent, _WHOLE):
         return node
     if isinstance(parent, _HOLDERS):
@@ -129,7 +128,7 @@ def _binds(node: cst.BinaryOperation) -> int:
 
 
 def expression(template: str, **operands: Operand) -> cst.BaseExpression:
-    """An expression with nodes, or texts of expressions, in the places of its `{names}`."""
+    """An expression from a template, with nodes or texts in place of its `{names}`."""
     places = {name: f"{_PLACEHOLDER}{name}" for name in operands}
     filling = _Filling({places[name]: operand for name, operand in operands.items()})
     parsed: Any = _expression(template.format_map(places))
@@ -140,7 +139,7 @@ def expression(template: str, **operands: Operand) -> cst.BaseExpression:
 def call(
     callee: str, *arguments: Operand, keywords: Iterable[tuple[str, Operand]] = ()
 ) -> cst.Call:
-    """A call of what a dotted name means."""
+    """A call of a dotted name."""
     given = [cst.Arg(_argument(a)) for a in arguments]
     given += [_keyword(name, value) for name, value in keywords]
     return cst.Call(parsed(callee), given)
@@ -149,7 +148,7 @@ def call(
 def conditional(
     body: cst.BaseExpression, test: Operand, orelse: cst.BaseExpression
 ) -> cst.BaseExpression:
-    """`body if test else orelse`; what stands last may be one as well."""
+    """`body if test else orelse`; the last may be a conditional expression as well."""
     last = orelse if isinstance(orelse, cst.IfExp) else paren(orelse)
     return cst.IfExp(test=_node(test), body=paren(body), orelse=last)
 
@@ -162,7 +161,7 @@ def with_keywords(made: cst.Call, keywords: Iterable[tuple[str, Operand]]) -> cs
 
 
 def with_callee(made: cst.Call, callee: Operand) -> cst.Call:
-    """A call of something else with the same arguments."""
+    """A call with another callee and the same arguments."""
     return made.with_changes(func=paren(_node(callee)))
 
 
@@ -204,7 +203,7 @@ def _expression(text: str) -> cst.BaseExpression:
 
 
 class _Filling(cst.CSTTransformer):
-    """Puts operands in their places in a parsed template, all of it new."""
+    """Replaces the placeholders of a parsed template by operands; all nodes are new."""
 
     def __init__(self, operands: Mapping[str, Operand]) -> None:
         super().__init__()

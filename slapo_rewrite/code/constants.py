@@ -1,6 +1,6 @@
-"""What the tool's own files say of themselves, worked out from their text.
+"""Evaluates constants of the tool's own files from their source, without importing them.
 
-They import torch, which takes seconds; what is printed of them needs none of it.
+They import torch, which takes seconds and is not needed for printing information about them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from slapo_rewrite.bundle import rules_folder
 
-LIGHT = "slapo_rewrite.examples"  # imported as it is: what statements are made of
+LIGHT = "slapo_rewrite.examples"  # imported normally: it does not import torch
 
 
 class Constants(dict[str, Any]):
-    """The values of a file's top-level names, each worked out when it is asked for."""
+    """The values of a file's top-level names, evaluated on demand."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))  # the file, as parsed
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))  # the file's syntax tree
 
     def __missing__(self, name: str) -> Any:
         for node in self.tree.body:
@@ -44,7 +44,7 @@ class Constants(dict[str, Any]):
 
 @functools.cache
 def constants(home: str) -> Constants:
-    """Those of a module of the tool."""
+    """The constants of a module of the tool."""
     _, *parts = home.split(".")
     folder = Path(__file__).parents[1]
     if parts[:1] == ["rules"]:
@@ -62,7 +62,7 @@ def _imported(home: str, name: str) -> Any:
 
 
 class Class:
-    """A class of a file, by its text."""
+    """A class of a file, read from its source."""
 
     def __init__(self, file: Constants, node: ast.ClassDef) -> None:
         self.doc = ast.get_docstring(node) or ""  # its docstring
@@ -70,7 +70,7 @@ class Class:
 
     @classmethod
     def named(cls, home: str, name: str) -> Class:
-        """The class of a module whose `name` is this."""
+        """The class of a module that has this `name` attribute."""
         file = constants(home)
         for node in file.tree.body:
             if isinstance(node, ast.ClassDef) and (found := cls(file, node)).get("name") == name:
@@ -92,7 +92,7 @@ class Class:
         """The signature of a static method, without annotations."""
         stub = next(n for n in self._body if isinstance(n, ast.FunctionDef) and n.name == method)
         namespace: dict[str, Any] = {}
-        text = f"from __future__ import annotations\n{ast.unparse(stub)}"  # which are not looked up
+        text = f"from __future__ import annotations\n{ast.unparse(stub)}"  # never evaluates them
         exec(text, namespace)
         own = inspect.signature(namespace[method])
         plain = [p.replace(annotation=p.empty) for p in own.parameters.values()]

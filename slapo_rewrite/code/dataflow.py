@@ -1,4 +1,4 @@
-"""The names that stand in statements and expressions."""
+"""The names that statements and expressions read and bind."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ast
 import itertools
 from collections.abc import Iterator, Set
 
-# Functions of Python that leave what they are given as it is.
+# Built-in functions that do not change their arguments.
 _READING = {"len", "set", "list", "tuple", "sorted", "min", "max", "sum", "any", "all", "bool"}
 
 
 def names_in(*nodes: ast.AST, context: type[ast.expr_context] | None = None) -> Set[str]:
-    """The names that stand in some nodes, each once: all, or those that are read, or bound."""
+    """The names in some nodes, each once: all of them, or those in a context (read, bound)."""
     found = (n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name))
     return {n.id: None for n in found if context is None or isinstance(n.ctx, context)}.keys()
 
@@ -27,7 +27,7 @@ def bound_in(*nodes: ast.AST) -> Set[str]:
 
 
 def assigned_in(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """The targets of a statement with what each is bound to, as far as that can be told."""
+    """The targets of a statement, each with its value, or None if that is not known."""
     match statement:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
@@ -41,22 +41,22 @@ def assigned_in(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr | None
 
 
 def parameters_in(node: ast.AST) -> Set[str]:
-    """The parameters of the functions in a node, lambdas too."""
+    """The parameters of the functions and lambdas in a node."""
     return {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
 
 
 def uses_of(
     node: ast.AST, name: str, context: type[ast.expr_context] = ast.expr_context
 ) -> list[ast.Name]:
-    """Where a name stands in a node, is read there, or bound."""
+    """The occurrences of a name in a node: all of them, or those in a context (read, bound)."""
     named = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name)
     return [n for n in named if isinstance(n.ctx, context)]
 
 
 def stays_as_it_is(function: ast.FunctionDef, use: ast.Name) -> bool:
-    """Whether a list that a name holds is, but for one use, only unpacked, counted or gone through.
+    """Whether a list variable is, apart from one use, only unpacked, counted or iterated over.
 
-    Whatever else reads the name may change what it holds: `xs.reverse()`, `shuffle(xs)`, `ys = xs`.
+    Any other use may change the list: `xs.reverse()`, `shuffle(xs)`, `ys = xs`.
     """
     harmless: set[ast.expr] = {use}
     for node in ast.walk(function):

@@ -1,4 +1,4 @@
-"""Where the local names of a function die: behind the statement that reads them last."""
+"""Finds the statements after which local variables of a function are dead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.syntax import position
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-# What a function does that holds or looks at its local names in a way of its own.
+# Syntax and names by which a function keeps or inspects its local variables in other ways.
 _OTHERWISE = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 _LOOKING = {"locals", "vars", "dir", "eval", "exec", "inspect", "sys"}
 _TRYING = (ast.Try, ast.TryStar, ast.Match)
@@ -23,22 +23,22 @@ _TRYING = (ast.Try, ast.TryStar, ast.Match)
 
 @dataclass(frozen=True)
 class Death:
-    """A local name that nothing needs any more."""
+    """A local variable that is dead after a statement."""
 
-    statement: ast.stmt  # behind which it is so
+    statement: ast.stmt  # the statement
     name: str
 
 
 def deaths(file: SourceFile, function: ast.FunctionDef) -> list[Death]:
-    """Where a function may drop names: each is bound there whatever way was taken.
+    """Where a function may delete dead variables: each is bound there on every path.
 
-    A name is dropped in the block that binds it, or behind what stands in it as a whole. What a
-    `try` or `match` mentions, a function inside or a generator holds, is left alone.
+    A variable is deleted in the block that binds it, or after a compound statement of that block.
+    Variables in a `try` or `match`, in inner functions or in generators are left alone.
     """
     if _looks_at_names(function):
         return []
     found = [d for d in _Deaths(file, function).inside(function.body) if d.name]
-    # Where one is dropped, it is unbound further on, and in the next round of a loop.
+    # A deletion unbinds the variable further on, and in the next iteration of a loop.
     while wrong := _unbound(function, found):
         found = [death for death in found if death not in wrong]
     return found
@@ -47,7 +47,7 @@ def deaths(file: SourceFile, function: ast.FunctionDef) -> list[Death]:
 def dropping(
     function: ast.FunctionDef, behind: Mapping[ast.stmt, Sequence[ast.stmt]]
 ) -> ast.FunctionDef:
-    """A function with further statements behind its own, which stay the same objects."""
+    """A copy of a function with statements inserted after some; the others are the same objects."""
     return with_statements(function, lambda each, made: [made, *behind.get(each, ())])
 
 
@@ -59,7 +59,7 @@ def _looks_at_names(function: ast.FunctionDef) -> bool:
 
 
 class _Deaths:
-    """Walks over the blocks of a function."""
+    """Walks over the blocks of a function to find dead variables."""
 
     def __init__(self, file: SourceFile, function: ast.FunctionDef) -> None:
         self.file, self.function = file, function
@@ -69,9 +69,9 @@ class _Deaths:
         self.kept: set[str | None] = {*names_in(*holding), first_parameter(function)}
 
     def inside(self, body: Sequence[ast.stmt], outer: Collection[str] = ()) -> Iterator[Death]:
-        """Those of a block.
+        """The deaths in a block.
 
-        `outer` names are dropped behind the statement that it is part of.
+        `outer` names die after the statement that contains the block.
         """
         for statement in body:
             behind = self._behind(statement) - set(outer)
@@ -90,13 +90,13 @@ class _Deaths:
             )
 
     def _behind(self, statement: ast.stmt) -> set[str]:
-        """The names that can be dropped right behind a statement."""
+        """The names that can be deleted right after a statement."""
         if statement not in self.bound or not is_alone(self.file, statement):
             return set()
         if isinstance(statement, ast.If) and self.file.segment(statement).startswith("elif"):
-            return set()  # there is no place for a statement between two arms
+            return set()  # no statement can be inserted between two branches
         before, after = self.bound[statement]
-        # What a manager suppresses may have left unbound what stands in a `with`.
+        # A context manager may suppress an exception, which leaves names of its body unbound.
         sure = before.sure if isinstance(statement, ast.With) else after.sure
         return set(sure & self.dead[statement]) - self.kept
 
@@ -109,7 +109,7 @@ class _Deaths:
 
 
 def _unbound(function: ast.FunctionDef, found: Sequence[Death]) -> list[Death]:
-    """Those of some names that may be unbound already where they are to be dropped."""
+    """The deaths whose names may be unbound already at the deletion."""
     behind: dict[ast.stmt, list[ast.stmt]] = {}
     made: dict[ast.stmt, Death] = {}
     for death in found:

@@ -1,4 +1,4 @@
-"""Decorators of a file's definitions, each on lines of its own."""
+"""Decorators of a file's top-level definitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def decorated_alike(tree: ast.Module, line: int) -> list[tuple[Definition, ast.expr]]:
-    """The definitions that have the decorator at a line, with other arguments too, and theirs."""
+    """The definitions with the decorator at a line, with any arguments, and their decorators."""
     known = [
         (each, decorator)
         for each in tree.body
@@ -20,5 +20,5 @@ def decorated_alike(tree: ast.Module, line: int) -> list[tuple[Definition, ast.e
 
 
 def callee(decorator: ast.expr) -> str:
-    """What a decorator calls, or is."""
+    """The function that a decorator calls, or is."""
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)

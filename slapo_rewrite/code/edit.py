@@ -1,9 +1,9 @@
-"""The transform: every change of a statement, composed on libcst nodes and printed once.
+"""The transform: composes all changes of a statement on libcst nodes, and prints it once.
 
-What changes is decided on `ast`. An `Edit` names a node of that tree and gives what stands in its
-place as a function of the libcst node there. Only the statements that hold a change are parsed
-with libcst; the two trees are joined by place, and the functions are composed per node, inner ones
-first. What is not touched never passes a printer.
+Changes are decided on the `ast` tree. An `Edit` names an `ast` node, and a function from the libcst
+node at that position to its replacement. Only statements with edits are parsed with libcst. The
+two trees are matched by position, and the functions of each node are composed, inner nodes first.
+Text without edits is never printed.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from slapo_rewrite.code.build import bare, code, conditional, fitting, parsed
 from slapo_rewrite.code.file import SourceFile
 
 Span = tuple[int, int]
-# White space and comments at the beginning and at the end of what stands in parentheses.
+# White space and comments at the beginning and at the end of a parenthesised text.
 _LEAD = re.compile(r"^(?:\s|#[^\n]*\n)+")
 _TAIL = re.compile(r"\s*(?:#[^\n]*\n\s*)*$")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One node of a statement, written otherwise."""
+    """The replacement of one node of a statement."""
 
     # The node of the file's `ast`: an expression of the statement, or the statement.
     node: ast.expr | ast.stmt
-    # Gives what stands there, from the libcst node with what changes inside of it.
+    # Returns the replacement of the libcst node, in which inner edits are made already.
     make: Callable[[Any], cst.CSTNode]
-    outer: bool = False  # whether it goes around what other edits make of the same node
+    outer: bool = False  # whether it applies after other edits of the same node
 
 
 @dataclass(frozen=True)
 class Put:
-    """Makes what a text says, whatever stands there: an expression or a simple statement."""
+    """Replaces an expression or a simple statement by a text."""
 
     text: str
 
     def __call__(self, made: cst.CSTNode) -> cst.CSTNode:
-        """Parses it, as whatever stands there."""
+        """Parses the text, as an expression or a statement like the old node."""
         if isinstance(made, cst.BaseExpression):
             return parsed(self.text)
         line = cst.ensure_type(cst.parse_statement(self.text), cst.SimpleStatementLine)
@@ -56,7 +56,7 @@ class Put:
 
 @dataclass(frozen=True)
 class NoneIf:
-    """Makes what stands there None where a condition holds."""
+    """Replaces a value by None if a condition holds."""
 
     condition: str
 
@@ -66,18 +66,18 @@ class NoneIf:
 
 
 class NoPlaceError(Exception):
-    """No libcst node stands where a node of `ast` does."""
+    """There is no libcst node at the position of an `ast` node."""
 
 
-# From where to where a statement is written anew, and its text then.
+# The offsets of the replaced text of a statement, and the new text.
 Written = tuple[int, int, str]
 
 
 def edited(file: SourceFile, edits: Mapping[ast.stmt, Sequence[Edit]]) -> dict[ast.stmt, Written]:
-    """What statements become by edits, which stand by the statement that holds what is edited.
+    """The new texts of statements, given the edits of nodes in each.
 
-    Of a compound statement its header changes. Of one node, those that are `outer` come last. A
-    node that cannot be found, as inside an f-string, is a `NoPlaceError`.
+    Only the header of a compound statement can change. For one node, `outer` edits come last.
+    Raises `NoPlaceError` for a node that cannot be found, as inside an f-string.
     """
     parts = {statement: _Part(file, statement) for statement in edits}
     trees = _Trees(list(parts.values()))
@@ -93,7 +93,7 @@ def edited(file: SourceFile, edits: Mapping[ast.stmt, Sequence[Edit]]) -> dict[a
 
 
 def substituted(file: SourceFile, node: ast.expr | ast.stmt, texts: Mapping[ast.expr, str]) -> str:
-    """The text of an expression or a simple statement with others in the places of parts of it."""
+    """The text of an expression or a simple statement with some of its expressions replaced."""
     found: list[cst.CSTNode] = []
 
     def keep(made: cst.CSTNode) -> cst.CSTNode:
@@ -107,10 +107,10 @@ def substituted(file: SourceFile, node: ast.expr | ast.stmt, texts: Mapping[ast.
 
 
 def check_printed(tree: cst.Module) -> None:
-    """Parses what a tree is printed as, and compares the two.
+    """Prints a tree, parses the text, and raises if that is another tree.
 
-    A node in a tighter context than before needs parentheses: `return a, b` is not
-    `all_reduce(a, b)`.
+    A node that moved into a tighter context needs parentheses: the `a, b` of `return a, b` is not
+    that of `all_reduce(a, b)`.
     """
     text = tree.code
     if not _is_same(cst.parse_module(text), tree):
@@ -118,7 +118,7 @@ def check_printed(tree: cst.Module) -> None:
 
 
 def _trimmed(file: SourceFile, start: int, end: int, text: str) -> tuple[int, int, str]:
-    """A change without the lines at its beginning and end that are as before."""
+    """A replacement without the unchanged lines at its beginning and end."""
     before, after = file.text[start:end].split("\n"), text.split("\n")
     while len(before) > 1 and len(after) > 1 and before[0] == after[0]:
         start += len(before.pop(0)) + 1
@@ -130,13 +130,13 @@ def _trimmed(file: SourceFile, start: int, end: int, text: str) -> tuple[int, in
 
 
 class _Part:
-    """A statement of a file as it is parsed alone: all of a simple one, a compound one's header.
+    """The text to parse for one statement: all of a simple one, the header of a compound one.
 
     Attributes:
-        start: Where it begins in the file.
-        end: Where it ends.
-        text: What is parsed.
-        lead: What was put before it for that.
+        start: The offset of its beginning in the file.
+        end: The offset of its end.
+        text: The text to parse.
+        lead: Text that was prepended to make it parse.
     """
 
     def __init__(self, file: SourceFile, statement: ast.stmt) -> None:
@@ -155,14 +155,14 @@ class _Part:
         if isinstance(statement, ast.If) and self.text.startswith("elif"):
             # The only statement of an `else`.
             self.text, self.start = self.text[2:], self.start + 2
-        # What can be decorated begins more than one line, all of them indented alike.
+        # Decorators and the definition are separate lines, which must have the same indentation.
         named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         indent = statement.col_offset if isinstance(statement, named) else 0
         self.lead = f"if True:\n{' ' * indent}" if indent else ""
         self.text = self.lead + self.text
 
     def restored(self, text: str) -> Written:
-        """The text as it stands in the file: without what was added to parse it."""
+        """The text for the file, without what was added to parse it."""
         text = text.removeprefix(self.lead)
         if not self.header:
             return self.start, self.end, text
@@ -170,12 +170,12 @@ class _Part:
 
 
 class _Trees:
-    """Statements of a file as one libcst module, with the places of its nodes."""
+    """Statements of a file as one libcst module, with the positions of its nodes."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.text = "".join(f"{part.text}\n" for part in parts)
-        self.module = cst.parse_module(self.text)  # the module: a statement of it for each
-        # Where its nodes stand in its text, parentheses around them left out.
+        self.module = cst.parse_module(self.text)  # has one statement for each part
+        # The positions of its nodes in its text, without parentheses around them.
         self.spans = dict(_spans(self.module, self.text))
         self.by_span: dict[Span, cst.CSTNode] = {
             span: node for node, span in self.spans.items() if isinstance(node, cst.BaseExpression)
@@ -186,7 +186,7 @@ class _Trees:
             start += len(part.text) + 1
 
     def node_of(self, part: _Part, node: ast.expr | ast.stmt) -> cst.CSTNode:
-        """The libcst node at the place of one of `ast`."""
+        """The libcst node at the position of an `ast` node."""
         if node is part.statement:
             tree: cst.CSTNode = self.module.body[self.numbers[part]]
             if isinstance(tree, cst.If) and part.lead:
@@ -196,7 +196,7 @@ class _Trees:
         start, end = (each + shift for each in part.file.span(node))
         found = self.by_span.get((start, end))
         while found is None and self.text[start:end][:1] == "(" and self.text[end - 1] == ")":
-            # `ast` counts parentheses to tuples, and those of a call to a generator alone in it.
+            # In `ast`, tuples, and generators that are a call's only argument, include parentheses.
             inner = self.text[start + 1 : end - 1]
             start += 1 + len(inner) - len(_LEAD.sub("", inner))
             end -= 1 + len(inner) - len(_TAIL.sub("", inner))
@@ -207,7 +207,7 @@ class _Trees:
 
 
 class _Transform(cst.CSTTransformer):
-    """Composes the edits; goes where one is and nowhere else."""
+    """Applies the edits; visits only the nodes that contain one."""
 
     def __init__(
         self, edits: dict[cst.CSTNode, list[Edit]], spans: dict[cst.CSTNode, Span]
@@ -236,7 +236,7 @@ class _Transform(cst.CSTTransformer):
 
 
 def _spans(module: cst.Module, text: str) -> Iterator[tuple[cst.CSTNode, Span]]:
-    """Where the nodes of a statement stand in its text, parentheses around them left out."""
+    """The positions of a module's nodes in its text, without parentheses around them."""
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)
@@ -253,7 +253,7 @@ _LAYOUT = (
 
 
 def _is_same(one: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether two trees say the same, however they are laid out."""
+    """Whether two trees are equal apart from layout."""
     if type(one) is not type(other):
         return False
     for name in _fields(type(one)):
@@ -273,7 +273,7 @@ def _is_same(one: cst.CSTNode, other: cst.CSTNode) -> bool:
 
 @functools.cache
 def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    """What a kind of node holds beside its layout."""
+    """The fields of a node class without those for layout."""
     names = [field.name for field in dataclasses.fields(kind)]
     idle = {"lpar", "rpar", "comma", "semicolon", "header", "footer", "indent", "encoding"}
     idle |= {"default_indent", "default_newline", "has_trailing_newline", "leading_lines"}

@@ -1,4 +1,4 @@
-"""What calling a function does besides giving a value, as far as its text tells."""
+"""Side effects of functions, as far as their source shows them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import functools
 
 from slapo_rewrite.code.names import is_name
 
-# Decorators under which a call still runs the function's body, and nothing else.
+# Decorators that leave the behaviour of a call unchanged.
 _TRANSPARENT = {"staticmethod", "jit.script", "torch.jit.script", "torch.compile", "override"}
-# What has to be left out of a function for a call of it to be no more than the value it gives.
+# Syntax that a function must not have if a call of it is to be equivalent to an expression.
 _REFUSED = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert, ast.Global, ast.Nonlocal),
     *(ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
@@ -18,13 +18,13 @@ _CACHED = functools.lru_cache(maxsize=4096)
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a method or a function of torch, by its name, changes what it is given: `add_`."""
+    """Whether a method or torch function works in place, by its name: `add_`."""
     return name.endswith("_") and not name.endswith("__")
 
 
 @_CACHED
 def is_expression(function: ast.FunctionDef) -> bool:
-    """Whether a function, by its syntax, is one value: no early way out, nothing else is done."""
+    """Whether a function only returns a value: one `return` at its end, no other effects."""
     names = (ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list)
     if not all(name in _TRANSPARENT for name in names):
         return False
@@ -38,7 +38,7 @@ def is_expression(function: ast.FunctionDef) -> bool:
 
 @_CACHED
 def writes(node: ast.AST) -> bool:
-    """Whether anything in a text may write to memory that it was given."""
+    """Whether code may write in place to memory of its inputs."""
     return any(_writes(inner) for inner in ast.walk(node))
 
 
@@ -55,7 +55,7 @@ def _writes(node: ast.AST) -> bool:
 
 @_CACHED
 def stored(text: ast.AST) -> tuple[str, ...]:
-    """The attributes of its own module that a method, or part of one, gives new values."""
+    """The attributes of `self` that a method, or part of one, assigns."""
     nodes = (node for node in ast.walk(text) if isinstance(node, ast.Attribute))
     own = (
         node for node in nodes if isinstance(node.ctx, ast.Store) and is_name(node.value, "self")
@@ -65,14 +65,14 @@ def stored(text: ast.AST) -> tuple[str, ...]:
 
 @_CACHED
 def plain_calls(function: ast.FunctionDef) -> tuple[str, ...]:
-    """The functions that a function calls by a plain name."""
+    """The functions that a function calls by a plain name, not as attributes."""
     calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     return tuple(dict.fromkeys(func.id for func in calls if isinstance(func, ast.Name)))
 
 
 @_CACHED
 def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
-    """The methods of its own module that a method calls."""
+    """The methods of `self` that a method calls."""
     called = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     methods = (func for func in called if isinstance(func, ast.Attribute))
     return tuple(dict.fromkeys(each.attr for each in methods if is_name(each.value, "self")))
@@ -80,7 +80,7 @@ def own_calls(function: ast.FunctionDef) -> tuple[str, ...]:
 
 @_CACHED
 def words_of(text: ast.AST) -> frozenset[str]:
-    """The names of attributes and variables in a text, and words that may be some."""
+    """The names of attributes and variables in code, and strings that may be such names."""
     found = set()
     for node in ast.walk(text):
         match node:

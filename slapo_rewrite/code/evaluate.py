@@ -1,7 +1,7 @@
-"""What an expression is worth before it runs: known, never None, a module, or unknown.
+"""Partial evaluation of expressions: a value is known, not None, a module, or unknown.
 
-What names, attributes and calls are worth is handed in; here it is followed through operators,
-choices and displays.
+The caller evaluates names, attributes and calls; this module evaluates operators, conditions and
+displays of them.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from typing import Any
 class Constant:
     """A known value."""
 
-    # None, a number, a string, a flag, or a tuple of such where it is to be written down; any
-    # object where it is only looked at.
+    # To be written as source, it must be None, a number, a string, a bool, or a tuple of such;
+    # otherwise any object.
     value: Any
-    is_setting: bool = False  # whether the model's settings say it, not the text
+    is_setting: bool = False  # whether it comes from the model's configuration, not from the source
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that is known when the expression runs."""
+    """A value that is only known at run time."""
 
-    # Whether it is never None: a tensor that the step is given, a module's result.
+    # Whether it is never None: an input tensor of the step, a module's result.
     is_given: bool = False
-    cls: type | None = None  # its class, where it is known
-    # What its attributes are worth; None where nothing is known of them.
+    cls: type | None = None  # its class, if known
+    # The values of its attributes; None if they are not known.
     values: Mapping[str, Worth] | None = None
     is_module: bool = False  # whether it is a module of the model
-    # The attributes that lead to that module from the one whose method this is, where it is known
-    # which one it is.
+    # The attributes that lead to that module from the method's own module, if it is known which
+    # module it is.
     steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class KnownObject:
-    """An object that a call with keywords makes, of which only attributes are read."""
+    """An object constructed by keyword arguments, of which only attributes are read."""
 
     cls: type  # its class
-    texts: Mapping[str, str]  # the expression that each attribute is
-    values: Mapping[str, Worth]  # what each is worth
+    texts: Mapping[str, str]  # the expression of each attribute
+    values: Mapping[str, Worth]  # the value of each attribute
 
 
 @dataclass(frozen=True)
 class KnownKwargs:
-    """Keyword arguments that are handed on (`**kwargs`), all of them known by name."""
+    """Keyword arguments (`**kwargs`) whose names are all known."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Worth] = field(default_factory=dict)
@@ -76,16 +76,16 @@ _DISPLAYS: Mapping[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-# Functions that are called to tell what an expression came to.
+# Built-in functions that `came_to` may call.
 _CALLED: Mapping[str, Callable[..., Any]] = {
     f.__name__: f for f in (abs, bool, float, getattr, int, len, max, min, range, round, sum, tuple)
 }
 
 
 def came_to(expr: ast.expr, names: Mapping[str, Any]) -> Worth:
-    """What an expression came to where names meant this; UNKNOWN where it cannot be told.
+    """The value of an expression, given the values of names; UNKNOWN if it cannot be evaluated.
 
-    Nothing of the user's is run but attribute access.
+    It runs no code of the user's except for attribute access.
     """
     try:
         match expr:
@@ -101,9 +101,9 @@ def came_to(expr: ast.expr, names: Mapping[str, Any]) -> Worth:
 
 
 def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
-    """What an expression is worth by what its operands are; None where it is of another kind.
+    """The value of an operator, condition or display; None for other expressions.
 
-    With `calls` a call whose worth is unknown may be left out where a test is decided.
+    With `calls`, unknown calls in a test do not prevent its decision: they may be left out.
     """
     match expr:
         case ast.Constant(value=value):
@@ -147,9 +147,9 @@ def computed(expr: ast.expr, of: Of, calls: bool = True) -> Worth | None:
 
 
 def truth(test: ast.expr, of: Of, calls: bool = True) -> bool | None:
-    """How a test comes out; None where that is not known.
+    """The truth value of a test; None if it is not known.
 
-    One operand may be enough, whatever those before it are.
+    One operand of `and` or `or` may decide it, even if earlier ones are unknown.
     """
     if isinstance(test, ast.BoolOp):
         ways = [truth(operand, of, calls) for operand in test.values]
@@ -164,7 +164,7 @@ def truth(test: ast.expr, of: Of, calls: bool = True) -> bool | None:
 
 
 def truth_of(worth: Worth) -> bool | None:
-    """Whether a value counts as true, where that is known."""
+    """The truth value of a value; None if it is not known."""
     if not isinstance(worth, Constant):
         return True if isinstance(worth, KnownObject) else None
     try:
@@ -174,14 +174,14 @@ def truth_of(worth: Worth) -> bool | None:
 
 
 def is_given(worth: Worth) -> bool:
-    """Whether a value that is no constant is never None."""
+    """Whether a value is known not to be None, although it is no constant."""
     return isinstance(worth, KnownObject | KnownKwargs) or (
         isinstance(worth, Unknown) and worth.is_given
     )
 
 
 def applied(function: Callable[..., Any], *worths: Worth) -> Worth:
-    """What a function gives for known values; unknown where it fails."""
+    """The result of a function for known values; UNKNOWN if one is unknown or the call fails."""
     values = [worth.value for worth in worths if isinstance(worth, Constant)]
     try:
         return Constant(function(*values)) if len(values) == len(worths) else UNKNOWN
@@ -190,28 +190,28 @@ def applied(function: Callable[..., Any], *worths: Worth) -> Worth:
 
 
 def operated(op: type[ast.AST], *worths: Worth) -> Worth:
-    """What an operator gives."""
+    """The result of an operator."""
     if op in (ast.Is, ast.IsNot) and NONE in worths and any(map(is_given, worths)):
         return Constant(op is ast.IsNot)
     return applied(_OPERATORS[op], *worths) if op in _OPERATORS else UNKNOWN
 
 
 def attribute_of(owner: Worth, name: str) -> Worth:
-    """What an attribute of an object that the text makes is worth."""
+    """The value of an attribute of an object whose attributes are known."""
     if isinstance(owner, KnownObject | Unknown) and owner.values is not None:
         return owner.values.get(name, NONE)
     return UNKNOWN
 
 
 def field_at(cls: type, values: Mapping[str, Worth], index: int) -> str | None:
-    """The attribute that a number means: those that are None are not counted."""
+    """The attribute at an index of a model output, which skips attributes that are None."""
     order = list(getattr(cls, "__dataclass_fields__", values))
     there = [n for n in order if values.get(n, NONE) != NONE]
     return there[index] if 0 <= index < len(there) else None
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a number, a string, a flag, None, or a tuple of such."""
+    """Whether a value is a number, a string, a bool, None, or a tuple of such."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, int | float | str | bool)
@@ -266,7 +266,7 @@ def _all_or_any(expr: ast.BoolOp, of: Of) -> Worth:
         worth = of(operand)
         way = truth_of(worth)
         if way is stops:
-            # What stands before it may end the evaluation with another value, as true or false.
+            # An earlier operand may end the evaluation with another value of the same truth.
             return UNKNOWN if unsure else worth
         unsure |= way is None
     return UNKNOWN if unsure else worth

@@ -1,6 +1,6 @@
-"""What is known of a module from outside its `forward`: what its attributes are, what names mean.
+"""Facts about a module that its `forward` refers to: its attributes, and the meaning of names.
 
-Filled in from the live tree by `slapo_rewrite.model.node_facts`, and for patterns from live
+`slapo_rewrite.model.node_facts` takes them from the live tree; patterns take them from live
 functions.
 """
 
@@ -24,7 +24,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Other:
-    """An object of which nothing is known."""
+    """An object of another kind."""
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,39 @@ class Property:
 class Function:
     """A function: its dotted name, or the module's own method of that name."""
 
-    name: str = ""  # of a function
-    method: str = ""  # of a method
-    options: tuple[tuple[str, object], ...] = ()  # arguments that it already has
+    name: str = ""  # the name of a function
+    method: str = ""  # the name of a method
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments that are bound already
 
 
 @dataclass(frozen=True)
 class Submodule:
-    """A module."""
+    """A submodule."""
 
-    cls: str  # the dotted name of the class whose `forward` runs, `torch.nn.Linear` say
+    cls: str  # the dotted name of the class whose `forward` runs, such as `torch.nn.Linear`
     random: bool = True  # whether it may draw random numbers
-    stateless: bool = False  # whether neither it nor a module below holds parameters or buffers
-    plain: bool = False  # whether a call runs the `forward` of its class and nothing else
-    children: tuple[str, ...] = ()  # names of its submodules
-    regex: str | None = None  # the paths that it stands for, in a pattern
+    stateless: bool = False  # whether it has no parameters or buffers, nor have modules below
+    plain: bool = False  # whether a call only runs the `forward` of its class
+    children: tuple[str, ...] = ()  # the names of its submodules
+    regex: str | None = None  # in a pattern, the paths of modules that it matches
 
 
 Fact = Constant | Tensor | Property | Function | Submodule | Other
 
 
 class Facts(Protocol):
-    """A live module, as far as a reader of its source needs to know it."""
+    """The facts about a live module that a reader of its source needs."""
 
     def look(self, path: str) -> Fact | None:
-        """What the attribute at a dotted path is; None where that is not known."""
+        """The kind of the attribute at a dotted path; None if it is not known."""
         return None
 
     def method(self, path: str, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
-        """A method of a submodule's class, '' for the module itself, and the file it stands in."""
+        """A method of a submodule's class, after its file; the path '' is the module itself."""
         return None
 
     def place(self, path: str) -> tuple[SourceFile, ast.AST] | None:
-        """Where a submodule is made."""
+        """The construction site of a submodule."""
         return None
 
 
@@ -77,17 +77,17 @@ Resolver = Callable[[str], Name | None]
 
 
 def names_of(file: SourceFile) -> Resolver:
-    """What the module level of a file means by a name, as a dotted absolute name."""
+    """Resolves names at the module level of a file to absolute dotted names."""
     return lambda name: file.qualified(ast.Name(name, ast.Load()))
 
 
 def live_names(names: Mapping[str, Any]) -> Resolver:
-    """What a live function means by a name: a constant, or a dotted absolute name."""
+    """Resolves names in a live function to constants or absolute dotted names."""
     return lambda name: described(names[name]) if name in names else None
 
 
 def described(value: object) -> Name | None:
-    """A live object as a constant or a dotted name; None where it is neither."""
+    """A live object as a constant or a dotted name; None if it is neither."""
     if is_plain(value):
         return Constant(value)
     if isinstance(value, types.ModuleType):
@@ -98,7 +98,7 @@ def described(value: object) -> Name | None:
 
 
 def dotted(function: object) -> str | None:
-    """The dotted name under which torch's documentation, or anybody, knows a function or class."""
+    """The public dotted name of a function or class."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if name is None or "<" in name:
         return None
@@ -114,4 +114,4 @@ def dotted(function: object) -> str | None:
 
 
 class NoFacts(Facts):
-    """Nothing is known: of a function that is no method."""
+    """No facts, for a function that is not a method."""

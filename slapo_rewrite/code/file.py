@@ -1,4 +1,4 @@
-"""One source file, read with `ast` alone: what it defines and imports, where each node stands."""
+"""One source file, read with `ast` only: its definitions, its imports, and positions of nodes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class SourceFile:
 
     Attributes:
         path: The file.
-        display: The path as it is shown to the user.
+        display: The path as shown to the user.
         name: The dotted name of the module.
         package: The package that its relative imports are relative to; '' for a file on its own.
-        text: The file's characters, without its byte order mark, and with `\n` for line ends that
-            are all alike.
-        bom: The mark that the file begins with, or ''.
-        line_end: What stands for each `\n` of the text in the file.
+        text: The file's characters, without its byte order mark. Line ends are `\n`, unless the
+            file mixes several kinds.
+        bom: The byte order mark at the beginning of the file, or ''.
+        line_end: The file's line end, which `text` has as `\n`.
         tree: The syntax tree of `text`.
-        classes: Classes of the module level, those under `if` and `try` among them.
-        several: The names of those that it defines more than once.
+        classes: Classes of the module level, including those under `if` and `try`.
+        several: The names of classes that it defines more than once.
         functions: Functions of the module level, likewise.
         imports: Local alias -> absolute dotted name.
         names: Every name that the module level binds.
@@ -95,7 +95,7 @@ class SourceFile:
         return _parsed(text, self)
 
     def as_stored(self, text: str) -> str:
-        """A text of this file as it is written, with its mark and its line ends."""
+        """A text with this file's byte order mark and line ends, for writing."""
         return self.bom + text.replace("\n", self.line_end)
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class SourceFile:
 
     @property
     def line_length(self) -> int:
-        """The length the file's lines keep to, those of the text that it was read with."""
+        """The line length of the file as it was read; edits do not change it."""
         if self._line_length is None:
             self._line_length = line_length(self.text)
         return self._line_length
@@ -112,7 +112,7 @@ class SourceFile:
 
     @functools.cached_property
     def _starts(self) -> list[int]:
-        # `str.splitlines` also splits at form feeds and U+2028, where Python's lines do not end.
+        # `str.splitlines` also splits at form feeds and U+2028, which do not end lines of Python.
         return [0, *(m.end() for m in _LINE_END.finditer(self.text)), len(self.text)]
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class SourceFile:
         return self.text[self._starts[number - 1] : self._starts[number]].rstrip("\r\n")
 
     def offset(self, line: int, col_utf8: int) -> int:
-        """The character offset into `text` of a position as `ast` gives it.
+        """The character offset into `text` of a position of `ast`.
 
         Lines count from 1, columns from 0 and in UTF-8 bytes.
         """
@@ -137,21 +137,21 @@ class SourceFile:
         return start + len(chars.encode()[:col_utf8].decode(errors="ignore"))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """The character offsets of a node's first character and of the one after its last."""
+        """The character offsets of a node's beginning and end."""
         line, column, last, end = extent(node)
         return self.offset(line, column), self.offset(last, end)
 
     def segment(self, node: ast.AST) -> str:
-        """The text of a node, as it is in the file."""
+        """The text of a node in the file."""
         begin, end = self.span(node)
         return self.text[begin:end]
 
     def at(self, node: ast.AST, note: str = "") -> errors.Span:
-        """A node as a place in a diagnostic; the caret is as wide as the node on its first line."""
+        """The place of a node for a diagnostic, with carets under its first line."""
         return self.shown(extent(node), note)
 
     def shown(self, at: Position, note: str = "") -> errors.Span:
-        """A position as a place in a diagnostic."""
+        """A position as a place for a diagnostic."""
         return errors.Span.of_bytes(self.display, at, self.line(at[0]), note)
 
     @functools.cached_property
@@ -164,12 +164,12 @@ class SourceFile:
         return {statement: extent(statement) for statement in self.statements}
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that holds a node of the file."""
+        """The innermost statement that contains a node of the file."""
         at = extent(node)
         return [s for s, place in self._extents.items() if encloses(place, at)][-1]
 
     def holding(self, at: Position) -> list[ast.AST]:
-        """The nodes of the file that hold what stands at a place, the outermost first."""
+        """The nodes of the file that contain a position, the outermost first."""
         return _holding(self.tree, at)
 
     @functools.cached_property
@@ -179,22 +179,22 @@ class SourceFile:
     def around(
         self, node: ast.AST, within: ast.AST | None = None
     ) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """What holds a node of the file, the innermost first, each behind what it holds of it.
+        """Pairs of a child and its parent, from a node of the file outwards.
 
-        Up to what holds all of that, if it is given.
+        Stops before the parent `within`, if given.
         """
         while (outer := self._parents.get(node)) is not within and outer is not None:
             yield node, outer
             node = outer
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The block that a statement of the file stands in."""
+        """The block that contains a statement of the file."""
         return next(block for block in blocks(self._parents[statement]) if statement in block)
 
     # Names ----------------------------------------------------------------------------------
 
     def qualified(self, expr: ast.expr) -> str | None:
-        """The dotted absolute name that a name or attribute expression means at module level.
+        """The absolute dotted name of a name or attribute expression at module level.
 
         None for other expressions, and for names that the module level does not bind.
         """
@@ -215,7 +215,7 @@ class SourceFile:
         return ".".join([head, *reversed(tail)])
 
     def method(self, class_name: str, method_name: str) -> ast.FunctionDef | None:
-        """A method in the class's own body; of several with that name, the one Python calls."""
+        """A method in the class's own body; the last of several, which Python calls."""
         return next((m for m in reversed(self.methods(class_name)) if m.name == method_name), None)
 
     def methods(self, class_name: str) -> list[ast.FunctionDef]:
@@ -261,7 +261,7 @@ class SourceFile:
 
 
 def read_once(path: Path, name: str) -> SourceFile:
-    """A file as it was read before, as long as it stays the same on disk."""
+    """Reads a file; cached until the file changes on disk."""
     state = path.stat()
     return _read_once(path, name, state.st_mtime_ns, state.st_size)
 
@@ -272,7 +272,7 @@ def _read_once(path: Path, name: str, _changed: int, _size: int) -> SourceFile:
 
 
 def line_length(text: str) -> int:
-    """The length a file's lines keep to: the least usual limit that holds its code."""
+    """The line length of a text: the smallest common limit that its code does not exceed."""
     longest = max(
         (len(line) for line in lines_of(text) if "#" not in line and '"' not in line), default=0
     )
@@ -280,13 +280,13 @@ def line_length(text: str) -> int:
 
 
 def line_end(text: str) -> str | None:
-    """What ends each line of a text; None where they differ, or none ends."""
+    """The line end of a text; None if it mixes several, or has none."""
     ends = {*_LINE_END.findall(text)}
     return ends.pop() if len(ends) == 1 else None
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text as Python counts them: form feeds and the like end none."""
+    """The lines of a text as Python counts them: form feeds and the like do not end a line."""
     return [line.rstrip("\r") for line in text.split("\n")]
 
 
@@ -334,7 +334,7 @@ def _parse(text: str, path: Path) -> ast.Module:
 
 def _tree(text: str, path: Path) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an invalid escape is the source's own affair
+        warnings.simplefilter("ignore")  # invalid escapes in the user's source
         return ast.parse(text, str(path))
 
 
@@ -379,7 +379,7 @@ def _holding(node: ast.AST, at: Position) -> list[ast.AST]:
 
 
 def _is_companion(method: ast.FunctionDef) -> bool:
-    """Whether a method stands beside another of its name: a setter, a deleter, an overload."""
+    """Whether a method accompanies another of its name: a setter, a deleter, an overload."""
     names = {d.attr if isinstance(d, ast.Attribute) else "" for d in method.decorator_list}
     names |= {d.id for d in method.decorator_list if isinstance(d, ast.Name)}
     return bool(names & {"setter", "deleter", "overload"})

@@ -1,4 +1,4 @@
-"""What a function changes in place after it has handed it on to something that reads it later."""
+"""Alias analysis: finds values that a function passes on and changes in place afterwards."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from slapo_rewrite.code.subgraphs import (
     root_of,
 )
 
-# Methods whose result may be what they are called on, or share memory with it.
+# Methods whose result may be their object, or share memory with it.
 _SHARING = """
 view view_as reshape reshape_as transpose swapaxes swapdims t adjoint permute movedim unsqueeze
 squeeze flatten unflatten ravel expand expand_as chunk split tensor_split unbind select narrow
 diagonal unfold detach contiguous to type type_as float double half bool long int values items
 """
-_TAKING = ("get", "pop", "popitem", "popleft", "setdefault")  # something out of what they belong to
+_TAKING = ("get", "pop", "popitem", "popleft", "setdefault")  # methods that return an element
 _Values = frozenset[object]
 _NONE: _Values = frozenset()
-# What a value is called that was handed on by one way alone, and one that is part of another.
+# Tags of values that were passed on along one path only, and of elements of another value.
 HANDED, PART = "handed", "part"
-DEEPEST = 2  # elements in elements; what is in these is taken for the same
-ANY_OF_SELF = "self.*"  # the attribute of a name that is worked out
+DEEPEST = 2  # the nesting depth of elements; deeper ones count as the same value
+ANY_OF_SELF = "self.*"  # an attribute of `self` with a computed name
 
 
 @dataclass(frozen=True)
 class _State:
-    """What is known at a statement."""
+    """The state of the analysis at a statement."""
 
-    means: Mapping[str, _Values]  # the values that a name may mean
-    handed: _Values = _NONE  # the values that were handed on
+    means: Mapping[str, _Values]  # the values that a name may have
+    handed: _Values = _NONE  # the values that were passed on
 
     def of(self, key: str) -> _Values:
         """The values of a name, or of an attribute of `self`."""
         return self.means.get(key, frozenset({key}))
 
     def joined(self, other: _State) -> _State:
-        """What may be so where two ways meet.
+        """Merges the states of two paths.
 
-        What was handed on in one of them alone is a value of its own: on the other way a name may
-        still mean it, untouched.
+        A value that was passed on along one path only becomes a value of its own: on the other path
+        a name may still have the value without it being passed on.
         """
         one, two = self._apart(other), other._apart(self)
         keys = one.means.keys() | two.means.keys()
@@ -67,30 +67,30 @@ class _State:
 
 @dataclass
 class Handed:
-    """Follows what a function hands on."""
+    """Tracks the values that a function passes on."""
 
-    # The expressions that are handed on by an expression.
+    # The expressions that an expression passes on.
     handed: Callable[[ast.expr], Iterable[ast.expr]] = lambda _: ()
     # The arguments that a call changes in place.
     changed: Callable[[ast.Call], Iterable[ast.expr]] = lambda _: ()
-    # Whether an argument of a call is None, whatever it says.
+    # Whether an argument of a call counts as None.
     absent: Callable[[ast.Call, ast.expr], bool] = lambda *_: False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _held: dict[object, _Values] = field(default_factory=dict)  # by lists and dictionaries
+    _held: dict[object, _Values] = field(default_factory=dict)  # the contents of containers
     _found: list[Obstacle] = field(default_factory=list)
 
     def changed_later(
         self, function: ast.FunctionDef, given: Iterable[str] = ()
     ) -> Obstacle | None:
-        """The first thing that changes what was handed on, or arguments that count as that."""
+        """The first change of a value that was passed on, or of an argument in `given`."""
         self._found.clear()
-        if function.args.kwarg is not None:  # a dictionary of this call's own, and what is in it
+        if function.args.kwarg is not None:  # `**kwargs` is a new dictionary with other values
             self._held[function.args.kwarg.arg] = frozenset({next(self._numbers)})
         self._through(function.body, _State({}, frozenset(given)))
         return self._found[0] if self._found else None
 
     def hands_on(self, function: ast.FunctionDef, name: str) -> bool:
-        """Whether a function hands on what it is given by a name."""
+        """Whether a function passes on its argument of this name."""
         self._found.clear()
         return any(_base(v) == name for v in self._through(function.body, _State({})).handed)
 
@@ -106,7 +106,7 @@ class Handed:
             return state
         if isinstance(statement, ast.For | ast.AsyncFor | ast.While):
             once = self._through(statement.body, state)
-            twice = self._through(statement.body, once)  # which may change what it handed on
+            twice = self._through(statement.body, once)  # may change what the first one passed on
             return self._through(statement.orelse, state.joined(once).joined(twice))
         if isinstance(statement, ast.If):
             ways = (self._through(body, state) for body in (statement.body, statement.orelse))
@@ -118,7 +118,7 @@ class Handed:
         return state
 
     def _own(self, statement: ast.stmt, state: _State) -> _State:
-        """A statement without its blocks: what it changes, hands on and binds, in this order."""
+        """Processes a statement without its blocks: changes, values passed on, assignments."""
         self._check(statement, state)
         nodes = own_nodes(statement)
         for node in nodes:
@@ -130,7 +130,7 @@ class Handed:
         state = _State(state.means, state.handed | values)
         match statement:
             case ast.AugAssign(target=ast.Name(id=name), value=ast.Tuple() as more):
-                # Nothing is added to a tuple in place.
+                # `+=` with a tuple does not work in place.
                 added = state.of(name) | self._values(more, state)
                 return _State({**state.means, name: added}, state.handed)
             case ast.AugAssign():
@@ -142,7 +142,7 @@ class Handed:
                 return self._bound([target], value, state)
             case ast.For(target=target, iter=value):
                 return self._bound([target], value, state, is_element=True)
-            case ast.FunctionDef(name=name):  # which finds what it reads as it is by then
+            case ast.FunctionDef(name=name):  # an inner function holds the variables that it reads
                 read = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
                 return _State({**state.means, name: self._holding(read, state)}, state.handed)
         return state
@@ -202,11 +202,11 @@ class Handed:
             self._found.append(found)
 
     def _values(self, expr: ast.expr, state: _State) -> _Values:
-        """The values that an expression may be; what is computed is a new one."""
+        """The values that an expression may have; a computed one is new."""
         match expr:
             case ast.Constant():
                 return frozenset()
-            case ast.Tuple(elts=parts):  # which cannot be changed, but for what it holds
+            case ast.Tuple(elts=parts):  # immutable: only its elements can change
                 return _NONE.union(*(self._values(part, state) for part in parts))
             case ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
                 return self._holding(parts, state)
@@ -216,15 +216,15 @@ class Handed:
                 isinstance(func, ast.Attribute) or is_name(func, "getattr")
             ) or _is_made(func):
                 given = [each for each in values_given(expr) if not self.absent(expr, each)]
-                return self._holding(given, state)  # an object of a class, say
+                return self._holding(given, state)  # for example, a new object
             case (
                 ast.ListComp(elt=element, generators=over)
                 | ast.GeneratorExp(elt=element, generators=over)
-            ):  # each of what it goes through, or something that is made of it
+            ):  # its elements are those of the iterables, or made from them
                 return self._holding([element, *(ast.Starred(each.iter) for each in over)], state)
             case ast.Call(func=ast.Name(id="enumerate" | "zip" | "reversed"), args=args):
                 return self._holding([ast.Starred(each) for each in args], state)
-            case ast.Starred(value=value):  # what is in it, not the list itself
+            case ast.Starred(value=value):  # the elements, not the list itself
                 values = self._values(value, state)
                 inside = (v for v in self._whole(values) if v not in values or not self._holds(v))
                 return _parts(values).union(inside)
@@ -249,64 +249,64 @@ class Handed:
                 ast.Subscript(value=value, slice=ast.Constant() | ast.UnaryOp())
                 | ast.Attribute(value=ast.Attribute(ast.Name("self"), "config") as value)
             ):
-                # An element: what is added to the list afterwards does not change it. So it is with
-                # what a configuration says, and is told afterwards.
+                # An element does not change when something is appended to its list; nor does a
+                # value of a configuration when the configuration is changed.
                 values = self._values(value, state)
                 return (self._whole(values) - values) | _parts(values)
         return _with_parts(self._whole(state.of(key)))
 
     def _holding(self, parts: Iterable[ast.expr], state: _State) -> _Values:
-        """A new value that holds others."""
+        """A new value that contains others."""
         made: _Values = frozenset({next(self._numbers)})
         self._hold(made, parts, state)
         return made
 
     def _hold(self, holders: _Values, values: Iterable[ast.expr], state: _State) -> None:
-        """Some values hold others from here on."""
+        """Records that some values now contain others."""
         held = _NONE.union(*(self._values(value, state) for value in values))
         for holder in map(_base, holders):
             self._held[holder] = self._held.get(holder, _NONE) | held
 
     def _holds(self, value: object) -> bool:
-        """Whether it is known what a value holds, as that of a list or a dictionary is."""
+        """Whether the contents of a value are known, as those of a list or a dictionary."""
         return _base(value) in self._held
 
     def _whole(self, values: _Values) -> _Values:
-        """Some values, and what they hold."""
+        """Some values and their contents, at any depth."""
         held = _NONE.union(*(self._held.get(_base(value), _NONE) for value in values))
         held |= {(HANDED, value) for value in held if _base(value) == value}
         return values if held <= values else self._whole(values | held)
 
 
 def _parts(values: _Values) -> _Values:
-    """What stands for an element of each of some values; of one inside of an element, for that."""
+    """The elements of some values; at the greatest depth, an element is its own element."""
     return frozenset(each if _depth(each) == DEEPEST else (PART, each) for each in values)
 
 
 def _with_parts(values: _Values) -> _Values:
-    """Some values, and what stands for their elements, and for what is in these."""
+    """Some values, their elements, and the elements of these."""
     for _ in range(DEEPEST):
         values |= _parts(values)
     return values
 
 
 def _depth(value: object) -> int:
-    """How many elements deep in another a value is."""
+    """The nesting depth of an element in its value."""
     return (value[0] == PART) + _depth(value[1]) if isinstance(value, tuple) else 0
 
 
 def _is_made(function: ast.expr) -> bool:
-    """Whether what is called may make an object of what it is given, and is none of torch's."""
+    """Whether a called function may return an object that contains its arguments."""
     return root_of(function) in ("functools", "collections", "copy")
 
 
 def _base(value: object) -> object:
-    """The value that another stands for."""
+    """The value without its tags."""
     return _base(value[1]) if isinstance(value, tuple) else value
 
 
 def _key(expr: ast.expr) -> str | None:
-    """The name, or the attribute of `self`, that an expression is, is part of or a view of."""
+    """The name, or attribute of `self`, that an expression is, or is an element or view of."""
     while True:
         match expr:
             case ast.Name(id=name):
@@ -331,7 +331,7 @@ def _key(expr: ast.expr) -> str | None:
 
 
 def _shared(call: ast.Call) -> ast.expr | None:
-    """What the result of a method, or of a function of torch, may share memory with."""
+    """The operand that the result of a method or torch function may share memory with."""
     if not isinstance(call.func, ast.Attribute):
         return None
     name = call.func.attr

@@ -1,4 +1,4 @@
-"""Import statements of a file: from elsewhere, with other names, gone, or new ones behind them."""
+"""Edits of import statements: other modules, replacement, removal, insertion."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ def from_module(file: SourceFile, node: ast.ImportFrom, module: str) -> Edit:
     """`from ..a import b  ->  from package.a import b`; names and layout stay."""
     start, _ = file.span(node)
     words = [*("." * node.level), *([node.module] if node.module else [])]
-    space = r"[\s\\]*"  # a line may be continued there
+    space = r"[\s\\]*"  # also matches a continued line
     found = re.compile(f"from{space}({space.join(map(re.escape, words))})").match(file.text, start)
     assert found is not None
     return Edit(*found.span(1), module)
 
 
 def instead(file: SourceFile, node: ast.stmt, lines: Sequence[str]) -> Edit:
-    """Statements in the place of one."""
+    """Replaces a statement by others."""
     pad = "\n" + " " * node.col_offset
     laid_out = pad.join(formatted(line, node.col_offset, file.line_length) for line in lines)
     return Edit(*file.span(node), laid_out)
 
 
 def without(file: SourceFile, node: ast.stmt) -> Edit:
-    """A statement gone with its line."""
+    """Removes a statement with its line."""
     start, end = file.span(node)
     return Edit(start - 1, end, "") if start else Edit(0, end + 1, "")
 
 
 def is_remarked(file: SourceFile, node: ast.stmt) -> bool:
-    """Whether a comment, or another statement, stands on the lines of one."""
+    """Whether a statement shares its lines with a comment or another statement."""
     start, end = file.span(node)
     around = file.text[:start].rpartition("\n")[2] + file.text[end:].partition("\n")[0]
     return bool(around.strip()) or "#" in file.segment(node)
 
 
 def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Edit:
-    """Text below an import; below the file's docstring, or above all of it, where it has none.
+    """Inserts text below an import; without one, below the file's docstring or at its beginning.
 
-    It begins with as many line breaks as part it from the import.
+    The text starts with the line breaks that separate it from the import.
     """
     if statement is not None:
         place = past_comment(file, file.span(statement)[1])
@@ -61,7 +61,7 @@ def below(file: SourceFile, statement: ast.stmt | None, text: str) -> Edit:
 
 
 def import_line(module: str, names: Sequence[str]) -> str:
-    """`from module import names`, as black lays it out."""
+    """`from module import names`, formatted as `black` does."""
     line = f"from {module} import {', '.join(names)}"
     if len(line) <= LINE_LENGTH:
         return line
@@ -69,9 +69,9 @@ def import_line(module: str, names: Sequence[str]) -> str:
 
 
 def import_groups(imports: Mapping[str, Set[str]]) -> list[str]:
-    """Import lines, the standard library's first, those from files beside it last.
+    """Import lines in groups: the standard library, other packages, relative imports.
 
-    The names are by module; '' is for the module itself.
+    `imports` has the names by module; the name '' imports the module itself.
     """
     groups: tuple[list[str], ...] = [], [], []
     for module in sorted(imports, key=lambda m: ("" not in imports[m], m)):

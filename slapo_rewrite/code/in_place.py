@@ -1,4 +1,4 @@
-"""Whether an expression may stand where its value is read, in the place of a name for it."""
+"""Replaces a variable that is read once by its expression, where that is safe and readable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_rewrite.code.edit import substituted
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.sinking import are_next, is_alone
 
-# What an expression may consist of to be read at a glance inside another one.
+# The syntax of expressions that remain readable inside another one.
 _PLAIN = (
     *(ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.keyword),
     *(ast.operator, ast.unaryop, ast.expr_context),
@@ -21,20 +21,20 @@ MOST_CALLS = 3
 
 @dataclass(frozen=True)
 class InPlace:
-    """An expression that takes the place of a name."""
+    """An expression that replaces a variable."""
 
-    gone: ast.Assign  # the statement that binds the name
-    name: ast.Name  # where it is read
+    gone: ast.Assign  # the assignment of the variable
+    name: ast.Name  # the read of it
     text: str  # the expression
 
 
 def in_place(
     file: SourceFile, function: ast.FunctionDef, reading: ast.stmt, name: str
 ) -> InPlace | None:
-    """The expression for a name that is bound by one statement and read once, by the next.
+    """The replacement of a variable that one statement assigns and only the next one reads, once.
 
-    None where that would compute in another order, or be harder to read than the name: on a line
-    that is too long, among many calls, without a comment that stands there.
+    None if that would change the order of evaluation, or be harder to read: on a line that is too
+    long, among many calls, or with a comment lost.
     """
     block = file.block_of(reading)
     match block[max(block.index(reading) - 1, 0)], reading:
@@ -61,7 +61,7 @@ def in_place(
 
 
 def _is_first(expr: ast.expr, name: ast.Name) -> bool:
-    """Whether nothing but names and constants is evaluated before a name, in any case."""
+    """Whether only names and constants are evaluated before a name, which is always evaluated."""
     match expr:
         case ast.Name():
             return expr is name
@@ -88,7 +88,7 @@ def _is_first_of(given: Sequence[ast.expr], name: ast.Name) -> bool:
 
 
 def _is_bare(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
-    """Whether two statements are a line each, next to one another, without a comment."""
+    """Whether two statements are on one line each, next to each other, without comments."""
     plain = first.end_lineno == first.lineno and second.end_lineno == second.lineno
     alone = is_alone(file, first) and is_alone(file, second)
     remarked = "#" in file.line(first.lineno - 1)

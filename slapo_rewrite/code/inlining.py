@@ -1,4 +1,4 @@
-"""Writes a submodule's `forward` into the methods that call it."""
+"""Inlines a submodule's `forward` into the methods that call it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slapo_rewrite.directive import Directive
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 CLOSED = (*_SCOPES, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TAKING_TURNS = (*CLOSED, ast.IfExp, ast.BoolOp)
-# Statements that need not compute what stands in them once.
+# Statements that may evaluate their expressions several times, or not at all.
 _HOLDING = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match, ast.Assert)
 
 
@@ -39,7 +39,7 @@ def inline_edits(
     forward: ast.FunctionDef,
     cause: Directive,
 ) -> list[Edit]:
-    """The edits that put `forward` in the place of calls of a path, where it computes the same."""
+    """The edits that replace the calls of a module by its `forward`; raises if that is unsafe."""
     body = _Body(file, path, forward, cause)
     edits: list[Edit] = []
     for method in methods:
@@ -65,14 +65,14 @@ def inline_edits(
 
 @dataclass
 class _Body:
-    """A `forward` that is to be written elsewhere."""
+    """A `forward` to be inlined."""
 
     file: SourceFile
     path: str
     forward: ast.FunctionDef
     cause: Directive
     loads: dict[str, list[ast.Name]] = field(default_factory=dict)  # the names that it reads
-    # The names that it binds, its arguments apart.
+    # The names that it binds, without its parameters.
     stores: dict[str, list[ast.Name]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class _Body:
 
 
 class _Site:
-    """One call that a body takes the place of."""
+    """One call to be replaced by the body."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Site:
         self.statement = self._statement()
 
     def _statement(self) -> ast.stmt:
-        """The statement that calls; it must hold no others, and call nothing else before."""
+        """The statement of the call; raises if it is compound or calls something else before."""
         innermost = self.file.statement_of(self.call)
         hint = "give the call a line of its own: result = ..."
         if not isinstance(innermost, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
@@ -154,7 +154,7 @@ class _Site:
         return innermost
 
     def written(self) -> tuple[str, int, int]:
-        """What takes the place of the statement, without indentation, and from where to where."""
+        """The replacement of the statement, without indentation, and its start and end."""
         given = self._bound()
         names = self._names(given)
         replaced: dict[ast.Name, str] = {}
@@ -171,7 +171,7 @@ class _Site:
         return self._text(replaced, lead)
 
     def _bound(self) -> dict[str, ast.expr]:
-        """What each argument of the body gets."""
+        """The argument of each parameter of the body."""
         bound = Signature.of(self.body.forward, bound=True).bind(given_by(self.call))
         given, missing = bound.given, bound.missing
         if bound.stars:
@@ -188,7 +188,7 @@ class _Site:
         return given
 
     def _take_rest(self, bound: BoundArguments[ast.expr]) -> None:
-        """What goes into the body's `**kwargs`."""
+        """Binds the body's `**kwargs`."""
         rest = bound.signature.options
         if rest is None or rest not in {**self.body.loads, **self.body.stores}:
             unused = [*bound.spread, *(value for _, value in bound.extra)]
@@ -211,7 +211,7 @@ class _Site:
         bound.given[rest] = value
 
     def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:
-        """Other names for those of the body that mean something else in the method."""
+        """New names for variables of the body whose names the method uses."""
         here = {*names_in(self.method), *parameters(self.method)}
         bound = {*bound_in(self.method), *parameters(self.method)}
         own = {*self.body.stores, *given}
@@ -234,7 +234,7 @@ class _Site:
         return names
 
     def _is_needed(self, name: str, given: dict[str, ast.expr]) -> bool:
-        """Whether the method still reads its own `name` once the body has begun."""
+        """Whether the method still reads its own `name` after the body has started."""
         around = self.file.around(self.statement, self.method)
         if any(isinstance(outer, (ast.For, ast.While)) for _, outer in around):
             return True
@@ -246,7 +246,7 @@ class _Site:
         return any(name in names_in(value) for other, value in given.items() if other != name)
 
     def _early(self, name: str) -> list[ast.Name]:
-        """Where the body reads what it was given by a name: before it binds that anew."""
+        """The reads of a parameter in the body, before the body reassigns it."""
         loads, first = self.body.loads.get(name, []), self.body.statements[0]
         if name not in self.body.stores:
             return loads
@@ -254,9 +254,9 @@ class _Site:
         return [n for n in loads if within(first, n)] if binds else []
 
     def _read_where_given(self, given: dict[str, ast.expr]) -> dict[str, ast.Name]:
-        """Where arguments that are computed can stand in the body, as nothing is called before.
+        """The reads in the body that a computed argument can replace: no call comes before them.
 
-        They are computed in the call's order there, and after those that are bound to a name.
+        The order of evaluation remains that of the call; assigned arguments come before these.
         """
         first, found = self.body.statements[0], dict[str, ast.Name]()
         if isinstance(first, _HOLDING):
@@ -266,10 +266,10 @@ class _Site:
         end = end_position(first)
         for name, value in reversed(given.items()):
             if isinstance(value, (ast.Name, ast.Constant)):
-                continue  # it is the same wherever it stands
+                continue  # the same at any place
             reads = self._early(name)
             if not reads and isinstance(value, ast.Attribute) and name not in self.body.stores:
-                continue  # nobody computes it
+                continue  # not evaluated at all
             if len(reads) != 1 or not within(first, reads[0]):
                 break
             if any(within(each, reads[0]) for each in turns) or end_position(reads[0]) > end:
@@ -356,7 +356,7 @@ class _Site:
         replaced: dict[ast.Name, str],
         around: tuple[str, str],
     ) -> str | None:
-        """The lines, where the last of them can bind the result to the statement's own name."""
+        """The lines, if the last assignment can bind the result to the statement's own target."""
         match self.statement, self.body.statements[-2:-1]:
             case (
                 ast.Assign(value=whole) | ast.Return(value=whole),
@@ -375,7 +375,7 @@ class _Site:
         return None
 
     def _stands_alone(self) -> bool:
-        """Whether the call stands where any expression can."""
+        """Whether any expression may replace the call without parentheses."""
         whole = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.keyword, ast.Tuple, ast.List)
         _, outer = next(self.file.around(self.call))
         return isinstance(outer, whole) or (isinstance(outer, ast.Call) and self.call in outer.args)

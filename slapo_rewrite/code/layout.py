@@ -1,4 +1,4 @@
-"""How new statements are laid out: as `black` does, where they are too long for their line."""
+"""Layout of new statements: that of `black`, if they are too long for their line."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _mode(line_length: int) -> black.Mode:
 
 @functools.cache
 def literal(text: str) -> str:
-    """A literal on one line, with the quotes that `black` prefers."""
+    """A literal on one line, with the quotes of `black`."""
     return black.format_str(text, mode=black.Mode(line_length=10_000)).rstrip("\n")
 
 
 def formatted(text: str, indent: int, line_length: int) -> str:
-    """Statements as `black` lays them out at `indent` columns, ready to stand there.
+    """Statements formatted by `black` for `indent` columns.
 
-    The first line carries no indentation, as it stands behind what is there already; the others
-    carry all of theirs.
+    The first line has no indentation, since it follows text that is there already; the others have
+    all of it.
     """
     laid_out = black.format_str(text, mode=_mode(max(20, line_length - indent))).rstrip("\n")
     if '"""' in laid_out or "'''" in laid_out:
@@ -38,9 +38,9 @@ def formatted(text: str, indent: int, line_length: int) -> str:
 
 
 def at_column(text: str, indent: int, line_length: int) -> str:
-    """Statements that stand at column 0, as they stand at another.
+    """Moves statements from column 0 to another.
 
-    They are laid out anew where a line would be too long. The first line carries no indentation.
+    They are formatted if a line would be too long. The first line has no indentation.
     """
     moved = reindented(text, 0, indent)
     first, *others = moved.split("\n")
@@ -50,15 +50,15 @@ def at_column(text: str, indent: int, line_length: int) -> str:
 
 
 def fitting_at(text: str, indent: int, line_length: int) -> str:
-    """Statements at column 0, such that no line is too long once they are indented."""
+    """Statements at column 0, of which no line is too long after indentation."""
     return reindented(at_column(text, indent, line_length), indent, 0)
 
 
 def fitted(text: str, indent: int, line_length: int, comment: str = "", before: str = "") -> str:
-    """A statement as it is where it fits, else as `formatted` gives it.
+    """A statement unchanged if it fits, else `formatted`.
 
-    `comment` follows on its last line. Lines of what stood there `before` stay where each is only
-    written otherwise; those that `black` made are its to make again.
+    `comment` follows on its last line. If it has the lines of the text `before`, each only with
+    other words, these stay, unless `black` made them: then it makes them again.
     """
     first, *others = f"{text}{comment}".split("\n")
     fits = all(len(line) <= line_length for line in (" " * indent + first, *others))
@@ -67,15 +67,15 @@ def fitted(text: str, indent: int, line_length: int, comment: str = "", before: 
     if fits and _has_lines_of(before, text) and formatted(before, indent, line_length) != before:
         return text
     laid_out = formatted(text + comment, indent, line_length)
-    if not laid_out.endswith(comment):  # black has put it elsewhere
+    if not laid_out.endswith(comment):  # black has moved it
         return formatted(text, indent, line_length)
     return laid_out.removesuffix(comment)
 
 
 def _has_lines_of(before: str, text: str) -> bool:
-    """Whether a text of several lines has those of another, some of them written otherwise.
+    """Whether a text has the lines of another, with the same indentation and brackets.
 
-    What is indented to a bracket that text stands behind would no longer be under it.
+    Lines that are aligned with an opening bracket would no longer be aligned if its line changed.
     """
     pairs = itertools.zip_longest(before.split("\n"), text.split("\n"))
     return all(old == new or (old and new and _is_like(old, new)) for old, new in pairs)

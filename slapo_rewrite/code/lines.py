@@ -1,4 +1,4 @@
-"""What changes around one statement, and its edits."""
+"""Collects the changes in and around a statement, and turns them into edits."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ class Line:
 
     text: str  # the statement
     causes: Causes  # the directives that ask for it
-    why: str  # what happens there, in a few words
-    # Whether a subclass's constructor leaves it to that of its base: no size is cut twice.
+    why: str  # the reason, in a few words
+    # Whether a subclass's constructor leaves it to its base's: no size may be divided twice.
     once: bool = False
 
 
 @dataclass
 class Lines:
-    """What changes around one statement: nodes of it, and whole lines before or after it."""
+    """The changes of one statement: edits of its nodes, and lines before or after it."""
 
     # Edits of the statement itself, with their causes and why.
     inside: list[tuple[Edit, Causes, str]] = field(default_factory=list)
     before: list[Line] = field(default_factory=list)  # statements before it
     after: list[Line] = field(default_factory=list)  # statements after it
-    # Text that changes around it, with its causes and why.
+    # Text edits around it, with their causes and why.
     around: list[TextEdit] = field(default_factory=list)
-    gone: tuple[Causes, str] | None = None  # who takes the statement away, if anybody does, and why
-    moved: bool = True  # whether its comments go elsewhere with what is taken away
-    again: bool = False  # whether a subclass repeats it although nothing in it changes
+    gone: tuple[Causes, str] | None = None  # if the statement is removed, the causes and why
+    moved: bool = True  # whether its comments are moved elsewhere when it is removed
+    again: bool = False  # whether a subclass repeats it although it has no edits
 
     def causes(self) -> Causes:
-        """The directives behind what changes in the statement itself."""
+        """The directives behind edits of the statement itself."""
         return merged_causes(*(causes for _, causes, _ in self.inside))
 
 
 def changed(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> dict[ast.stmt, Written]:
-    """What statements become in which something changes."""
+    """The new texts of statements with edits."""
     inside = {s: [edit for edit, _, _ in c.inside] for s, c in lines.items() if c.inside}
     return edited(file, inside) if inside else {}
 
 
 def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]:
-    """The edits of the file that carry out what changes around its statements."""
+    """The text edits of the file for the changes of its statements."""
     edits = list(removals(file, {s: c for s, c in lines.items() if c.gone}))
     anew = changed(file, {s: c for s, c in lines.items() if not c.gone})
     parted: dict[tuple[int, int], TextEdit] = {}
@@ -76,7 +76,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
         for edit in change.around:
             _check_alone(file, statement, edit.causes)
             edits.append(edit)
-        # A line before a statement that changes for the same reason is one change with it.
+        # A line before a statement with edits for the same reason is one change with these.
         own = change.causes(), "; ".join(dict.fromkeys(why for _, _, why in change.inside))
         above = ""
         for line in change.before:
@@ -87,7 +87,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
                 edits.append(TextEdit(start, start, text, line.causes, line.why))
         if statement in anew:
             first, last, text = anew[statement]
-            if last == end:  # not a header alone
+            if last == end:  # not just a header
                 comment = file.text[end : past_comment(file, end)]
                 text = fitted(text, indent, file.line_length, comment, file.text[first:last])
             lost = [] if change.moved else comments(file.text[first:last])
@@ -101,7 +101,7 @@ def written(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> list[TextEdit]
 
 
 def _beside(file: SourceFile, statement: ast.stmt) -> list[ast.stmt]:
-    """The statements of a block that share lines with one of them, which is among them."""
+    """The statements of a block that share lines with a statement, itself included."""
     block = file.block_of(statement)
     first = last = block.index(statement)
     while first and block[first - 1].end_lineno == block[first].lineno:
@@ -112,7 +112,7 @@ def _beside(file: SourceFile, statement: ast.stmt) -> list[ast.stmt]:
 
 
 def _is_crowded(file: SourceFile, statement: ast.stmt, anew: Mapping[ast.stmt, Written]) -> bool:
-    """Whether statements do not fit their common line any more, some of them written anew."""
+    """Whether statements that share a line no longer fit it after their edits."""
     beside = _beside(file, statement)
     texts = [anew[s][2] if s in anew else file.segment(s) for s in beside]
     width = beside[0].col_offset + len("; ".join(texts))
@@ -120,9 +120,9 @@ def _is_crowded(file: SourceFile, statement: ast.stmt, anew: Mapping[ast.stmt, W
 
 
 def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[TextEdit]]:
-    """The column of a statement once it stands on lines of its own, and the breaks that this takes.
+    """Moves a statement to lines of its own: its column there, and the line breaks for that.
 
-    Other statements may stand on its lines, and the header of the block that they make.
+    It may share its lines with other statements, and with the header of their block.
     """
     if is_alone(file, statement):
         return statement.col_offset, []
@@ -133,7 +133,7 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Text
     lead = file.text[line : group[0][0]]
     column, breaks = len(lead), []
     if above is not None and (header := lead.strip()):
-        # A header of several lines ends on one that is indented otherwise.
+        # The last line of a header of several lines has another indentation.
         column = 4 + (lead.index(header) if header.startswith("case") else above.col_offset)
         breaks.append((line + len(lead.rstrip()), group[0][0]))
     breaks += [(end, start) for (_, end), (start, _) in itertools.pairwise(group)]
@@ -141,10 +141,10 @@ def _on_own_lines(file: SourceFile, statement: ast.stmt) -> tuple[int, list[Text
 
 
 def removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[TextEdit]:
-    """Statements gone with their lines.
+    """Removes statements with their lines.
 
-    The comments on them stay, unless they go with them, then with those above. A blank line after
-    them goes where none parts anything from anything then.
+    Comments on these stay, unless they are moved; then those above are removed as well. A blank
+    line after them is removed if it would separate nothing.
     """
     ends: dict[int, TextEdit] = {}
     for statement in sorted(lines, key=file.span):
@@ -167,14 +167,14 @@ def removals(file: SourceFile, lines: Mapping[ast.stmt, Lines]) -> Iterator[Text
 
 
 def _lines_of(file: SourceFile, statement: ast.stmt) -> tuple[int, int]:
-    """Where the lines of a statement begin and end."""
+    """The offsets of the beginning and end of a statement's lines."""
     start, end = file.span(statement)
     stop = file.text.find("\n", end)
     return file.text.rfind("\n", 0, start) + 1, len(file.text) if stop < 0 else stop
 
 
 def _check_alone(file: SourceFile, statement: ast.stmt, causes: Causes) -> None:
-    """Refuses a statement that cannot go, or be written anew, for others on its lines."""
+    """Raises if a statement to be removed or replaced shares its lines with others."""
     if not is_alone(file, statement):
         raise errors.Unsupported(
             "a statement that changes as a whole shares its line with another",
@@ -185,7 +185,7 @@ def _check_alone(file: SourceFile, statement: ast.stmt, causes: Causes) -> None:
 
 
 def _text_above(text: str, first: int, ends: Mapping[int, TextEdit]) -> str:
-    """What stands above a line when the edits are made."""
+    """The text above a line after the edits."""
     while (edit := ends.get(first)) is not None:
         if edit.text:
             return edit.text
@@ -194,9 +194,9 @@ def _text_above(text: str, first: int, ends: Mapping[int, TextEdit]) -> str:
 
 
 def _idle_after(above: str, below: str) -> bool:
-    """Whether a blank line between two texts is none that one would write.
+    """Whether a blank line between two texts is superfluous.
 
-    There is one already, a body begins, or a comment ends the first, which is then on the second.
+    It is if there is one already, at the beginning of a body, or after a comment on the second.
     """
     line = above.removesuffix("\n").rpartition("\n")[2].strip()
     if line.startswith("#"):
@@ -214,5 +214,5 @@ def comments(text: str) -> list[str]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             found += [token.string] if token.type == tokenize.COMMENT else []
     except (tokenize.TokenError, IndentationError):
-        pass  # part of an expression: what was found up to its end is all
+        pass  # the text is part of an expression; all comments before its end were found
     return found

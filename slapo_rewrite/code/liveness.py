@@ -1,7 +1,7 @@
-"""What a run of statements reads and binds, and what the rest of the function does with that.
+"""Liveness analysis: what statements read and bind, and what the rest of a function needs of it.
 
-Names of the module level, of classes and of builtins are left out: a function reaches them from
-anywhere. Where a test decides, both ways are taken to be possible.
+Names of the module level and builtins are left out: a function can reach them from anywhere. Both
+branches of a test count as possible.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 @dataclass(frozen=True)
 class Part:
-    """A run of statements as a function of its own."""
+    """The inputs and outputs of a run of statements, to make it a function of its own."""
 
     inputs: tuple[str, ...]  # local names whose values it needs, in the order of their first use
     # Local names that it binds and that are read afterwards, in the order of the text.
     outputs: tuple[str, ...]
-    # Those of both that are not bound on every way there; such a run cannot be taken out.
+    # Inputs and outputs that are not bound on every path; then the run cannot be extracted.
     unsure: tuple[str, ...]
 
 
 def part_of(function: Function, run: Sequence[ast.stmt]) -> Part:
-    """What consecutive statements of one block of a function need and give.
+    """The inputs and outputs of consecutive statements of one block of a function.
 
-    A name that is bound on some ways through the run only, and read later, is an input as well.
+    A name that only some paths through the run bind, and that is read later, is an input as well.
     """
     (part,) = parts_of(function, [run])
     return part
 
 
 def parts_of(function: Function, runs: Iterable[Sequence[ast.stmt]]) -> list[Part]:
-    """What each of several runs of statements needs and gives, of one look at the function."""
+    """The inputs and outputs of several runs, with one analysis of the function."""
     names = local_names(function)
     backward = _Backward(names)
     live = backward.through(function)
@@ -61,21 +61,21 @@ def parts_of(function: Function, runs: Iterable[Sequence[ast.stmt]]) -> list[Par
         unsure = {n for n in inputs if n not in before.sure}
         if end is not None:
             unsure |= {n for n in outputs if n not in end.sure or n in needed - before.maybe}
-        # Where a statement fails, what those before it bound would be lost.
+        # If a statement raises, outputs of earlier ones would be lost.
         unsure |= backward.caught.get(run[0], frozenset()) & set(outputs)
         found.append(Part(tuple(inputs), tuple(outputs), tuple(sorted(unsure))))
     return found
 
 
 def live_after(function: Function, statement: ast.stmt) -> frozenset[str]:
-    """The local names whose values are still needed after a statement, at any depth."""
+    """The local names that are live after a statement, at any depth."""
     return _Backward(local_names(function)).through(function)[statement]
 
 
 def bound_around(function: Function) -> dict[ast.stmt, tuple[Bound, Bound]]:
-    """Which local names are bound before and behind each statement from which the next is reached.
+    """The bound local names before and after each statement that the next one is reached from.
 
-    Where a manager suppresses what is raised in a `with`, what that binds may be unbound behind it.
+    If a context manager suppresses exceptions, names that its body binds may be unbound after it.
     """
     forward = _Forward(local_names(function))
     before, after = forward.through(function), forward.after
@@ -83,7 +83,7 @@ def bound_around(function: Function) -> dict[ast.stmt, tuple[Bound, Bound]]:
 
 
 def dead_behind(function: Function) -> dict[ast.stmt, frozenset[str]]:
-    """The local names that nothing needs behind each statement; those of functions inside are."""
+    """The local names that are dead after each statement; inner functions keep theirs alive."""
     names = local_names(function)
     kept = _captured(function, [])
     live = _Backward(names).through(function)
@@ -91,7 +91,7 @@ def dead_behind(function: Function) -> dict[ast.stmt, frozenset[str]]:
 
 
 def local_names(function: Function) -> frozenset[str]:
-    """The names that a function binds, its parameters among them."""
+    """The names that a function binds, including its parameters."""
     bound: set[str] = set()
     elsewhere: set[str] = set()
     for statement in statements(function.body):
@@ -103,7 +103,7 @@ def local_names(function: Function) -> frozenset[str]:
 
 
 def binds(node: ast.stmt | ast.pattern) -> Set[str]:
-    """The names that a statement or pattern binds itself, not by the statements inside it."""
+    """The names that a statement or pattern binds itself, without the statements inside it."""
     events = _own_events(node) if isinstance(node, ast.stmt) else _events(node)
     return {event.name: None for event in events if event.kind in _BINDING}.keys()
 
@@ -131,7 +131,7 @@ class _Event(NamedTuple):
 
 
 def _events(node: ast.AST) -> Iterator[_Event]:
-    """What happens to names in an expression or simple statement, in the order of evaluation."""
+    """The events of an expression or simple statement, in the order of evaluation."""
     match node:
         case ast.Name(id=name, ctx=context):
             yield _Event(_KINDS[type(context)], name)
@@ -212,13 +212,13 @@ def _comprehension(node: _Comprehension) -> Iterator[_Event]:
 
 
 def _free(function: Function) -> set[str]:
-    """The names that a function inside another one takes from around it."""
+    """The names that an inner function reads from its enclosing function."""
     used = {e.name for s in statements(function.body) for e in _own_events(s) if e.kind == "read"}
     return used - local_names(function)
 
 
 def _own_events(statement: ast.stmt) -> Iterator[_Event]:
-    """The events of a statement, those of its blocks left out."""
+    """The events of a statement without those of its blocks."""
     match statement:
         case ast.If(test=test) | ast.While(test=test):
             yield from _events(test)
@@ -243,7 +243,7 @@ def _own_events(statement: ast.stmt) -> Iterator[_Event]:
 def _first_places(
     run: Sequence[ast.stmt], kinds: Collection[str], names: frozenset[str]
 ) -> list[str]:
-    """The names to which such things happen in a run, in the order of evaluation."""
+    """The names with events of these kinds in a run, in the order of evaluation."""
     found = {
         event.name: None
         for statement in statements(run)
@@ -254,7 +254,7 @@ def _first_places(
 
 
 def _captured(function: Function, run: Sequence[ast.stmt]) -> set[str]:
-    """The names that functions inside read, those in the run left out: they see every change."""
+    """The names that inner functions outside the run read: they see every change."""
     inside = {id(node) for statement in run for node in ast.walk(statement)}
     found: set[str] = set()
     for node in ast.walk(function):
@@ -274,7 +274,7 @@ _Live = frozenset[str]
 
 @dataclass
 class _Ends:
-    """What is needed where a statement goes elsewhere than to the next one."""
+    """The live names at the targets of `continue`, `break` and exceptions."""
 
     resumed: _Live = frozenset()
     broken: _Live = frozenset()
@@ -282,7 +282,7 @@ class _Ends:
 
 
 class _Backward:
-    """Which names are read later, walking backwards."""
+    """Computes live names, walking backwards."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
@@ -295,7 +295,7 @@ class _Backward:
         return self.after
 
     def before(self, run: Sequence[ast.stmt], after: _Live) -> _Live:
-        """The names whose values a run needs, given those that are needed after it."""
+        """The live names before a run, given those after it."""
         return self._block(run, after, _Ends(after, after))
 
     def _block(self, body: Sequence[ast.stmt], live: _Live, ends: _Ends) -> _Live:
@@ -371,13 +371,13 @@ class _Backward:
 
 @dataclass(frozen=True)
 class Bound:
-    """Names that are bound on every way to a place, and those that are on some."""
+    """Names that are bound on every path to a place, and those that are on some."""
 
     sure: frozenset[str] = frozenset()
     maybe: frozenset[str] = frozenset()
 
     def joined(self, other: Bound | None) -> Bound:
-        """Where two ways meet."""
+        """Merges two paths."""
         if other is None:
             return self
         return Bound(self.sure & other.sure, self.maybe | other.maybe)
@@ -385,7 +385,7 @@ class Bound:
 
 @dataclass
 class _Forward:
-    """Which names are bound, walking forwards."""
+    """Computes bound names, walking forwards."""
 
     names: frozenset[str]
     before: dict[ast.stmt, Bound] = field(default_factory=dict)
@@ -398,7 +398,7 @@ class _Forward:
         return self.before
 
     def end(self, body: Sequence[ast.stmt], state: Bound | None) -> Bound | None:
-        """What is bound after a run; None where it never ends there."""
+        """The names bound after a run; None if its end is never reached."""
         for statement in body:
             if state is None:
                 return None
@@ -418,7 +418,7 @@ class _Forward:
                 return _joined(self.end(node.body, state), self.end(node.orelse, state))
             case ast.For() | ast.AsyncFor() | ast.While():
                 unbound = frozenset(_first_places(node.body, ("unbind",), self.names))
-                # What a round before has dropped is unbound where the next one begins.
+                # Names that an iteration deletes are unbound at the beginning of the next.
                 again = Bound(start.sure - unbound, state.maybe | self._binds(node.body))
                 again = self._take(node, again)
                 self.end(node.body, again)

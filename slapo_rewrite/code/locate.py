@@ -1,4 +1,4 @@
-"""Where a source lies: a path or a dotted name -> a file and the module's name."""
+"""Finds the file and the module name of a SOURCE argument: a path or a dotted name."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from slapo_rewrite import errors
 
-# What the tool itself imports, or calls a module meanwhile.
+# Module names that the tool itself uses.
 _TAKEN = {"__main__", "slapo_rewrite", "slapo_rewrite_output", "rules", "schedule_file"}
 
 
 def module_name(path: Path) -> str:
-    """What a file is called as a module: within its package, or by its own name.
+    """The module name of a file: within its package, or its own name.
 
-    A file on its own that is called as something else that can be imported, or as nothing that can,
-    is called otherwise: it must not take the other's place.
+    If a file outside of packages has the name of another importable module, or no valid name, it
+    gets another one: it must not shadow that module.
     """
     name = package_of(path) or path.stem
     return name if "." in name and package_of(path) else free_name(name)
 
 
 def free_name(stem: str) -> str:
-    """An identifier that names no module of Python's, of an installed package or of the tool."""
+    """An identifier that is no module name of Python, an installed package or the tool."""
     name = re.sub(r"\W", "_", stem)
     name = name if name.isidentifier() else f"_{name}"
     installed = [p for p in sys.path if {"site-packages", "dist-packages"} & set(Path(p).parts)]
@@ -43,7 +43,7 @@ def free_name(stem: str) -> str:
 
 
 def package_of(path: Path) -> str:
-    """The dotted module name of a file that lies in a package; '' for a file that does not."""
+    """The dotted module name of a file in a package; '' for a file outside of packages."""
     path = path.absolute()
     parts = [] if path.name == "__init__.py" else [path.stem]
     folder = path.parent
@@ -56,9 +56,9 @@ def package_of(path: Path) -> str:
 
 
 def locate(source: str) -> tuple[Path, str]:
-    """The file and the dotted module name that a SOURCE argument means: a path, or a dotted name.
+    """The file and the dotted module name of a SOURCE argument.
 
-    Nothing is imported where the dotted name can be followed through folders.
+    Nothing is imported if the dotted name can be found in folders.
     """
     path = Path(source)
     if path.is_file() and path.suffix != ".py":
@@ -83,7 +83,7 @@ def locate(source: str) -> tuple[Path, str]:
         )
     found = _find_module(source)
     if found is None:
-        here = file_below(Path(), source.split("."))  # not looked for, as by a script of Python's
+        here = file_below(Path(), source.split("."))  # the current folder is not on the path
         near = f"give its file: {here}" if here else _near_modules(source) or near_files(path)
         raise errors.SourceError(f"there is no module `{source}`", hint=near)
     return found, source
@@ -98,14 +98,14 @@ def _find_module(name: str) -> Path | None:
         return found
     try:  # a package that extends its own search path
         spec = importlib.util.find_spec(name)
-    except Exception:  # the package's own: importing it is the last resort
+    except Exception:  # raised by the package, which `find_spec` imports
         return None
     origin = spec.origin if spec else None
     return Path(origin) if origin and origin.endswith(".py") else None
 
 
 def file_in_package(name: str) -> Path | None:
-    """The file of a module that lies in the folders of its package, which is not imported."""
+    """The file of a module in the folders of its package, without importing the package."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -117,14 +117,14 @@ def file_in_package(name: str) -> Path | None:
 
 
 def file_below(folder: Path, names: Sequence[str]) -> Path | None:
-    """The file of a module, or of a package, by the names that lead to it from a folder."""
+    """The file of a module or package, by its dotted name's parts from a folder."""
     path = folder.joinpath(*names)
     files = (path / "__init__.py", *([path.with_name(f"{path.name}.py")] if names else []))
     return next((file for file in files if file.is_file()), None)
 
 
 def near_files(path: Path) -> str | None:
-    """A hint that offers the Python files beside one that is missing, those with a like name."""
+    """A hint with Python files of similar names beside a missing one."""
     folder = path.parent if path.parent.is_dir() else Path()
     names = {p.stem: str(p) for p in folder.glob("*.py")}
     near = errors.nearest(path.name.removesuffix(".py"), names, 0.6)
@@ -151,7 +151,7 @@ def _near_modules(name: str) -> str | None:
 
 
 def package_for(path: Path, name: str) -> str:
-    """The package that relative imports of a module start from."""
+    """The package that relative imports of a module refer to."""
     if path.name == "__init__.py":
         return name
     package = name.rpartition(".")[0]

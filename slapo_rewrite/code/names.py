@@ -1,4 +1,4 @@
-"""What names mean: which module of `self` an expression of a method is."""
+"""Resolves expressions of a method to modules below `self`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from slapo_rewrite.code.text import joined_path
 
 
 def module_paths(expr: ast.expr, method: ast.FunctionDef) -> tuple[str, ...]:
-    """The paths below `self` that an expression of a method may mean, each once.
+    """The paths below `self` that an expression of a method may denote, each once.
 
-    A local name is followed to what it is bound to: `act = self.up`, a tuple of modules, a loop
-    over one. A path is written as in the module tree: `mlp.0.up`. () where it is nothing of `self`,
-    or where that cannot be told.
+    Local names are resolved by their assignments: `act = self.up`, a tuple of modules, a loop over
+    one. A path is written as in the module tree: `mlp.0.up`. Returns () if it is not below `self`,
+    or not known.
     """
     return tuple(dict.fromkeys(_paths(expr, method, 0)))
 
 
 def self_path(expr: ast.expr) -> str | None:
-    """The path of `self.mlp[0].up` as in the module tree, `mlp.0.up`; None of anything else."""
+    """The path of `self.mlp[0].up` as in the module tree, `mlp.0.up`; None for anything else."""
     match expr:
         case ast.Name(id="self"):
             return ""
@@ -36,12 +36,12 @@ def self_path(expr: ast.expr) -> str | None:
 
 
 def is_name(node: ast.AST, name: str | None) -> bool:
-    """Whether a node is the plain name."""
+    """Whether a node is this name."""
     return isinstance(node, ast.Name) and node.id == name
 
 
 def unique(wanted: str, is_taken: Callable[[str], bool], between: str = "") -> str:
-    """A name that nothing else has: the wanted one, or else that with a number behind it."""
+    """A name that is not taken: the wanted one, or that with a number appended."""
     others = (f"{wanted}{between}{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([wanted], others) if not is_taken(name))
 
@@ -62,7 +62,7 @@ def _paths(expr: ast.expr | None, method: ast.FunctionDef, depth: int) -> list[s
 
 
 def _of_local(name: str, method: ast.FunctionDef, depth: int) -> list[str]:
-    """What a local name is bound to, if every binding is of modules."""
+    """The paths that a local name is bound to, if every binding is to modules."""
     found: list[str] = []
     for each in assignments(method, name) if depth < 5 else ():
         values = _bound(name, each)
@@ -74,7 +74,7 @@ def _of_local(name: str, method: ast.FunctionDef, depth: int) -> list[str]:
 
 
 def _bound(name: str, statement: ast.stmt) -> list[ast.expr | None]:
-    """The expressions whose worth a statement binds to a name; None for one that is not known."""
+    """The expressions that a statement binds to a name; None for a value that is not known."""
     match statement:
         case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
             return [_at(name, target, value)]
@@ -84,7 +84,7 @@ def _bound(name: str, statement: ast.stmt) -> list[ast.expr | None]:
 
 
 def _at(name: str, target: ast.expr, value: ast.expr | None) -> ast.expr | None:
-    """What a name gets where a target, a tuple maybe, gets a value."""
+    """The part of a value that a name gets when a target, maybe a tuple, is assigned."""
     if isinstance(target, ast.Name):
         return value if target.id == name else None
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):

@@ -1,4 +1,4 @@
-"""Which files are the user's own."""
+"""Tells the user's own files from those of Python, installed packages and the tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 def is_own(path: str) -> bool:
-    """Whether a file is the user's, and neither installed nor Python's nor the tool's."""
+    """Whether a file is the user's: not installed, not Python's and not the tool's."""
     return path.endswith(".py") and _is_own_folder(os.path.dirname(path))
 
 

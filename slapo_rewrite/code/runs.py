@@ -1,7 +1,7 @@
-"""Statements that follow one another in a block: their text, and what is put in their place.
+"""Runs of consecutive statements: their text, and edits that replace or extend them.
 
-Text is given and taken as it reads at column 0; where it goes, it is indented, and laid out anew
-where a line would be too long.
+Texts are passed and returned at column 0. An edit indents its text, and formats it if a line would
+be too long.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from slapo_rewrite.code.splice import Edit, apply_edits, moved
 
 @dataclass(frozen=True)
 class Run:
-    """Statements that follow one another in a block."""
+    """Consecutive statements of a block."""
 
     file: SourceFile
     statements: tuple[ast.stmt, ...]
-    start: int  # where their text begins: with the first, or with the comments above it
-    end: int  # where it ends, the comment behind the last one included
+    start: int  # the offset of the first statement, or of the comments above it
+    end: int  # the offset of the end, after a comment behind the last statement
 
     @classmethod
     def of(cls, file: SourceFile, statements: Sequence[ast.stmt]) -> Run:
-        """The statements alone, with the comment behind the last one."""
+        """The run without comments above it, with the comment behind the last statement."""
         start, end = file.span(statements[0])[0], file.span(statements[-1])[1]
         return cls(file, tuple(statements), start, past_comment(file, end))
 
     @property
     def column(self) -> int:
-        """Where they are indented to."""
+        """The statements' column."""
         return self.statements[0].col_offset
 
     def with_comments(self) -> Run:
-        """The same with the comments directly above, at the statements' own column."""
+        """The run with the comments directly above it, at the same column."""
         file, start = self.file, self.start
         line = self.statements[0].lineno - 1
         while (text := file.line(line)).lstrip().startswith("#"):
@@ -51,12 +51,12 @@ class Run:
         return replace(self, start=start)
 
     def text(self, edits: Sequence[Edit] = ()) -> str:
-        """Their text, with edits of the file inside of it."""
+        """The text at column 0, with edits of the file applied."""
         text, _ = apply_edits(self.file.text[self.start : self.end], moved(edits, -self.start))
         return reindented(text, self.column, 0)
 
     def text_with(self, texts: Mapping[ast.expr, str]) -> str:
-        """Their text with expressions in the places of parts of them."""
+        """The text with some expressions replaced."""
         inside = {id(node) for statement in self.statements for node in ast.walk(statement)}
         by_statement: dict[ast.stmt, dict[ast.expr, str]] = {}
         for node, text in texts.items():
@@ -66,35 +66,35 @@ class Run:
         return self.text([Edit.instead_of(self.file, s, text) for s, text in written.items()])
 
     def replaced(self, text: str) -> Edit:
-        """Statements in their place."""
+        """Replaces the statements by a text."""
         return Edit(self.start, self.end, at_column(text, self.column, self.file.line_length))
 
 
 def compound(*parts: str) -> str:
-    """A compound statement: its headers, each with the statements below it.
+    """A compound statement of headers, each followed by its body.
 
-    `compound("if a:", "x = 1", "else:", "x = 2")`
+    Example: `compound("if a:", "x = 1", "else:", "x = 2")`.
     """
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return "\n".join(f"{header}\n    {reindented(body, 0, 4)}" for header, body in pairs)
 
 
 def or_else(file: SourceFile, branch: ast.If, text: str) -> Edit:
-    """A branch above another, which is taken where the first one is not: `elif`."""
+    """Inserts a branch before another, which becomes its `elif`."""
     start, column = file.span(branch)[0], branch.col_offset
     above = at_column(text, column, file.line_length)
     return Edit(start, start, f"{above}\n{' ' * column}el")
 
 
 def in_else(file: SourceFile, branch: ast.If, text: str, opened: bool = False) -> Edit:
-    """A statement in the `else` that a branch gets; in one that it has got if that is `opened`."""
+    """Adds an `else` with a statement to a branch; only the statement if the `else` is `opened`."""
     end, pad = past_comment(file, file.span(branch)[1]), "\n" + " " * branch.col_offset
     inner = formatted(text, branch.col_offset + 4, file.line_length)
     return Edit(end, end, f"{'' if opened else f'{pad}else:'}{pad}    {inner}")
 
 
 def definition_text(file: SourceFile, definition: ast.FunctionDef, edits: Sequence[Edit]) -> str:
-    """A definition with its decorators as it stands in the file, with edits of the file in it."""
+    """The text of a definition with its decorators, with edits of the file applied."""
     decorators = definition.decorator_list
     start = file.span(decorators[0])[0] - 1 if decorators else file.span(definition)[0]
     end = file.span(definition)[1]
@@ -103,9 +103,9 @@ def definition_text(file: SourceFile, definition: ast.FunctionDef, edits: Sequen
 
 
 def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
-    """A method as it stands in the file, up to the colon before its body, of a class at the margin.
+    """The header of a method, up to the colon, for a class at column 0.
 
-    A class may stand in a branch.
+    The original class may be indented, inside a branch.
     """
     end = file.offset(definition.body[0].lineno, 0)
     header = file.text[file.span(definition)[0] : end].rstrip()
@@ -116,7 +116,7 @@ def header_text(file: SourceFile, definition: ast.FunctionDef) -> str:
 
 
 def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Edit:
-    """A definition behind another of the same block, parted by so many blank lines."""
+    """Inserts a definition after another of the same block, with `gap` blank lines between them."""
     end = past_comment(file, file.span(definition)[1])
     pad = " " * definition.col_offset
     body = pad + reindented(text.strip("\n"), 0, definition.col_offset)
@@ -124,7 +124,7 @@ def behind(file: SourceFile, definition: ast.stmt, text: str, gap: int) -> Edit:
 
 
 def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Edit]:
-    """The blank lines that what follows a definition lacks, where a new one stands between them."""
+    """Inserts blank lines missing after a definition, if a new one is inserted behind it."""
     end = past_comment(file, file.span(definition)[1])
     rest = file.text[end:]
     following = rest.lstrip()
@@ -136,19 +136,19 @@ def apart(file: SourceFile, definition: ast.stmt, gap: int) -> list[Edit]:
 
 
 def above(file: SourceFile, definition: ast.stmt, text: str) -> Edit:
-    """A definition at module level above another, its decorators and its comments."""
+    """Inserts a definition at module level above another, its decorators and its comments."""
     start = file.offset(comments_above(file, first_line(definition)), 0)
     return Edit(start, start, text.rstrip("\n") + "\n\n\n")
 
 
 def without_decorator(file: SourceFile, decorator: ast.expr) -> Edit:
-    """A decorator gone with its lines, of which a comment behind it is a part."""
+    """Removes a decorator with its lines, including a comment behind it."""
     start = file.offset(decorator.lineno, 0)
     return Edit(start, file.offset((decorator.end_lineno or decorator.lineno) + 1, 0), "")
 
 
 def comments_above(file: SourceFile, line: int) -> int:
-    """The first of the lines of comments right above a line; the line itself without any."""
+    """The first line of the comments right above a line; the line itself if there are none."""
     while file.line(line - 1).lstrip().startswith("#"):
         line -= 1
     return line
@@ -160,14 +160,14 @@ def comments_before(file: SourceFile, node: ast.stmt) -> list[str]:
 
 
 def comment_after(file: SourceFile, node: ast.AST) -> str:
-    """The comment behind a statement, or an argument that is the last on its line."""
+    """The comment behind a statement, or behind the last argument on a line."""
     _, end = file.span(node)
     rest = file.text[end:].partition("\n")[0].strip().removeprefix(",").strip()
     return f"  {rest}" if rest.startswith("#") else ""
 
 
 def past_comment(file: SourceFile, position: int) -> int:
-    """Past a comment that stands behind a position on its line."""
+    """The position after a comment that follows on the same line; the position itself without."""
     line_end = file.text.find("\n", position)
     rest = file.text[position : line_end if line_end >= 0 else None]
     return position + len(rest.rstrip()) if rest.strip().startswith("#") else position

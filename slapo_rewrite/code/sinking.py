@@ -1,4 +1,4 @@
-"""Sinks statements that stand around a branch into its arms."""
+"""Sinks statements around a branch into its arms."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 @dataclass(frozen=True)
 class Sunk:
-    """Statements around a branch that are to stand in its arms."""
+    """Statements around a branch to be moved into its arms."""
 
     file: SourceFile
     branch: ast.If
-    before: Sequence[ast.stmt]  # what stands above it, without gaps
-    after: Sequence[ast.stmt]  # what stands below it, without gaps
+    before: Sequence[ast.stmt]  # the statements directly above it
+    after: Sequence[ast.stmt]  # the statements directly below it
 
     def edits(self) -> list[Edit]:
-        """What changes in the file for that, in order."""
+        """The edits of the file, in order."""
         found = [self._gone(s) for s in (self.before, self.after) if s]
         for arm in (self.branch.body, self.branch.orelse):
             after = "" if arm and leaves(arm) else self._below(arm)
@@ -40,7 +40,7 @@ class Sunk:
         return sorted(found, key=lambda placed: (placed.start, placed.end))
 
     def _gone(self, statements: Sequence[ast.stmt]) -> Edit:
-        """The lines of statements, and a blank line that would part nothing then."""
+        """Removes the lines of statements, and a blank line that would separate nothing."""
         first, last = self._lines(statements)
         if not self.file.line(first - 1).strip() and not self.file.line(last + 1).strip():
             last += 1
@@ -52,7 +52,7 @@ class Sunk:
         return comments_above(self.file, statements[0].lineno), last
 
     def _text(self, statements: Sequence[ast.stmt]) -> str:
-        """Statements with their comments, as they stand in an arm."""
+        """The text of statements with their comments, for an arm."""
         if not statements:
             return ""
         first, last = self._lines(statements)
@@ -61,14 +61,14 @@ class Sunk:
         return " " * column + reindented(lines.lstrip(), self.branch.col_offset, column) + "\n"
 
     def _below(self, arm: Sequence[ast.stmt]) -> str:
-        """The text of what stands below, for the end of an arm."""
+        """The text of the statements below, for the end of an arm."""
         text = self._text(self.after)
         end = self.branch.end_lineno or self.branch.lineno
         parted = not self.file.line(end + 1).strip()
         return f"\n{text}" if text and parted and arm else text
 
     def _ends(self, arm: Sequence[ast.stmt]) -> tuple[int, int]:
-        """Where the lines of an arm begin and end."""
+        """The offsets of the beginning and end of an arm's lines."""
         head = arm[0].lineno - 1
         while not self.file.line(head).partition("#")[0].rstrip().endswith(":"):
             head -= 1
@@ -79,7 +79,7 @@ class Sunk:
 
 
 def leaves(block: Sequence[ast.stmt]) -> bool:
-    """Whether what stands behind a block is not reached from it."""
+    """Whether a block never continues with the statement after it."""
     last = block[-1]
     if isinstance(last, ast.If) and last.orelse:
         return leaves(last.body) and leaves(last.orelse)
@@ -87,7 +87,7 @@ def leaves(block: Sequence[ast.stmt]) -> bool:
 
 
 def is_alone(file: SourceFile, statement: ast.stmt) -> bool:
-    """Whether a statement has its lines for itself."""
+    """Whether a statement shares its lines with no other."""
     start, end = file.span(statement)
     first = file.offset(statement.lineno, 0)
     last = file.offset((statement.end_lineno or statement.lineno) + 1, 0)
@@ -96,7 +96,7 @@ def is_alone(file: SourceFile, statement: ast.stmt) -> bool:
 
 
 def are_next(file: SourceFile, first: ast.stmt, second: ast.stmt) -> bool:
-    """Whether nothing stands between two statements, nor a comment on them."""
+    """Whether two statements are on adjacent lines, without comments."""
     lines = range(first.lineno, (second.end_lineno or second.lineno) + 1)
     return second.lineno == (first.end_lineno or first.lineno) + 1 and not any(
         "#" in file.line(number) for number in lines

@@ -1,4 +1,4 @@
-"""Edits as values, and the one pass that applies them."""
+"""Text edits as values, and the pass that applies them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from slapo_rewrite.directive import Causes
 
 @dataclass(frozen=True)
 class Edit:
-    """Text in the place of other text."""
+    """The replacement of text by other text."""
 
-    start: int  # first character replaced
-    end: int  # one past the last; equal to `start` for an insertion
-    text: str  # what stands there afterwards
+    start: int  # the offset of the first replaced character
+    end: int  # the offset after the last; equal to `start` for an insertion
+    text: str  # the new text
     causes: Causes = ()  # the directives that asked for it
-    why: str = ""  # what happens here, in a few words
+    why: str = ""  # the reason, in a few words
 
     @classmethod
     def instead_of(cls, file: SourceFile, node: ast.AST, text: str) -> Edit:
-        """Text in the place of a node, before anyone has asked for it."""
+        """The replacement of a node by a text, without causes."""
         return cls(*file.span(node), text)
 
     def caused_by(self, causes: Causes, why: str) -> Edit:
-        """The same, asked for."""
+        """The same with causes and a reason."""
         return replace(self, causes=causes, why=why)
 
 
@@ -39,16 +39,15 @@ class Change:
     first: int  # first line, 1-based
     last: int  # last line
     causes: Causes  # the directives that asked for it
-    why: str  # what happened here
+    why: str  # the reason
 
 
 def apply_edits(
     text: str, edits: Iterable[Edit], earlier: Sequence[Change] = ()
 ) -> tuple[str, list[Change]]:
-    """`text` with every edit carried out, and the lines that each one wrote.
+    """Applies edits to a text; returns the result and the lines that each edit wrote.
 
-    Insertions at one place stand in the order in which they are given. Lines that edits before
-    these wrote come first in the result.
+    Insertions at one place keep their order. The lines of `earlier` edits come first in the result.
     """
     pieces: list[str] = []
     changes: list[Change] = []
@@ -65,7 +64,7 @@ def apply_edits(
         kept = text[position : edit.start]
         pieces += [kept, edit.text]
         line += kept.count("\n")
-        # An insertion of whole lines begins with the break that ends the line before it.
+        # An insertion of whole lines starts with the line break of the line before it.
         lead = len(edit.text) - len(edit.text.lstrip("\n"))
         tail = len(edit.text) - len(edit.text.rstrip("\n"))
         last = line + edit.text.count("\n")
@@ -86,7 +85,7 @@ def apply_edits(
 
 @dataclass(frozen=True)
 class _Span:
-    """Where an edit's text stands, before and after all of them."""
+    """The offsets of an edit's text, before and after all edits."""
 
     start: int
     end: int
@@ -97,15 +96,15 @@ class _Span:
 def _moved_lines(
     changes: Sequence[Change], before: str, after: str, spans: Sequence[_Span]
 ) -> Iterator[Change]:
-    """The lines that earlier edits wrote, in a text that was edited again."""
+    """The lines that earlier edits wrote, moved by later edits."""
     if not changes:
         return
     old, new = _line_starts(before), _line_starts(after)
     for change in changes:
         first, last = old[change.first - 1], [*old, len(before) + 1][change.last] - 1
-        while before[first : first + 1] == " ":  # a statement begins behind its indentation
+        while before[first : first + 1] == " ":  # a statement starts after its indentation
             first += 1
-        # What is inserted at the very beginning or end stands outside.
+        # Text inserted at the very beginning or end does not belong to the lines.
         head = next((s for s in reversed(spans) if s.start <= first), _Span(0, 0, 0, 0))
         tail = next((s for s in reversed(spans) if s.start < last), _Span(0, 0, 0, 0))
         begin = head.new_start if first < head.end else head.new_end + first - head.end
@@ -118,5 +117,5 @@ def _line_starts(text: str) -> list[int]:
 
 
 def moved(edits: Iterable[Edit], by: int) -> list[Edit]:
-    """The edits at other positions, for a text that starts elsewhere."""
+    """The edits with offsets shifted, for a text that starts elsewhere."""
     return [replace(edit, start=edit.start + by, end=edit.end + by) for edit in edits]

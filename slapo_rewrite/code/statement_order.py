@@ -1,4 +1,4 @@
-"""Statements that may change places: runs of plain ones in a block, and their orders."""
+"""Reordering of statements: runs of plain statements in a block, and their valid orders."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from slapo_rewrite.code.liveness import local_names
 from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.sinking import are_next, is_alone
 
-# How many statements a run has at most, and how many orders of one are looked at.
+# The greatest number of statements in a run, and of orders of a run.
 LONGEST, MOST_ORDERS = 6, 60
 _PLAIN = (
     *(ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.keyword, ast.Tuple, ast.List),
     *(ast.Subscript, ast.Slice, ast.operator, ast.unaryop, ast.expr_context),
 )
-# Compound statements in whose blocks nothing else sees the order.
+# Compound statements whose blocks are searched: nothing else observes the order in them.
 _ENTERED = (ast.If, ast.For, ast.While, ast.With)
 
 
 @dataclass(frozen=True)
 class Callee:
-    """What a statement calls or reads of its module: the path below `self`, and whether called."""
+    """A submodule or attribute that a statement uses: its path below `self`, and whether called."""
 
     path: str
     is_called: bool
@@ -39,12 +39,12 @@ def orders(
     is_known: Callable[[Callee], bool],
     are_apart: Callable[[str, str], bool],
 ) -> Iterator[tuple[tuple[ast.stmt, ...], list[tuple[ast.stmt, ...]]]]:
-    """Runs of statements that may change places, each with its other orders.
+    """Runs of statements that can be reordered, each with its other orders.
 
-    Two statements that read one value keep their order: backwards, what they add to its gradient is
-    added up in that order. `is_pure` says whether an operation gives a value and no more,
-    `is_known` whether what is called or read of `self` does no more either, and `are_apart` whether
-    what is at two paths below `self` has no parameters in common.
+    Two statements that read the same value keep their order, since the backward pass sums their
+    contributions to its gradient in that order. `is_pure` says whether an operation has no side
+    effects, `is_known` whether a use of `self` has none, and `are_apart` whether two paths below
+    `self` share no parameters.
     """
     names = local_names(function)
     is_value = functools.partial(_is_value, file, names, is_pure, is_known)
@@ -67,7 +67,7 @@ def orders(
 def reordered(
     function: ast.FunctionDef, run: Sequence[ast.stmt], order: Sequence[ast.stmt]
 ) -> ast.FunctionDef:
-    """A function with the statements of a run in another order; they stay the same objects."""
+    """A copy of a function with a run in another order; the statements are the same objects."""
     places = dict(zip(run, order, strict=True))
     return with_statements(function, lambda each, made: [places.get(each, made)])
 
@@ -75,7 +75,7 @@ def reordered(
 def _runs(
     file: SourceFile, body: Sequence[ast.stmt], is_value: Callable[[ast.AST], bool]
 ) -> Iterator[tuple[ast.stmt, ...]]:
-    """Statements that follow one another and bind names to what plain operations give of others."""
+    """Maximal runs of consecutive assignments of pure expressions to names."""
     run: list[ast.stmt] = []
     for statement in [*body, None]:
         match statement:
@@ -125,7 +125,7 @@ def _is_value(
 def _depend(
     one: ast.stmt, other: ast.stmt, names: frozenset[str], are_apart: Callable[[str, str], bool]
 ) -> bool:
-    """Whether two statements, the first of which comes first, have to stay in this order."""
+    """Whether two statements must stay in this order."""
     reads, bound = (
         [set(f(s)) & names - {"self"} for s in (one, other)] for f in (read_in, bound_in)
     )
@@ -135,7 +135,7 @@ def _depend(
 
 
 def _paths(statement: ast.stmt) -> list[str]:
-    """The paths below `self` that a statement names, those within others among them."""
+    """The paths below `self` that a statement mentions, including prefixes of others."""
     parts = (node for node in ast.walk(statement) if isinstance(node, ast.expr))
     return [path for part in parts if (path := self_path(part))]
 
@@ -143,7 +143,7 @@ def _paths(statement: ast.stmt) -> list[str]:
 def _sorted(
     done: tuple[ast.stmt, ...], left: Sequence[ast.stmt], ordered: set[tuple[ast.stmt, ast.stmt]]
 ) -> Iterator[tuple[ast.stmt, ...]]:
-    """The orders that keep what is ordered, the given one first."""
+    """The orders that respect the dependencies, the given one first."""
     if not left:
         yield done
     for each in left:

@@ -1,4 +1,4 @@
-"""The part of a method that makes certain calls: the smallest run of statements that holds them."""
+"""Finds the smallest run of statements of a method that contains certain calls, and obstacles."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Calls:
 
     @property
     def is_single(self) -> bool:
-        """Whether this is one call in a statement that holds no others."""
+        """Whether this is one call in a simple statement."""
         return len(self.calls) == 1 and len(self.run) == 1 and not hasattr(self.run[0], "body")
 
 
 def called_names(method: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
     """The calls of a method by name.
 
-    `self.mlp.act(x)` is `mlp.act`, `self.layer[0](x)` is `layer.0`; what does not belong to `self`
-    is called as it is written, `F.dropout` or `layer`.
+    `self.mlp.act(x)` has the name `mlp.act`, and `self.layer[0](x)` has `layer.0`. Other calls have
+    the name that the code writes, such as `F.dropout` or `layer`.
     """
     for node in ast.walk(method):
         if isinstance(node, ast.Call) and (name := _name(node.func)):
@@ -62,14 +62,14 @@ def _name(function: ast.expr) -> str | None:
 
 
 def wanted_names(names: Iterable[str], wanted: str | tuple[str, ...]) -> list[str]:
-    """Those of the names that are meant: by a regular expression, or by a list of names."""
+    """The names that a regular expression matches, or that are in a list of names."""
     if isinstance(wanted, tuple):
         return [name for name in names if name in wanted]
     return [name for name in names if re.fullmatch(wanted, name)]
 
 
 def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls | None:
-    """The calls of a method that are meant, with the run of statements around them."""
+    """The wanted calls of a method, with the run of statements around them."""
     found = [call for name, call in called_names(method) if wanted_names([name], wanted)]
     if not found:
         return None
@@ -78,7 +78,7 @@ def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls 
 
 
 def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
-    """The smallest run of statements of one block that holds all calls."""
+    """The smallest run of statements of one block that contains all calls."""
     holding = [
         number
         for number, statement in enumerate(body)
@@ -92,16 +92,16 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
     return run
 
 
-# What draws random numbers beside torch, and what begins with those of the system where no seed is
-# given, as a class that makes a source of them does.
+# Random number functions other than torch's, and those that take the system's entropy if they get
+# no seed. (So do generator classes, which have capitalised names.)
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SEEDED = ("seed", "default_rng")
 _NEVER_AGAIN = ("time.", "secrets.", "uuid.", "os.urandom", "torch.seed", "torch.random.seed")
 APART = "name calls on one side of it"
 OF_TORCH = ("torch", "F", "nn")
-# Changes of a module's mode; a second computation ends before it would come to changing it back.
+# Methods that switch a module's mode; a recomputation may stop before the mode is switched back.
 SWITCHING = ("eval", "train")
-# Changes of a value in place, beside methods whose names end with an underscore.
+# Methods that change a value in place, besides those with a trailing underscore.
 MUTATING = {
     *SWITCHING,
     *("append", "appendleft", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove"),
@@ -111,34 +111,34 @@ MUTATING = {
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why statements cannot be a method of their own that runs twice."""
+    """The reason why statements cannot become a method that runs twice."""
 
-    node: ast.stmt | ast.expr  # what stands in the way
+    node: ast.stmt | ast.expr  # the offending statement or expression
     words: str  # what it does
-    hint: str  # what to do about it
+    hint: str  # how to avoid it
 
 
 def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | None:
-    """The first thing in a run that leaves it, or must not happen twice to its inputs."""
+    """The first statement in a run that leaves the run, or changes its inputs in place."""
     given = {"self", *inputs}
     for statement in statements(run):
         if (found := _leaving(run, statement)) or (found := _changing(statement, given)):
             return found
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement in run:
-            # From here on the name means a value of the run's own.
+            # From here on, the name has a value of the run's own.
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             given -= {t.id for t in targets if isinstance(t, ast.Name)}
     return None
 
 
 def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None:
-    """The first thing in a method that changes an argument that it must leave as it is."""
+    """The first statement in a method that changes one of the arguments `given` in place."""
     given = set(given)
     for statement in statements(tuple(method.body)):
         if found := _changing(statement, given):
             return found
         if isinstance(statement, ast.Assign):
-            # The names mean what is given, or no longer do.
+            # The targets become aliases of arguments, or stop being such.
             before = given
             for target, bound_to in assigned_in(statement):
                 value = bound_to or statement.value
@@ -148,11 +148,11 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
 
 
 def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
-    """The first thing in some statements that gives another value each time.
+    """The first expression that has another value each time it runs.
 
-    Random numbers of torch, Python and NumPy are set back for a second computation; those of a
-    generator are not, nor those of the system, nor an iterator that lives longer. What TorchScript
-    compiles keeps other values at its first call than later, of which torch makes wrong gradients.
+    The random states of torch, Python and NumPy are restored for a recomputation. Those of a
+    generator or the system are not, nor is an iterator that outlives the statements. A TorchScript
+    function saves other tensors at its first call than later, which makes torch's gradients wrong.
     """
     nodes = list(nodes)
     own = bound_in(*nodes)
@@ -177,7 +177,7 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
 
 
 def _is_unseeded(call: ast.Call, name: str) -> bool:
-    """Whether a call begins a source of random numbers with those of the system."""
+    """Whether a call creates or seeds a random generator from the system's entropy."""
     last = name.rpartition(".")[2]
     given = [ast.unparse(each) for each in values_given(call)]
     is_begun = last in _SEEDED or last[0].isupper()
@@ -185,7 +185,7 @@ def _is_unseeded(call: ast.Call, name: str) -> bool:
 
 
 def draw_beside_torch(file: SourceFile, function: ast.FunctionDef) -> ast.expr | None:
-    """Where a function first names what draws random numbers of Python or NumPy."""
+    """The first mention of Python's or NumPy's random functions in a function."""
     named = (n for n in ast.walk(function) if isinstance(n, ast.Attribute | ast.Name))
     return next(
         (n for n in named if (file.qualified(n) or ast.unparse(n)).startswith(_OTHER_RANDOM)), None
@@ -200,7 +200,7 @@ def _is_scripted(file: SourceFile, name: str) -> bool:
 
 
 def is_size(value: ast.expr) -> bool:
-    """Whether an expression is a size or the like of a tensor."""
+    """Whether an expression is metadata of a tensor: a size, dtype or device."""
     found = (n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute))
     return bool({"shape", "ndim", "dtype", "device"} & {*found})
 
@@ -228,9 +228,9 @@ def _changing(statement: ast.stmt, given: set[str]) -> Obstacle | None:
 
 
 def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obstacle | None:
-    """What a statement, without its blocks, changes in place of what must stay.
+    """The first in-place change of a protected value in a statement, without its blocks.
 
-    `root` gives the name of what must stay that an expression is part of; None for anything else.
+    `root` returns the name of the protected value that an expression is part of, or None.
     """
     words = "changes `{}` in place"
     if isinstance(statement, ast.AugAssign) and root(statement.target):
@@ -257,7 +257,7 @@ def changing(statement: ast.stmt, root: Callable[[ast.expr], str | None]) -> Obs
 def _changed_by(
     call: ast.Call, root: Callable[[ast.expr], str | None]
 ) -> tuple[ast.expr | None, str]:
-    """What a call changes by its name, or by how it is called, and what to do about it."""
+    """The value that a call changes in place by its name or `out`, `inplace`, and a hint."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     is_marked = is_in_place(name)
     for keyword in call.keywords:
@@ -279,7 +279,7 @@ def _changed_by(
 
 
 def root_of(node: ast.expr) -> str | None:
-    """The name that an attribute or element is one of, or one of its class."""
+    """The variable that an attribute or element expression starts from, or that of its `type()`."""
     while True:
         match node:
             case ast.Attribute(value=value) | ast.Subscript(value=value):
@@ -291,8 +291,8 @@ def root_of(node: ast.expr) -> str | None:
 
 
 def own_nodes(statement: ast.stmt) -> tuple[ast.expr, ...]:
-    """The expressions of a statement, those of its blocks and of functions inside left out."""
-    # A method is followed anew from each module that it may be reached from.
+    """The expressions of a statement, without those of its blocks and inner functions."""
+    # Cached: a method is analysed again for each module that may call it.
     if (known := _OWN.get(statement)) is None:
         known = _OWN[statement] = tuple(_own_nodes(statement))
     return known

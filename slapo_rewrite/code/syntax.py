@@ -1,4 +1,4 @@
-"""Questions about functions, loops and calls that their syntax alone answers."""
+"""Syntactic properties of functions, loops and calls."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:
     return None
 
 
-# What computes the same each time that it stands somewhere, with `len(...)`.
+# The syntax of expressions that may be repeated; calls of `len` may be as well.
 REPEATABLE = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.operator, ast.expr_context)
 
 
 def count_of(iterable: ast.expr) -> ast.expr | None:
-    """How many turns a loop over it takes, as an expression; None where that is not simple."""
+    """An expression for the number of iterations of a loop; None if there is no simple one."""
     match iterable:
         case ast.Call(func=ast.Name(id="range"), args=[count]):
             pass
@@ -56,7 +56,7 @@ def count_of(iterable: ast.expr) -> ast.expr | None:
 
 
 def is_zero(expr: ast.expr) -> bool:
-    """Whether an expression is a zero written out."""
+    """Whether an expression is the literal 0."""
     return isinstance(expr, ast.Constant) and expr.value == 0
 
 
@@ -72,17 +72,17 @@ def assignments(function: ast.FunctionDef, name: str) -> list[ast.stmt]:
 
 
 def position(node: ast.AST) -> tuple[int, int]:
-    """Where a node begins, for comparing."""
+    """The beginning of a node, for comparison."""
     return extent(node)[:2]
 
 
 def end_position(node: ast.AST) -> tuple[int, int]:
-    """Where a node ends, likewise."""
+    """The end of a node, likewise."""
     return extent(node)[2:]
 
 
 def extent(node: ast.AST) -> Position:
-    """Where a node begins and ends."""
+    """The beginning and end of a node."""
     first = last = node
     if isinstance(node, ast.comprehension):
         first, last = node.target, node.ifs[-1] if node.ifs else node.iter
@@ -93,24 +93,24 @@ def extent(node: ast.AST) -> Position:
 
 
 def encloses(outer: Position, inner: Position) -> bool:
-    """Whether what stands at a place is part of what stands at another."""
+    """Whether a position is inside another."""
     return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
-# What tells a tensor's sizes, and what where and in which precision a model runs.
+# Names that read a tensor's sizes, and names that read the device, precision or compiler.
 _SIZES = {"shape", "size", "numel", "nelement"}
 _MACHINE = {"cuda", "is_cuda", "is_compiling", "is_autocast_enabled", "float16", "bfloat16", "half"}
 
 
 def sizes_in_tests(function: ast.AST) -> Set[str]:
-    """What a function's branches ask about the sizes of tensors, but to raise an error."""
+    """The tests of a function that depend on sizes of tensors, except those that only raise."""
     return _asked(
         function, lambda node: isinstance(node, ast.Attribute) and node.attr in _SIZES, _is_number
     )
 
 
 def machine_in_tests(function: ast.AST) -> Set[str]:
-    """What a function's branches ask about the device, the precision or a compiler, likewise."""
+    """The tests that depend on the device, the precision or a compiler, likewise."""
     words = ("attr", "id", "value")
     answers = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Attribute)
     return _asked(
@@ -123,7 +123,7 @@ def machine_in_tests(function: ast.AST) -> Set[str]:
 def _asked(
     function: ast.AST, tells: Callable[[ast.AST], bool], may_answer: Callable[[ast.expr], bool]
 ) -> Set[str]:
-    """What a function's branches ask, where a part of it tells, or a name for what told."""
+    """The tests of a function with a node that `tells`, or a variable assigned from one."""
     names: set[str] = set()
 
     def told(expr: ast.expr) -> bool:
@@ -138,7 +138,7 @@ def _asked(
 
 
 def changing_in_tests(function: ast.AST) -> Set[str]:
-    """What a function's branches ask about attributes that it binds anew, a counter's say."""
+    """The tests of a function on attributes that it assigns itself, such as a counter."""
     named = [n for n in ast.walk(function) if isinstance(n, ast.Attribute)]
     bound = {n.attr for n in named if isinstance(n.ctx, ast.Store)}
     return {
@@ -149,13 +149,13 @@ def changing_in_tests(function: ast.AST) -> Set[str]:
 
 
 def names_in_tests(function: ast.AST) -> Set[str]:
-    """The names that a function's branches ask about."""
+    """The names in the tests of a function."""
     subjects = (node.subject for node in ast.walk(function) if isinstance(node, ast.Match))
     return names_in(*_tests(function), *subjects)
 
 
 def _tests(function: ast.AST, raising: bool = True) -> Iterator[ast.expr]:
-    """The tests of a function's branches and loops, those too that only lead to an error."""
+    """The tests of a function's branches and loops; if `raising`, also those that only raise."""
     for node in ast.walk(function):
         match node:
             case ast.If(body=[ast.Raise()]) if not raising:
@@ -165,7 +165,7 @@ def _tests(function: ast.AST, raising: bool = True) -> Iterator[ast.expr]:
 
 
 def _is_number(expr: ast.expr) -> bool:
-    """Whether an expression that tells sizes is made of numbers alone."""
+    """Whether an expression with sizes is a number, since it only calls functions of numbers."""
     calls = [n.func for n in ast.walk(expr) if isinstance(n, ast.Call)]
     return all(
         (isinstance(f, ast.Attribute) and f.attr in _SIZES)

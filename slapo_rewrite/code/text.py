@@ -1,4 +1,4 @@
-"""Small pieces of source text, and small questions about syntax."""
+"""Helpers for source text and places."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Position = tuple[int, int, int, int]
 
 
 class Place(NamedTuple):
-    """Where in a file something stands, as Python says of code that it has run."""
+    """A place in a file, with the position that Python records for running code."""
 
     filename: str
     at: Position
 
     @property
     def line(self) -> int:
-        """The line that it begins on."""
+        """The first line."""
         return self.at[0]
 
     def shown(self, note: str = "") -> errors.Span:
-        """The same in a diagnostic."""
+        """The place for a diagnostic."""
         text = linecache.getline(self.filename, self.line).rstrip("\r\n")
         return errors.Span.of_bytes(self.filename, self.at, text, note)
 
 
 @functools.cache
 def positions(code: CodeType) -> list[Position]:
-    """Where each instruction stands."""
+    """The position of each instruction."""
     return [(a or 0, c or 0, b or 0, d or 0) for a, b, c, d in code.co_positions()]
 
 
@@ -50,7 +50,7 @@ def accessor(path: str) -> str:
 
 
 def joined_path(path: str, name: str) -> str:
-    """The path of what has a name, or a path, below a path; '' is where paths begin."""
+    """A path extended by a name or another path; '' is the root."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -66,7 +66,7 @@ def with_wildcards(path: str) -> str:
 
 
 def with_article(name: str) -> str:
-    """A class at the head of a sentence: "A `Block`", "An `Expert`", "An `MLP`" (M is spelled)."""
+    """A class name with its article: "A `Block`", "An `Expert`", "An `MLP`" (M is spelled out)."""
     vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIO"
     return f"{'An' if name[:1] in vowels else 'A'} `{name}`"
 
@@ -77,17 +77,17 @@ def bound_by(alias: ast.alias) -> str:
 
 
 def may_be_bound(text: str) -> bool:
-    """Whether a text is a name that can be given to something."""
+    """Whether a text is a valid variable name."""
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
 def imported_as(name: str, local: str) -> str:
-    """What stands in an import statement for a name that is called `local` from there on."""
+    """The item of an import statement for a name that is bound to `local`."""
     return name if name == local else f"{name} as {local}"
 
 
 def docstring(text: str, indent: int, line_length: int) -> list[str]:
-    """A docstring of one line, or broken over several where it does not fit."""
+    """A docstring on one line, or wrapped if it does not fit."""
     pad = " " * indent
     if len(pad) + len(text) + 6 <= line_length:
         return [f'{pad}"""{text}"""']
@@ -109,5 +109,5 @@ def within(outer: ast.AST, inner: ast.AST) -> bool:
 
 
 def returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """The `return` statements of a function, those of functions inside it left out."""
+    """The `return` statements of a function, without those of inner functions."""
     return (s for s in statements(function.body) if isinstance(s, ast.Return))

@@ -1,4 +1,4 @@
-"""What a function computes, written out in the words of a call of it."""
+"""Rewrites expressions of a function in terms of a call's arguments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from slapo_rewrite.code.dataflow import body_of, bound_in, names_in, parameters_
 from slapo_rewrite.code.syntax import REPEATABLE
 from slapo_rewrite.code.text import within
 
-# What an argument may be that is written several times, or in another order.
+# The syntax of arguments that may be evaluated several times, or in another order.
 _PLAIN = (*REPEATABLE, ast.UnaryOp, ast.unaryop, ast.Tuple, ast.Subscript, ast.Slice)
-# What has names of its own, or does not stand for a value.
+# Expressions that bind names, or that are not plain values.
 _OWN_NAMES = (ast.Lambda, ast.comprehension, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
 def with_arguments(expr: ast.expr, function: ast.FunctionDef, call: ast.Call) -> ast.expr | None:
-    """An expression of a function, with what a call gives it in the place of its parameters.
+    """An expression of a function, with its parameters replaced by the arguments of a call.
 
-    In it parameters are what they were when they came in. It stands where the call does; None where
-    it is not told what a parameter is given, or where that may be another thing the second time.
+    The function must not reassign the parameters. The result has the call's position. None if an
+    argument is not known, or if it may not be evaluated twice.
     """
     own = names_in(expr) & {*parameters(function)}
     given = {name: argument_of(function, call, name) for name in own}
@@ -46,10 +46,10 @@ def returned_by(
     call: ast.Call,
     caller: ast.FunctionDef,
 ) -> ast.Call | None:
-    """The call that a function of the file returns and does nothing else, in its caller's words.
+    """The call that a function only returns, in terms of its caller's variables.
 
-    `made` is the call that `returned` is, in the function's own words. None where it does anything
-    else, or makes arguments by calls of its own.
+    `made` is that call, the value of `returned`, in the function's own terms. None if the function
+    does anything else, or if arguments contain calls.
     """
     match body_of(function):
         case [ast.Return(value=value)] if value is returned and not function.decorator_list:
@@ -60,6 +60,6 @@ def returned_by(
         return None
     in_caller = {*bound_in(caller), *parameters_in(caller)}
     if not in_caller.isdisjoint(names_in(made) - {*parameters(function)}):
-        return None  # it would mean something else there
+        return None  # the name has another meaning in the caller
     written = with_arguments(made, function, call)
     return written if isinstance(written, ast.Call) else None
