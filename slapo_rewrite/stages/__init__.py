@@ -1,1 +1,1 @@
-"""Pipeline stages: the model's own `forward`, written out and cut."""
+"""Pipeline stages: flattens the model's own `forward`, and cuts it."""

@@ -1,4 +1,4 @@
-"""From cuts in a schedule to the text of `pipeline.py`."""
+"""Turns the cuts of a schedule into the text of `pipeline.py`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def pipeline(
     module: ModuleType,
     tree: Tree,
 ) -> PipelineText:
-    """The stages of a rewritten model, `file` among the output's other files.
+    """The pipeline stages of a rewritten model, defined in `file`, one of the output's `files`.
 
-    `module` is that file, imported, and `tree` the model that it defines; `sliced` lets ranks hold
-    slices of the values between layers.
+    `module` is that file, imported, and `tree` its model. `sliced` is the directive, if any, by
+    which ranks hold slices of the values between layers (sequence parallelism).
     """
     model = tree.root.live
     at = cuts[0].cause.at
@@ -65,11 +65,11 @@ def pipeline(
     has_shards = "shards.py" in files
 
     def tried(cuts: Sequence[Cut]) -> PipelineText:
-        """In a small model with few layers, where those speak for all."""
+        """Makes the stages, tested in a small model with few layers if these represent all."""
         run = functools.partial(_tried, file, schedule, cuts, sliced, module, tree, has_shards)
         kept = kept_layers(tree, cuts)
         if any(len(numbers) < len(tree.nodes[path].children) for path, numbers in kept.items()):
-            # What is refused there may be the small model's fault: all layers have the last word.
+            # A refusal may come from missing layers: then the model with all layers decides.
             with contextlib.suppress(errors.CannotCut):
                 return run(kept)
         return run({})
@@ -80,7 +80,7 @@ def pipeline(
         refusal = error
 
     def others() -> Iterator[Sequence[str]]:
-        """The modules after which they may end instead."""
+        """Other modules after which the stages may end."""
         if cuts[0].instead:
             yield cuts[0].instead
         if cuts[0].may_move:
@@ -106,7 +106,7 @@ def _tried(
     has_shards: bool,
     kept: Kept,
 ) -> PipelineText:
-    """The stages, tried in a small model with the layers that are kept, or with all."""
+    """The stages, tested in a small model with the kept layers, or with all."""
     model, at = tree.root.live, cuts[0].cause.at
     trial = Trial(schedule, module, model, at, kept)
     inside = ways(tree, cuts)
@@ -131,7 +131,7 @@ def _tried(
             more = with_fields_apart(flat, records[-1]) if records else None
             if more is None and (with_records or not records):
                 raise
-            # What more is done with than to read its fields is sent with all of them.
+            # A record used for more than reading its fields is sent with all of its fields.
             flat, with_records = more or flat, more is None
     if kept and not is_uniform(program):
         raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
@@ -143,7 +143,7 @@ def _tried(
     held = held_by(stages, model)
     paths = [[path for part in parts for path in trial.paths_of(part)] for parts in held]
     sizes = sizes_of(stages, held, model, defining, at)
-    # A list stays in a stage that has none of its layers in a model which is not as deep.
+    # A stage keeps a list without layers, if the small model has none of them for this stage.
     idle = [[part.path for part in parts if not trial.paths_of(part)] for parts in held]
     shells = [[*own, *lists] for own, lists in zip(sizes, idle, strict=True)]
     trial.check(Written(stages, [run(text, world) for text in texts], paths, shells))
@@ -170,7 +170,7 @@ def _tried(
 
 
 def planned(trial: Trial, planner: Planner) -> Stages:
-    """The stages, none of which works out again what depends on values that it has not."""
+    """The stages; no stage recomputes a value that depends on the contents of a missing one."""
     stages = planner.stages()
     while (found := trial.read_for_content(stages)) is not None:
         number, name = found
@@ -188,10 +188,9 @@ def planned(trial: Trial, planner: Planner) -> Stages:
 
 
 def check_attributes(model: Any, file: SourceFile) -> None:
-    """Refuses a model with an attribute that is called as something that stages have (`NameTaken`).
+    """Raises `NameTaken` if the model has an attribute with a name that stages define.
 
-    The last one has a method `step_loss`, in the place of which the model's own would be called, or
-    which would be called in the place of that.
+    The last stage defines `step_loss`: one of the two methods would be called instead of the other.
     """
     for name in sorted({*vars(Stage), *Stage.__annotations__, "step_loss"}):
         if not name.startswith("_") and hasattr(model, name):
@@ -202,7 +201,7 @@ def check_attributes(model: Any, file: SourceFile) -> None:
 
 
 def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:
-    """Refuses arguments of a step that the engine does not take (`CannotCut`)."""
+    """Raises `CannotCut` for arguments of a step that are not tensors, for DeepSpeed's engine."""
     given = (*(name for name, _ in stages.stages[0].given), *stages.labels)
     for name in given:
         if not hasattr(inputs[name], "untyped_storage"):
@@ -214,7 +213,7 @@ def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) ->
 
 
 def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> None:
-    """Refuses arguments of a step that torch's schedules would not divide into micro-batches."""
+    """Raises for arguments of a step that torch's schedules cannot divide into micro-batches."""
     (label,) = stages.labels
     rows = getattr(inputs[label], "shape", ())[:1]
     for_loss = {name for name, number in stages.stages[-1].hands_on if number == ARGUMENT}
@@ -233,17 +232,17 @@ def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> No
 
 
 def run(text: str, world: Mapping[str, Any]) -> Any:
-    """The function that a text defines, among the names of the model's file; its text with it."""
+    """Executes a function's text with the names of the model's file; keeps it as docstring."""
     scene = dict(world)
     exec(compile(text, "<stage>", "exec"), scene)
     function = scene["step_loss" if text.startswith("def step_loss") else "forward"]
     function.__doc__ = text
-    scene.update(world)  # in a class it hides nothing that is called like it
+    scene.update(world)  # as a method, it would not hide a global of its name
     return function
 
 
 def ways(tree: Tree, cuts: Sequence[Cut]) -> set[str]:
-    """The modules on the way to the cuts, whose `forward` has to be written out."""
+    """The modules that contain the cuts, whose `forward` must be inlined."""
     found: set[str] = set()
     for cut in cuts:
         node = tree.nodes[cut.path].parent

@@ -1,4 +1,4 @@
-"""The files in which the modules on the way to a cut have their `forward`, and their names."""
+"""The files that define the modules around cuts, and the names that stages take from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slapo_rewrite.stages.function_syntax import (
     run_in_forward,
 )
 
-# Where stages import a name from: a module, and what of it; '' for the module itself.
+# The origin of an imported name: a module, and the name in it; '' for the module itself.
 Origin = tuple[str, str]
 
 
@@ -35,15 +35,15 @@ class DefiningFile:
     """A file with classes of the model."""
 
     file: SourceFile
-    world: Mapping[str, Any]  # the names of its module
-    module: str  # how `pipeline.py` imports it; files of the output by a dot
+    world: Mapping[str, Any]  # the global names of its module
+    module: str  # the module name for `pipeline.py`; with a leading dot for output files
 
     def value(self, name: str) -> Any:
-        """What a name that is not local means here; `KeyError` where that is nothing."""
+        """The value of a global or built-in name; raises `KeyError` if there is none."""
         return self.world[name] if name in self.world else vars(builtins)[name]
 
     def origin(self, name: str) -> Origin | None:
-        """Where a name of this file comes from; None for one that it does not bind."""
+        """The origin of a name of this file; None if the file does not bind it."""
         for node in ast.walk(self.file.tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
@@ -68,14 +68,14 @@ class DefiningFiles:
         self.main = DefiningFile(file, world, f".{file.path.stem}")  # the model file
         self.package = module.__name__.rpartition(".")[0]
         self._files: dict[str, DefiningFile | None] = {module.__name__: self.main}
-        # Where names come from that the model file does not have.
+        # The origins of names that the model file does not have.
         self.origins: dict[str, Origin] = {}
-        self.values: dict[str, Any] = {}  # what they stand for
+        self.values: dict[str, Any] = {}  # the values of these names
 
     def of(self, cls: type) -> DefiningFile | None:
-        """The file that defines a class; None where none can be read.
+        """The file that defines a class; None if it cannot be read.
 
-        Nor for torch's, which the stages call, but for `nn.Sequential`, which is a loop.
+        Also None for torch's classes, which stages call, except for `nn.Sequential`, a loop.
         """
         name = cls.__module__
         if is_torch(name) and cls is not nn.Sequential:
@@ -86,7 +86,7 @@ class DefiningFiles:
         return found if found is not None and cls.__name__ in found.file.classes else None
 
     def known(self) -> Iterator[DefiningFile]:
-        """Those that were read so far."""
+        """The files that were read so far."""
         yield from filter(None, self._files.values())
 
     def _read(self, name: str) -> DefiningFile | None:
@@ -100,26 +100,26 @@ class DefiningFiles:
             file = SourceFile.read(path, name)
         except (errors.SourceError, OSError):
             return None
-        file.display = f"rewritten/{path.name}"  # where it lies meanwhile tells nobody anything
+        file.display = f"rewritten/{path.name}"  # its temporary path would not help users
         return DefiningFile(file, vars(module), f".{path.stem}")
 
     def origin(self, name: str) -> Origin | None:
-        """Where stages import a name from; None for one that no file binds."""
+        """The origin of a name in the stages; None if no file binds it."""
         return self.origins.get(name) or self.main.origin(name)
 
     def changing(self, modules: Iterable[object], by_itself: bool = False) -> frozenset[str]:
-        """Attributes that are not what they were when the modules were made.
+        """Attributes that may change after the modules' construction.
 
-        Those `by_itself` a step changes, whatever else is called between steps.
+        With `by_itself`, only those that a step itself changes, not methods called between steps.
         """
         found = {self.main, *filter(None, (self.of(type(module)) for module in modules))}
         methods = [method for each in found for method in methods_in(each.file)]
         return CHANGING | attributes_set(run_in_forward(methods) if by_itself else methods)
 
     def names_of(self, function: ast.FunctionDef, home: DefiningFile, word: str) -> dict[str, str]:
-        """How the stages call the names that a function reads of its file, where otherwise.
+        """New names in the stages for globals that a function reads, where these differ.
 
-        `word` goes before a name that means something else already.
+        `word` is the prefix for a name that has another meaning already.
         """
         if home is self.main:
             return {}
@@ -128,10 +128,10 @@ class DefiningFiles:
         return {name: new for name, new in spelled.items() if new is not None and new != name}
 
     def spelled(self, name: str, home: DefiningFile, word: str) -> str | None:
-        """How the stages call what a name means in a file; None where it means nothing.
+        """The name in the stages for a global of a file; None if the file has no such name.
 
-        By the name itself, unless that means something else in the model file, or in another one:
-        then `word` goes before it.
+        It is the same name, unless that has another meaning in the model file or in another one:
+        then it gets the prefix `word`.
         """
         try:
             value = home.value(name)
@@ -146,7 +146,7 @@ class DefiningFiles:
         return spelled
 
     def _means(self, name: str, value: Any) -> bool:
-        """Whether a name means a value in the stages, or can be given it."""
+        """Whether a name has this value in the stages, or is free."""
         if name in self.values:
             return self.values[name] is value
         try:
@@ -159,7 +159,7 @@ class DefiningFiles:
         module, wanted = home.origin(name) or (home.module, name)
         first = wanted.partition(" as ")[0]
         if wanted and getattr(sys.modules.get(module), first, None) is not value:
-            module, first = home.module, name  # bound in several ways, and by another one of them
+            module, first = home.module, name  # another binding of the name is in effect
         if not wanted:
             return (module, "") if spelled == name else (home.module, f"{name} as {spelled}")
         return module, imported_as(first, spelled)

@@ -1,4 +1,4 @@
-"""Runs a small model: what its values are, and whether its stages compute the same."""
+"""Runs a small model: records the kinds of its values, and checks that stages compute the same."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from slapo_rewrite.stages.value_kinds import ValueKind, described
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Stages as they are written."""
+    """Stages with their executable functions."""
 
     stages: Stages
-    functions: Sequence[Callable[..., Any]]  # a `forward` each, and what makes the loss, at the end
-    held: Sequence[Sequence[str]]  # for each, the paths of what it holds
-    sizes: Sequence[Sequence[str]]  # and of the modules that it reads sizes of
+    functions: Sequence[Callable[..., Any]]  # the `forward` of each stage; the last makes the loss
+    held: Sequence[Sequence[str]]  # for each stage, the paths of what it holds
+    sizes: Sequence[Sequence[str]]  # for each stage, the modules that it reads sizes of
 
 
 class Trial:
     """One training step of a small model.
 
     Attributes:
-        inputs: What the step gives it.
-        expected: Its loss.
-        loss: How that is made of what it returns.
+        inputs: The arguments of the step.
+        expected: The model's loss.
+        loss: How the loss is computed from the model's result.
 
     Args:
-        full: The model at its full size, which says how deep its lists are.
-        cause: The schedule's line, for refusals.
-        kept: The layers that a small model is to have; without it, it has all.
+        full: The model at its full size, with the full lengths of its lists.
+        cause: The schedule's line, for errors.
+        kept: The layers that the small model should have; all of them if not given.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Trial:
         self.loss = step_loss(schedule, outputs, self.expected, self.inputs, cause)
 
     def _deep(self, schedule: Any, module: ModuleType, full: nn.Module) -> nn.Module:
-        """A small model with the layers that are kept, or with all."""
+        """A small model with the kept layers, or with all."""
         lengths = {len(full.get_submodule(p)): n for p, n in self.kept.items()}  # type: ignore[arg-type]
         model = small_model.build_deep(schedule, module, full, lengths)
         if self.kept and not is_short_of(model, full, self.kept):
@@ -98,7 +98,7 @@ class Trial:
         return model
 
     def _run(self, schedule: Any, build: Callable[..., nn.Module], *args: Any) -> Any:
-        """What a small model returns."""
+        """Builds and runs a small model; returns its result."""
         with small_model.drawing(0):
             self.model = build(schedule, *args)
             self._inputs = apart(small_model.step_inputs(schedule, self.model))
@@ -109,22 +109,22 @@ class Trial:
         return self.step()
 
     def step(self) -> Any:
-        """Runs the model; gives what it returns."""
+        """Runs the model; returns its result."""
         with self.seeded():
             scene = self.scene()
             return self.model(**{name: scene[name] for name in self.given})
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arguments of a step, anew each time: a `forward` may write into them."""
+        """A copy of the step's arguments, since a `forward` may write into them."""
         return copy.deepcopy(self._inputs)
 
     def seeded(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers that are the same every time."""
+        """Fixes the random numbers to the same ones for each run."""
         return small_model.drawing(1)
 
     def depth(self, listed: str, number: int) -> int:
-        """Where the small model is cut, after so many layers of the full one's list."""
+        """The number of layers before a cut in the small model, for that number in the full one."""
         path = path_of(listed)
         if path in self.kept:
             return bisect_left(self.kept[path], number)
@@ -132,7 +132,7 @@ class Trial:
         return round(number * len(small) / len(full))  # type: ignore[arg-type]
 
     def paths_of(self, held: Held) -> list[str]:
-        """The paths in the small model of what a stage holds: a module's, or those of layers."""
+        """The paths in the small model of a module, or of the layers, that a stage holds."""
         match ast.parse(held.text, mode="eval").body:
             case ast.Subscript(value=layers, slice=ast.Slice(lower=lower, upper=upper)):
                 listed = ast.unparse(layers)
@@ -152,12 +152,12 @@ class Trial:
         return [held.path]
 
     def scene(self) -> dict[str, Any]:
-        """What statements find at the start of a step; they may write to the inputs."""
+        """The variables at the start of a step; statements may write to the inputs."""
         inputs = {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.inputs.items()}
         return {**self.world, "self": self.model, **inputs}
 
     def seen(self, program: Program, with_records: bool = False) -> dict[Version, ValueKind]:
-        """What the values of a program are, in which records may be taken apart if so said."""
+        """The kind of each value of a program; `with_records` allows to send records in parts."""
         scene = self.scene()
         world = self.world if with_records else {}
         found = {(n, ARGUMENT): described(scene.get(n)) for n in program.parameters}
@@ -182,19 +182,19 @@ class Trial:
                 drawn = before != small_model.random_states()
                 for name in piece.binds:
                     value = scene.get(name)
-                    is_free = not reading.has_read  # of what tensors hold
+                    is_free = not reading.has_read  # whether it is independent of tensors' contents
                     (_, kind), *parts = described(value, drawn, world, is_free).named(name)
-                    if names & {part for part, _ in parts}:  # one of its names is taken
+                    if names & {part for part, _ in parts}:  # a part's name is taken
                         kind, parts = ValueKind("other", is_drawn=drawn), []
                     found[name, number] = kind
                     found.update({(part, number): each for part, each in parts})
         return found
 
     def read_for_content(self, stages: Stages) -> tuple[int, str] | None:
-        """A statement that needs more than the shape of what another value stands in for.
+        """A statement, and a value that it needs the contents of, not just the shape.
 
-        What a stage reads of its results is something else where it is given other numbers. The
-        name is that of the value.
+        Another value of the same shape stands in for that value. If other numbers in it change what
+        the stage reads of the results, the contents matter.
         """
         values = {(name, ARGUMENT): value for name, value in self.scene().items()}
         reached: list[set[int]] = []
@@ -217,7 +217,7 @@ class Trial:
         reached: Sequence[Set[int]],
         fill: float,
     ) -> tuple[int, str] | None:
-        """What a stage reads that is something else where a number stands for all of a value."""
+        """The same for one stage, with the stand-ins filled with a number."""
         other: dict[Version, Any] = {}
         for number in stage.again:
             piece = program.pieces[number]
@@ -233,7 +233,7 @@ class Trial:
             for name in sorted(tainted):
                 if not all_ran(source, name, reached[number]):
                     return number, name
-            with contextlib.suppress(Exception):  # what fails gives nothing
+            with contextlib.suppress(Exception):  # a failing statement binds nothing
                 exec(compile(source, "<stage>", "exec"), scene)
             had = {(name, number): scene.get(name) for name in piece.binds}
             other |= {v: each for v, each in had.items() if not is_same(values[v], each)}
@@ -246,7 +246,7 @@ class Trial:
         return None
 
     def check_numbers(self, stages: Stages) -> None:
-        """Numbers that are sent as a shape must be the same for all data of one shape."""
+        """Raises if numbers that are sent as a shape depend on the contents of the inputs."""
         program = stages.program
         sent = {v: stages.seen[v] for stage in stages.stages for v in (*stage.given, *stage.joined)}
         sent = {v: kind for v, kind in sent.items() if kind.kind in ("shape", "several")}
@@ -272,10 +272,10 @@ class Trial:
                         )
 
     def check(self, written: Written) -> None:
-        """The stages one after the other must give the model's loss and gradients.
+        """Raises unless the stages, run in turn, give the model's loss and gradients.
 
-        Each runs in a model of its own, as it will, with nothing but what it holds and the modules
-        that it reads sizes of.
+        Each stage runs in a model of its own with only the modules that it holds or reads sizes of,
+        as it will in training.
         """
         whole = copy.deepcopy(self.pristine).train()
         versions = {name: p._version for name, p in whole.named_parameters()}
@@ -298,7 +298,7 @@ class Trial:
                 close = False
         if not close or any(bool(had[name].any()) for name in had.keys() - wanted.keys()):
             raise self.unlike(written)
-        del result, had, expected, wanted  # they take as much memory as the model
+        del result, had, expected, wanted  # frees memory of the size of the model
         self.check_later_steps(whole, models, written)
         self.check_state(whole, models)
         if written.stages.by_name:
@@ -306,7 +306,7 @@ class Trial:
             self.check_joined(models, written)
 
     def unlike(self, written: Written) -> errors.CannotCut:
-        """The error for stages that compute something else; says what they do so first."""
+        """The error for stages with other results; names the first value that differs."""
         stages = written.stages
         program, model = stages.program, copy.deepcopy(self.pristine).train()
         scene, wanted = {**self.scene(), "self": model}, []
@@ -348,9 +348,9 @@ class Trial:
     def check_later_steps(
         self, whole: nn.Module, models: Sequence[nn.Module], written: Written
     ) -> None:
-        """After the first step the next loss must be the model's, in eval mode too.
+        """Raises unless the loss of a second step is the model's as well, also in eval mode.
 
-        What one stage changes is not changed in the others, and what does not run in training may.
+        What one stage changes stays unchanged in the others; eval mode may run other code.
         """
         data = other_data(self.inputs, self.more_inputs)
         for mode in ("training", "eval mode"):
@@ -360,7 +360,7 @@ class Trial:
             with torch.set_grad_enabled(trains):
                 try:
                     wanted = self._loss(whole, data)
-                except Exception:  # it has no loss in eval mode, say
+                except Exception:  # for example, no loss in eval mode
                     continue
                 scene = {**self.world, **copy.deepcopy(data)}
                 try:
@@ -376,9 +376,9 @@ class Trial:
                 )
 
     def check_kept(self, whole: nn.Module, versions: Mapping[str, int]) -> None:
-        """No parameter may be written into as the model runs: a first call only finds out sizes.
+        """Raises if `forward` writes into a parameter: torch makes an extra call to find sizes.
 
-        `versions` says how often each was written into before.
+        `versions` has the version counters of parameters from before.
         """
         for name, parameter in whole.named_parameters():
             if parameter._version != versions[name]:
@@ -391,7 +391,7 @@ class Trial:
 
     @torch.no_grad()
     def check_joined(self, models: Sequence[nn.Module], written: Written) -> None:
-        """What the last stage gives for micro-batches must be of one size, to be joined."""
+        """Raises if the last stage's outputs for two micro-batches cannot be concatenated."""
         made: list[list[Any]] = []
         data = other_data(self.inputs, self.more_inputs)
         half = max(
@@ -405,7 +405,7 @@ class Trial:
                 else value
                 for name, value in data.items()
             }
-            with contextlib.suppress(Exception):  # rows that are no micro-batch, say
+            with contextlib.suppress(Exception):  # for example, rows that do not form a micro-batch
                 self.chained(models, written, {**self.world, **part}, made[-1])
         pairs = zip(*(tensors(each[-1:]) for each in made), strict=False)
         for one, other in pairs if len(made[0]) == len(made[1]) == len(models) else ():
@@ -419,7 +419,7 @@ class Trial:
                 )
 
     def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
-        """After some steps buffers and weights must be the model's, wherever they are held."""
+        """Raises unless each stage's buffers and weights are the model's after some steps."""
         own = dict(named_tensors(whole))
         for number, model in enumerate(models):
             for name, tensor in named_tensors(model):
@@ -432,14 +432,14 @@ class Trial:
                     )
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss that a whole model gives."""
+        """The loss of a whole model."""
         inputs = copy.deepcopy(inputs)
         with self.seeded():
             outputs = model(**{name: inputs[name] for name in self.given})
         return small_model.loss_of(self.schedule, outputs, inputs)
 
     def failing(self, error: Exception, written: Written, mode: str = "") -> errors.CannotCut:
-        """The error for stages that fail, with the place of the statement."""
+        """The error for stages that raise, with the place of the statement."""
         texts = {function.__code__: str(function.__doc__) for function in written.functions}
         line, program = "", written.stages.program
         for frame, number in traceback.walk_tb(error.__traceback__):
@@ -455,17 +455,17 @@ class Trial:
         )
 
     def apart_in_stages(self, written: Written) -> list[nn.Module]:
-        """A model for each stage, as in a process of its own."""
+        """A separate model for each stage, as in a process of its own."""
         models = []
         each = zip(written.functions[:-1], written.held, written.sizes, strict=True)
         for function, paths, shells in each:
             whole = self.pristine
             own = {id(tensor) for tensor in tensors_of([attrgetter(path)(whole) for path in paths])}
             tensors = (t for module in whole.modules() for t in own_tensors(module).values())
-            # What is not held is taken out again, and not copied meanwhile.
+            # Tensors that the stage does not hold are removed below, so they are not copied.
             model: Any = copy.deepcopy(whole, {id(t): t for t in tensors if id(t) not in own})
             keep(model, [attrgetter(path)(model) for path in paths], shells)
-            # What is around the model's `forward`, hooks say, is around that of each stage.
+            # Hooks around the model's `forward`, for example, apply to that of each stage.
             model.__class__ = type("Stage", (type(model),), {"forward": function})
             models.append(model.train())
         return models
@@ -477,9 +477,9 @@ class Trial:
         inputs: Mapping[str, Any],
         outputs: list[tuple[Any, ...]] | None = None,
     ) -> Any:
-        """The loss that the stages give, one after the other; what one alters no other sees.
+        """The loss of the stages, run in turn; no stage sees in-place changes by another.
 
-        `outputs` takes up what each of them gives.
+        `outputs` collects the outputs of each stage.
         """
 
         def copied(names: Sequence[str]) -> tuple[Any, ...]:
@@ -508,7 +508,7 @@ class Trial:
 
 
 class _Reading(TorchFunctionMode):
-    """Notes whether anything asks a tensor for what it holds."""
+    """Records whether anything reads the contents of a tensor."""
 
     has_read = False
 
@@ -520,20 +520,20 @@ class _Reading(TorchFunctionMode):
 
 
 def is_close(one: Any, other: Tensor) -> bool:
-    """Whether something is another tensor, but for rounding."""
+    """Whether a value equals a tensor up to rounding."""
     if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
-    # What no step changed is the same, which takes a tenth of the time to see.
+    # Exact equality first: it takes a tenth of the time, and unchanged tensors are equal.
     return torch.equal(one, other) or torch.allclose(
         one, other, rtol=1e-5, atol=1e-6, equal_nan=True
     )
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, those inside tuples and data classes among them."""
-    if one is other:  # of which not all may be read: a field that differs between layers, say
+    """Whether two values are equal, also inside tuples and data classes."""
+    if one is other:  # some fields may not be readable: one that differs between layers raises
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
@@ -551,12 +551,12 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def own_containers(scene: Mapping[str, Any]) -> dict[str, Any]:
-    """The same names, with lists and dictionaries of their own."""
+    """The same variables, with copies of lists and dictionaries."""
     return {n: copy.copy(v) if isinstance(v, dict | list) else v for n, v in scene.items()}
 
 
 def lines_run(source: str, scene: dict[str, Any]) -> set[int]:
-    """Runs statements; gives the lines with which those begin that were reached."""
+    """Runs statements; returns the first lines of those that were reached."""
     reached = scene["_reached"] = set[int]()
 
     def marked(each: ast.stmt, made: ast.stmt) -> list[ast.stmt]:
@@ -582,7 +582,7 @@ def all_ran(text: str, name: str, reached: Set[int]) -> bool:
 
 
 def apart(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs with a decoder's length unlike the encoder's, so that the two are told apart."""
+    """Inputs with a shorter decoder sequence than the encoder's, so that the lengths differ."""
     ids, targets = inputs.get("input_ids"), inputs.get("decoder_input_ids")
     if not (isinstance(ids, Tensor) and isinstance(targets, Tensor) and ids.shape == targets.shape):
         return inputs
@@ -593,7 +593,7 @@ def apart(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_data(inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of the same shapes that hold something else, and no padding."""
+    """Inputs of the same shapes with other contents, and without padding."""
     found = dict(inputs)
     for name, value in inputs.items():
         other = more.get(name)
@@ -604,9 +604,9 @@ def other_data(inputs: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, 
 
 
 def gradients(models: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of each parameter that takes part, added up over the models that have it."""
+    """The gradient of each parameter that has one, summed over the models that have it."""
     named = [(n, p) for model in models for n, p in model.named_parameters() if p.requires_grad]
-    if not named:  # all is frozen, say
+    if not named:  # all parameters are frozen
         return {}
     parameters = [parameter for _, parameter in named]
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What the names and attributes of a `forward` are worth before the model runs."""
+"""Evaluates names and attributes of a `forward` before the model runs."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ from slapo_rewrite.code.evaluate import (
 from slapo_rewrite.code.names import self_path
 from slapo_rewrite.operations import gives_one_tensor
 
-# A tensor, and nothing more is known of it.
+# A tensor of which nothing else is known.
 TENSOR = Unknown(True, Tensor)
-# Attributes of any module that are not what they were when it was made.
+# Attributes of all modules that change after construction.
 CHANGING = frozenset({"training"})
-# What is relied on of a setting of which it is asked only whether it is None.
+# The condition on a setting that only a test for None depends on.
 NOT_NONE = ...
 
 
 @dataclass(frozen=True)
 class Unlike:
-    """What is relied on of a setting of which it is asked only whether it is one value."""
+    """The condition on a setting that only a comparison for equality depends on."""
 
-    other: object  # what it is not
-    was: object  # what it is
+    other: object  # the value that it must differ from
+    was: object  # its own value
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What is relied on of a size of which it is asked only whether it is less or more."""
+    """The condition on a size that only an order comparison depends on."""
 
-    sign: str  # how it compares
+    sign: str  # the comparison that must hold
     other: int | str  # a number, or the path of a setting
-    was: object  # what it is
+    was: object  # its own value
 
 
 @dataclass(frozen=True)
 class Count:
-    """What is relied on of a list of layers that are written out one by one."""
+    """The condition on a list of layers that are unrolled."""
 
-    number: int  # how many there are
+    number: int  # the number of layers
 
 
-_SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and where it does not
+_SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # if the test holds, and if it does not
     ast.Lt: ("<", ">="),
     ast.LtE: ("<=", ">"),
     ast.Gt: (">", "<="),
@@ -75,7 +75,7 @@ _SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {  # where the test holds, and 
 
 
 def steps_of(worth: Worth) -> list[str] | None:
-    """The attributes that lead to a module, where it is known which one it is."""
+    """The attributes that lead to a module, if it is known which module a value is."""
     return [*worth.steps] or None if isinstance(worth, Unknown) else None
 
 
@@ -85,25 +85,25 @@ def is_module(value: object) -> bool:
 
 
 def rounds_of(module: Any) -> list[str]:
-    """The names of what a loop over a module runs over: the layers of a list or a sequence."""
+    """The names of the layers that a loop over an `nn.ModuleList` or `nn.Sequential` visits."""
     return [*module._modules] if isinstance(module, nn.ModuleList | nn.Sequential) else []
 
 
 @dataclass
 class Environment:
-    """What the names of a function stand for."""
+    """The meaning of the names of a function."""
 
-    me: str | None  # what the function calls its module
-    live: Any  # the module, as it is built
-    path: str  # of the module in the model
-    values: dict[str, Worth]  # what is known of local names
-    world: Mapping[str, Any]  # the names of the file
-    settings: dict[str, Any]  # what decisions rest on so far: attributes of the model, by path
-    # Attributes that some `forward` sets, so that they are not known beforehand.
+    me: str | None  # the function's name for its module: `self`
+    live: Any  # the module
+    path: str  # the module's path in the model
+    values: dict[str, Worth]  # the known values of local names
+    world: Mapping[str, Any]  # the global names of the file
+    settings: dict[str, Any]  # attributes of the model that decided branches so far, by path
+    # Attributes that some `forward` sets, so that they are not constant.
     changing: frozenset[str] = CHANGING
 
     def chain(self, node: ast.expr) -> list[str] | None:
-        """The attributes that an expression reads one after the other, from the module on."""
+        """The chain of attributes that an expression reads, starting from the module."""
         match node:
             case ast.Attribute(value=owner, attr=step):
                 before = self.chain(owner)
@@ -122,14 +122,14 @@ class Environment:
         return None
 
     def _of_class(self, node: ast.Attribute) -> str | None:
-        """The text that an attribute of a module's class is, which no module has of its own."""
+        """The string value of a class attribute of a module, unless the instance has its own."""
         if not (steps := self.chain(node)) or (owner := self.found_at(steps[:-1])) is None:
             return None
         value = None if steps[-1] in vars(owner) else getattr(type(owner), steps[-1], None)
         return value if isinstance(value, str) else None
 
     def _layer(self, owner: ast.expr, index: ast.expr) -> list[str] | None:
-        """What leads to the layer of a list that has a number, where that is known."""
+        """The chain of attributes to a layer of a list by a known index."""
         listed = self.chain(owner)
         key = self.value(index)
         if not isinstance(key, Constant) or key.is_setting:
@@ -145,23 +145,23 @@ class Environment:
         return [*listed, names[key.value]] if key.value in names else None
 
     def object_at(self, steps: list[str]) -> Any:
-        """What attributes of the module lead to; `AttributeError` if that is nothing."""
+        """The object at a chain of attributes of the module; raises `AttributeError` if none."""
         found = self.live
         for step in steps:
             if isinstance(getattr(type(found), step, None), property) and is_module(found):
-                raise AttributeError(step)  # whatever it does is done when the model runs
+                raise AttributeError(step)  # a property must not run before the model does
             found = getattr(found, step)
         return found
 
     def found_at(self, steps: list[str] | None) -> Any:
-        """The same; None if that is nothing, or nobody knows what leads there."""
+        """The same; None if there is no object, or the chain is not known."""
         try:
             return None if steps is None else self.object_at(steps)
         except AttributeError:
             return None
 
     def global_at(self, node: ast.expr) -> Any:
-        """What a name of the file, or an attribute of one, stands for; None where it is local."""
+        """The value of a global name, or of an attribute of one; None for local names."""
         if isinstance(node, ast.Attribute):
             return getattr(self.global_at(node.value), node.attr, None)
         if isinstance(node, ast.Name) and node.id not in self.values:
@@ -169,7 +169,7 @@ class Environment:
         return None
 
     def decided(self, test: ast.expr) -> bool | None:
-        """How a test comes out in every training step; None where that is not known."""
+        """The truth value of a test in every training step; None if it is not known."""
         read: dict[str, Any] = {}
         way = truth(test, lambda operand: self._tested(operand, read), calls=False)
         if way is not None:
@@ -186,14 +186,14 @@ class Environment:
         return value
 
     def rely_on(self, read: Mapping[str, Any]) -> None:
-        """Settings that something was decided by."""
+        """Records settings that a decision depended on."""
         for path, value in read.items():
             self.settings[path] = _stronger(self.settings.get(path, value), value)
 
     def settled(self, node: ast.expr) -> Worth:
-        """What is known of an expression from here on, whatever becomes of its parts.
+        """The value of an expression, valid from here on even if its variables change.
 
-        Of the model's settings those that decide something are relied on; numbers are not.
+        Settings with a value of None or bool are recorded as relied on; numbers count as unknown.
         """
         read: dict[str, Any] = {}
         value = self.value(node, read)
@@ -205,7 +205,7 @@ class Environment:
         return UNKNOWN
 
     def value(self, node: ast.expr, read: dict[str, Any] | None = None) -> Worth:
-        """What is known of an expression; `read` takes up the settings that it reads."""
+        """The value of an expression; `read` collects the settings that it reads."""
         read = {} if read is None else read
 
         def of(operand: ast.expr) -> Worth:
@@ -240,7 +240,7 @@ class Environment:
         return found
 
     def path_of(self, steps: list[str]) -> str:
-        """The path in the model of what attributes of the module lead to."""
+        """The path in the model at a chain of attributes of the module."""
         return ".".join([self.path, *steps] if self.path else steps)
 
     def _attribute(self, node: ast.Attribute, read: dict[str, Any]) -> Worth:
@@ -251,7 +251,7 @@ class Environment:
             found = self.object_at(steps)
         except AttributeError:
             return UNKNOWN
-        if found is not None and not isinstance(found, bool | int | str):  # rates are tuned
+        if found is not None and not isinstance(found, bool | int | str):  # floats may be tuned
             known = (*steps,) if is_module(found) and steps[-1] not in self.changing else ()
             return Unknown(True, is_module=is_module(found), steps=known)
         if steps[-1] in self.changing:
@@ -271,14 +271,14 @@ class Environment:
                     return Constant(found.value, is_setting=True)
             case ast.Call(func=ast.Name(id="len"), args=[of]):
                 count = self.settings.get(self.path_of(self.chain(of) or []))
-                if isinstance(count, Count):  # its layers are written out one by one
+                if isinstance(count, Count):  # its layers are unrolled
                     return Constant(count.number)
             case ast.Call(func=ast.Name(id="isinstance"), args=[of, classes]):
                 return self._is_instance(self.value(of, read), self.global_at(classes))
             case ast.Call(func=ast.Name(id="hasattr"), args=[of, ast.Constant(value=str(name))]):
                 steps = self.chain(of)
                 if steps is not None and hasattr(type(self.object_at(steps)), name):
-                    return Constant(True)  # its class says so
+                    return Constant(True)  # a class attribute
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=name), attr="get" | "pop"),
                 args=[ast.Constant(value=str(key)), *default],
@@ -298,7 +298,7 @@ class Environment:
         return Unknown(is_got)
 
     def _gives_tensor(self, function: ast.expr, read: dict[str, Any]) -> bool:
-        """Whether a call of a function gives one tensor, whatever it is given."""
+        """Whether a call of a function always returns one tensor."""
         known = self.global_at(function)
         name = getattr(known, "__name__", "")
         if any(known is getattr(home, name, known is None) for home in (torch, functional)):
@@ -308,7 +308,7 @@ class Environment:
         return self.value(function.value, read) == TENSOR
 
     def module_got(self, call: ast.Call) -> Any:
-        """The module inside this one that a call gives: `self.get_input_embeddings()`; or None."""
+        """The submodule that a call like `self.get_input_embeddings()` returns, or None."""
         steps = self.chain(call.func)
         if not steps or not steps[-1].startswith("get_") or call.args or call.keywords:
             return None
@@ -332,12 +332,12 @@ class Environment:
 
 
 def _less_exact(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str, Any] | None:
-    """What a test relies on that only asks whether a setting is a number or a text, or compares.
+    """The weaker conditions for a test that only compares settings.
 
-    None where it asks for more.
+    None if the test depends on their exact values.
     """
     sizes = [(path, was) for path, was in read.items() if type(was) is int]
-    if len(sizes) < len(read):  # what else is read would not be relied on
+    if len(sizes) < len(read):  # the conditions would miss the other settings
         sizes = []
     match test:
         case ast.Attribute() if way and len(sizes) == 1 and sizes[0][1] > 0:
@@ -360,7 +360,7 @@ def _less_exact(test: ast.expr, read: Mapping[str, Any], way: bool) -> dict[str,
 
 
 def _stronger(one: object, other: object) -> object:
-    """What is relied on of a setting that two tests asked of."""
+    """The condition on a setting that covers the conditions of two tests."""
     if one == other:
         return one
     inexact = Unlike | Compared
@@ -369,9 +369,9 @@ def _stronger(one: object, other: object) -> object:
 
 
 def is_accessor(method: Any) -> bool:
-    """Whether a method gives a module by what its class says, whatever the settings are.
+    """Whether a method returns a submodule independently of the settings.
 
-    It returns an attribute, or is transformers' own, which looks for one of a few names.
+    It returns an attribute, or it is transformers' own, which looks for one of a few names.
     """
     if getattr(method, "__module__", "") == "transformers.modeling_utils":
         return True
@@ -383,5 +383,5 @@ def is_accessor(method: Any) -> bool:
 
 
 def _is_written(value: object) -> bool:
-    """Whether a value can be written where its name stood, as it is."""
+    """Whether the literal of a value can replace its name."""
     return is_plain(value) and not (isinstance(value, int | float) and value < 0)

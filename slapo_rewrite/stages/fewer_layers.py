@@ -1,8 +1,8 @@
-"""Which layers a small model keeps in which stages are tried: two or more of each stage, not all.
+"""Chooses the layers of the small model that stages are tested in: some of each stage, not all.
 
-What a stage computes goes from layer to layer, and layers that are made alike do alike. So of each
-stage the first and the last layer are kept, and the first of every kind. A program that looks at
-the number of a round or at the layers themselves, instead of calling them, is tried with all.
+A stage computes layer by layer, and layers of one kind compute alike. So the first and the last
+layer of each stage are kept, and the first of every kind. A program that uses the number of an
+iteration, or the layers other than by calling them, is tested with all layers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.stages.loops import is_counted, loop_over
 from slapo_rewrite.stages.program import Cut, Program
 
-# The numbers of the layers that are kept, by the path of their list.
+# The indices of the kept layers, by the path of their list.
 Kept = Mapping[str, tuple[int, ...]]
 
 
 def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
-    """The layers to keep of each list; lists of one length, which one number says, keep alike."""
+    """The layers to keep of each list; lists of equal length, set by one number, keep the same."""
     by_length: dict[int, list[Node]] = {}
     for node in tree.nodes.values():
         is_inner = any(segment.isdigit() for segment in node.path.split("."))
@@ -41,7 +41,7 @@ def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
                 ends.add(int(name) + 1)
         below = (cut.path.partition(f"{path}.") for path in paths for cut in cuts)
         if any("." in rest for above, _, rest in below if not above):
-            continue  # of a list whose layers are written out one by one, all of them are named
+            continue  # the layers of such a list are unrolled, so all of them are needed
         kinds = list(zip(*map(kinds_of, lists), strict=True))
         kept: set[int] = set()
         for first, stop in pairwise(sorted(ends)):
@@ -52,7 +52,7 @@ def kept_layers(tree: Tree, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
 
 
 def is_short_of(model: nn.Module, full: nn.Module, kept: Kept) -> bool:
-    """Whether a model is a full one of which each list has the layers that are kept, but small."""
+    """Whether a small model has the structure of the full one with only the kept layers."""
     expected = {}
     for path, module in full.named_modules():
         if (place := _place(path, kept)) is not None:
@@ -61,7 +61,7 @@ def is_short_of(model: nn.Module, full: nn.Module, kept: Kept) -> bool:
 
 
 def is_uniform(program: Program) -> bool:
-    """Whether all that the rounds of loops do with layers is to call them."""
+    """Whether the iterations of divided loops only call their layers."""
     for piece in program.pieces:
         if piece.layers is None:
             continue
@@ -78,7 +78,7 @@ def is_uniform(program: Program) -> bool:
 
 
 def _place(path: str, kept: Kept) -> str | None:
-    """Where a module stands among those that are kept; None for one that is left out."""
+    """The path of a module among the kept ones; None for one that is left out."""
     for listed, numbers in kept.items():
         if path.startswith(f"{listed}."):
             number, dot, rest = path.removeprefix(f"{listed}.").partition(".")
@@ -89,6 +89,6 @@ def _place(path: str, kept: Kept) -> str | None:
 
 
 def _described(module: nn.Module) -> Any:
-    # What begins with an underscore a library may note of a model with weights.
+    # Libraries may set private attributes only in a model with weights.
     own = vars(module).items()
     return type(module), {n: v for n, v in own if type(v) in (bool, str) and n[0] != "_"}

@@ -1,4 +1,4 @@
-"""A `forward` as one run of statements, and what is at hand while one is written."""
+"""The flattened `forward`, and the state while it is written."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from slapo_rewrite.stages.environment import Environment
 
 @dataclass
 class Line:
-    """A statement of the result."""
+    """A statement of the output."""
 
-    text: str  # its source, the comments above it included
-    at: Span  # where it comes from
+    text: str  # its source, including the comments above it
+    at: Span  # its origin
 
 
 @dataclass
 class Flat:
     """A `forward` as one run of statements."""
 
-    parameters: tuple[str, ...]  # what a training step gives it, in the order of the signature
+    parameters: tuple[str, ...]  # the arguments of a training step, in the signature's order
     lines: list[Line]  # the statements
-    loss: str  # the loss, as text
-    settings: Mapping[str, Any]  # attributes of the model that branches were left out for, by path
+    loss: str  # the expression of the loss
+    settings: Mapping[str, Any]  # attributes of the model that decided branches, by path
     fixed: tuple[str, ...] = ()  # those of them that methods may set between steps
 
 
 @dataclass
 class Scope:
-    """One function while it is written out."""
+    """One function while it is inlined."""
 
     function: ast.FunctionDef
-    file: SourceFile  # where it is defined
-    names: Environment  # what its names stand for
-    prefix: str  # how the result spells its module
-    written: dict[str, str]  # how the result spells its local names, where that is another way
-    # The names of the result that are still needed where the function was called.
+    file: SourceFile  # the file that defines it
+    names: Environment  # the values of its names
+    prefix: str  # the text of its module in the output
+    written: dict[str, str]  # new names of its variables in the output, where these differ
+    # Names of the output that are live after the call of the function.
     after: frozenset[str]
-    # One of the modules that the variable of a loop stands for.
+    # For each loop variable, one of the modules that it takes.
     elements: dict[str, Any] = field(default_factory=dict)
 
     def spelled(self, name: str) -> str:
-        """A local name as the result spells it."""
+        """A local name as the output spells it."""
         return self.written.get(name, name)
 
 
 @dataclass
 class Result:
-    """What a function returns: its text, and what is known of it."""
+    """The result of a function: its text, and its known value."""
 
     text: str
     value: Worth

@@ -1,4 +1,4 @@
-"""What the syntax of functions and calls says, for those that are written out."""
+"""Syntactic properties of functions and calls, for flattening."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slapo_rewrite.stages.environment import is_module
 
 
 def methods_in(file: SourceFile) -> list[ast.FunctionDef]:
-    """The methods of a file's classes that may run once a module is made."""
+    """The methods of a file's classes that may run after a module's construction."""
     classes = (node for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))
     methods = (node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef))
     return [method for method in methods if method.name != "__init__"]
 
 
 def run_in_forward(methods: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """Those that a `forward` may come to: by their names, or as Python's own call them."""
+    """The methods that a `forward` may call, by name; special methods are included."""
     names, left, found = {"forward"}, list(methods), list[ast.FunctionDef]()
     while come_to := [m for m in left if m.name in names or m.name.startswith("__")]:
         found += come_to
@@ -35,7 +35,7 @@ def run_in_forward(methods: Iterable[ast.FunctionDef]) -> list[ast.FunctionDef]:
 
 
 def attributes_set(methods: Iterable[ast.FunctionDef]) -> frozenset[str]:
-    """The attributes that methods set."""
+    """The attributes that methods assign."""
     nodes = (node for method in methods for node in ast.walk(method))
     return frozenset(
         n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
@@ -43,7 +43,7 @@ def attributes_set(methods: Iterable[ast.FunctionDef]) -> frozenset[str]:
 
 
 def always_named(node: ast.AST) -> Iterator[ast.NamedExpr]:
-    """The `:=` in an expression that are reached whenever it is, the inner ones first."""
+    """The `:=` in an expression that are always evaluated, inner ones first."""
     match node:
         case ast.BoolOp(values=[first, *_]) | ast.IfExp(test=first):
             yield from always_named(first)
@@ -60,7 +60,7 @@ def always_named(node: ast.AST) -> Iterator[ast.NamedExpr]:
 
 
 def is_read_before(expression: ast.expr, named: ast.NamedExpr) -> bool:
-    """Whether an expression reads the name of a `:=` left of it."""
+    """Whether an expression reads the name of a `:=` to the left of it."""
     return any(position(n) < position(named) for n in uses_of(expression, named.target.id))
 
 
@@ -88,7 +88,7 @@ def is_made_for(function: ast.FunctionDef, name: str, number: str) -> bool:
 
 
 def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
-    """Whether a name is bound once, and read as `**name` in calls only."""
+    """Whether a name is bound once, and only read as `**name` in calls."""
     uses = uses_of(function, name)
     spread = {
         keyword.value
@@ -102,9 +102,9 @@ def is_handed_on(function: ast.FunctionDef, name: str) -> bool:
 
 
 def is_read_by_key(function: ast.FunctionDef, name: str) -> bool:
-    """Whether a name is that of a dictionary of which only elements of known keys are used.
+    """Whether a name is a dictionary that is only used by constant keys.
 
-    `name["key"]`, set or read, `name.get("key")`, and whether it is None.
+    Uses are `name["key"]`, set or read, `name.get("key")`, and comparison with None.
     """
     uses = uses_of(function, name)
     found: set[ast.AST] = {n for n in uses if isinstance(n.ctx, ast.Store)}
@@ -121,7 +121,7 @@ def is_read_by_key(function: ast.FunctionDef, name: str) -> bool:
             case ast.Compare(left=use, ops=[ast.Is() | ast.IsNot()]):
                 found.add(use)
             case ast.Assign(targets=[target], value=ast.IfExp(body=use)) if target in uses:
-                found.add(use)  # what it was, where it is not made here
+                found.add(use)  # `name = name if ... else {...}`
     return found.issuperset(uses)
 
 
@@ -152,7 +152,7 @@ def signature_of(called: Any) -> inspect.Signature | None:
 
 
 def is_default(name: str, value: Worth, taken: inspect.Signature | None) -> bool:
-    """Whether a keyword argument is what the callee assumes without it."""
+    """Whether a keyword argument equals the callee's default."""
     if taken is None or not isinstance(value, Constant) or value.is_setting:
         return False
     if name in taken.parameters:
@@ -164,7 +164,7 @@ def is_default(name: str, value: Worth, taken: inspect.Signature | None) -> bool
 
 
 def fields_given(call: ast.Call, cls: object) -> dict[str, ast.expr] | None:
-    """What a call gives each field of a record, by position or name; None of other calls."""
+    """The argument of each field in a call of a record's class; None for other calls."""
     if fields_of(cls) is None:
         return None
     by_name = {str(k.arg): k.value for k in call.keywords if k.arg is not None}
@@ -177,7 +177,7 @@ def fields_given(call: ast.Call, cls: object) -> dict[str, ast.expr] | None:
 
 
 def fields_of(cls: object) -> dict[str, bool] | None:
-    """The fields of a data class or named tuple, and whether each has a default; None of others."""
+    """The fields of a data class or named tuple, with whether each has a default; else None."""
     if not isinstance(cls, type):
         return None
     if dataclasses.is_dataclass(cls):
@@ -189,14 +189,14 @@ def fields_of(cls: object) -> dict[str, bool] | None:
 
 
 def keyword_name(taken: inspect.Signature, number: int) -> str | None:
-    """The parameter that an argument by position is for, where it can be given by name as well."""
+    """The parameter of a positional argument, if it can be passed by name as well."""
     name = positional_name(taken, number)
     by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return name if name is not None and taken.parameters[name].kind == by_name else None
 
 
 def positional_name(taken: inspect.Signature, number: int) -> str | None:
-    """The parameter that an argument by position is for."""
+    """The parameter of a positional argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [n for n, p in taken.parameters.items() if p.kind in kinds]
     return names[number] if number < len(names) else None

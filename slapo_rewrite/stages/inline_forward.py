@@ -1,7 +1,7 @@
-"""Writes a model's `forward` as one run of statements, for what is the same in every step.
+"""Flattens a model's `forward` into one run of statements, specialised for training steps.
 
-Branches that training never takes are left out, and the `forward` of each module on the way to a
-cut is written where it is called. What remains keeps its words, its line breaks and its comments.
+Branches that training never takes are removed, and the `forward` of each module that contains a cut
+is inlined. The remaining code keeps its text, line breaks and comments.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ from slapo_rewrite.stages.written_text import (
 
 
 class Outdated(str):
-    """Stands, without a text, for an expression of which a name means something else by now."""
+    """An empty text in place of an expression in which a variable has been reassigned since."""
 
     def __new__(cls, name: str) -> Outdated:
-        """The name is that one."""
+        """Stores the name of the variable."""
         outdated = super().__new__(cls)
         outdated.name = name
         return outdated
@@ -81,7 +81,7 @@ class Outdated(str):
 
 
 _CLOSED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# Keyword arguments that decorators take for themselves: what a result is wrapped in.
+# Keyword arguments that decorators consume: the kind of object to return.
 FOR_DECORATORS = {"return_dict"}
 _COMPOUND = (ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
 
@@ -92,18 +92,18 @@ class Method:
 
     live: Any  # the module
     path: str
-    home: DefiningFile  # the file in which the method stands
+    home: DefiningFile  # the file that defines the method
     function: ast.FunctionDef  # the method
 
 
 class Flattening:
-    """Writes out the `forward` of a model.
+    """Flattens the `forward` of a model.
 
     Args:
-        model: The model, built without memory.
-        inside: Paths of the modules whose `forward` is written out: those on the way to a cut.
-        loss: How the loss is made of the result.
-        cuts: Where stages end.
+        model: The model, on the meta device.
+        inside: Paths of the modules whose `forward` is inlined: those that contain a cut.
+        loss: How the loss is computed from the result.
+        cuts: The ends of stages.
     """
 
     def __init__(
@@ -118,29 +118,29 @@ class Flattening:
         self.unsure: set[str] = set()
         self.cuts = [cut.path for cut in cuts]
         self.also = [cut.cause.at for cut in cuts[:1] if cut.cause.at]
-        # Attributes of the model that decisions rest on so far, by path.
+        # Attributes of the model that decided branches so far, by path.
         self.settings: dict[str, Any] = {}
-        self.out: list[Line] = []  # takes the lines
-        self.comments: list[str] = []  # those that wait for the next statement
-        self.is_aside = False  # whether what is being written is looked at only
-        self.named: set[ast.NamedExpr] = set()  # the `:=` that were written on lines of their own
+        self.out: list[Line] = []  # the output lines
+        self.comments: list[str] = []  # comments to write above the next statement
+        self.is_aside = False  # whether the output is only inspected and then discarded
+        self.named: set[ast.NamedExpr] = set()  # the `:=` that were moved to lines of their own
         way = [*map(model.get_submodule, sorted(inside))]
         self.changing, self.in_steps = files.changing(way), files.changing(way, by_itself=True)
-        self.depth = 0  # in how many branches and loops the statement is that is being written
+        self.depth = 0  # the number of branches and loops around the current statement
 
     def environment(self, method: Method, values: dict[str, Worth]) -> Environment:
-        """What the names of a method stand for, its parameters and local names apart."""
+        """The environment of a method; `values` has its parameters and local names."""
         world, settings = method.home.world, self.settings
         return Environment(None, method.live, method.path, values, world, settings, self.changing)
 
     def refused(
         self, message: str, scope: Scope, node: ast.AST, hint: str | None = None
     ) -> errors.CannotCut:
-        """The error for something in a function."""
+        """The error for a node in a function."""
         return errors.CannotCut(message, at=scope.file.at(node), also=self.also, hint=hint)
 
     def flat(self, given: Iterable[str]) -> Flat:
-        """The model's `forward`, for a training step that gives it these arguments."""
+        """The flat `forward`, for a training step with these arguments."""
         given = set(given)
         method = self.method_of(self.model, "", "forward")
         function = only_loss(method.function, self.loss, method.home.world)
@@ -190,7 +190,7 @@ class Flattening:
             if name not in parameters:
                 scope.written[name] = f"model_{name}"
         parameters += [name for name in self.loss.names if name not in parameters]
-        for name, default in made:  # which nothing stands for but its name
+        for name, default in made:  # defaults that are written as assignments
             target = ast.copy_location(ast.Name(name, ast.Store()), default)
             if not (isinstance(default, ast.UnaryOp) or stays_as_it_is(function, target)):
                 raise self.refused(
@@ -222,7 +222,7 @@ class Flattening:
     # Statements -------------------------------------------------------------------------------
 
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> Result | None:
-        """Writes statements; gives what they return, where they do."""
+        """Writes statements; gives the result if they return."""
         for statement in body:
             self.comments += comments_before(scope.file, statement)
             result = self.statement(statement, scope)
@@ -274,7 +274,7 @@ class Flattening:
         return None
 
     def write_named(self, node: ast.stmt, scope: Scope) -> None:
-        """Writes what a statement's `:=` bind on lines before it."""
+        """Writes the `:=` in a statement as assignments before it."""
         for expression in ast.iter_child_nodes(node):
             if not isinstance(expression, ast.expr):
                 continue
@@ -292,7 +292,7 @@ class Flattening:
                 self.named.add(named)
 
     def is_settled(self, value: ast.expr, scope: Scope) -> bool:
-        """Whether a statement that is an expression need not be written."""
+        """Whether an expression statement can be left out."""
         match value:
             case ast.Constant():
                 return True
@@ -310,7 +310,7 @@ class Flattening:
         return False
 
     def returned(self, node: ast.Return, scope: Scope) -> Result:
-        """What a function gives back."""
+        """The result of a `return` statement."""
         self.comments.clear()
         if self.depth:
             raise self.refused(
@@ -322,14 +322,14 @@ class Flattening:
         match node.value:
             case None:
                 return Result("None", NONE)
-            case ast.Dict(keys=keys, values=values) if all(keys):  # some may be left out
+            case ast.Dict(keys=keys, values=values) if all(keys):  # without `**`
                 pairs = zip(keys, values, strict=True)
                 texts = [[self.text(e, scope) for e in pair if e] for pair in pairs]
                 return Result(f"{{{', '.join(map(': '.join, texts))}}}", Unknown(True))
         return self.result(node.value, scope)
 
     def result(self, node: ast.expr, scope: Scope) -> Result:
-        """An expression's text, and what is known of it."""
+        """An expression's text and its known value."""
         if isinstance(node, ast.Call) and (inner := self.callee(node, scope)):
             return self.inlined(node, *inner, scope)
         if isinstance(node, ast.Tuple) and not any(isinstance(e, ast.Starred) for e in node.elts):
@@ -349,10 +349,10 @@ class Flattening:
         return Result(alone(self.text(node, scope)), value)
 
     def handed_on(self, target: ast.Name, value: ast.expr, scope: Scope) -> KnownKwargs | None:
-        """A dictionary that is there for `**` in calls only, so that its arguments can stand there.
+        """A dictionary that is only unpacked by `**` in calls, so that its items can be inlined.
 
-        Its values are names and attributes: what is called is called where it stands. An empty one
-        may also be filled, and read by keys that the text says.
+        Its values must be names and attributes, since calls must stay in place. An empty dictionary
+        may also be filled, and read by constant keys.
         """
         if isinstance(value, ast.IfExp) and (way := scope.names.decided(value.test)) is not None:
             value = value.body if way else value.orelse
@@ -374,7 +374,7 @@ class Flattening:
         return KnownKwargs(texts, known)
 
     def sifted(self, value: ast.expr, scope: Scope) -> KnownKwargs | None:
-        """A dictionary of two that are known together, or of those elements of an empty one."""
+        """The union of two known dictionaries, or a comprehension over a known empty one."""
 
         def known(name: str) -> KnownKwargs | None:
             found = scope.names.values.get(name)
@@ -402,7 +402,7 @@ class Flattening:
         return None
 
     def made(self, node: ast.expr, scope: Scope) -> KnownObject | None:
-        """The object that a call of a data class makes."""
+        """The known object that a call of a data class constructs."""
         if not isinstance(node, ast.Call):
             return None
         cls: Any = scope.names.global_at(node.func)
@@ -414,10 +414,10 @@ class Flattening:
         return KnownObject(cls, texts, values)
 
     def branch(self, node: ast.If, scope: Scope) -> Result | None:
-        """Writes the branch that training takes, or all of them."""
+        """Writes the branch that training takes, or both if that is not known."""
         decided = scope.names.decided(node.test)
         if decided is None and self.names_cut(node, scope):
-            # What only methods between steps set is relied on, and looked at in each step.
+            # Attributes that only methods between steps set count as known; each step checks them.
             decided = replace(scope.names, changing=self.in_steps).decided(node.test)
         if decided is not None:
             taken = node.body if decided else node.orelse
@@ -431,18 +431,18 @@ class Flattening:
         return None
 
     def names_cut(self, node: ast.stmt, scope: Scope) -> bool:
-        """Whether a statement names what is cut, or holds that."""
+        """Whether a statement mentions a module at a cut, or one that contains a cut."""
         chains = (scope.names.chain(n) for n in ast.walk(node) if isinstance(n, ast.expr))
         paths = [f"{scope.names.path_of(steps)}." for steps in chains if steps]
         return any(f"{cut}.".startswith(path) for cut in self.cuts for path in paths)
 
     def loop(self, node: ast.For, scope: Scope) -> Result | None:
-        """Writes a loop; the rounds in which a stage ends one by one."""
+        """Writes a loop; iterations that contain the end of a stage are unrolled."""
         rounds = Rounds(scope.names, node)
         head = f"for {self.text(node.target, scope)} in {self.text(node.iter, scope)}: pass"
         loop = loop_over(ast.parse(head).body[0])
         lists = {path_of(each) for each in loop.lists} if loop is not None else set()
-        if "range" in names_in(node.iter):  # its body says whether it can be divided
+        if "range" in names_in(node.iter):  # its body decides whether it can be divided
             lists, loop = lists if loop_over(node) is not None else set(), None
         apart = self.rounds_apart(rounds, lists, scope)
         if not apart:
@@ -474,9 +474,9 @@ class Flattening:
         return None
 
     def rounds_apart(self, rounds: Rounds, lists: Set[str], scope: Scope) -> dict[int, str]:
-        """The rounds of a loop in which a stage ends, with the module that it ends in.
+        """The iterations of a loop that contain the end of a stage, with the module at that end.
 
-        It can be divided between the rounds of `lists`, lists of layers.
+        Ends between iterations over the layer lists in `lists` do not count: the loop is divided.
         """
         found: dict[int, str] = {}
         before = dict(scope.names.values)
@@ -500,7 +500,7 @@ class Flattening:
         return found
 
     def bind_round(self, node: ast.For, target: ast.expr, given: Given, scope: Scope) -> None:
-        """Gives a loop's variable what it is in one round."""
+        """Binds a loop variable to its value in one iteration."""
         text, worth = self.of_round(given, scope)
         if isinstance(target, ast.Name) and not isinstance(given, Item):
             scope.names.values[target.id] = worth
@@ -509,7 +509,7 @@ class Flattening:
         self.emit(f"{self.text(target, scope)} = {text}", node, scope)
 
     def of_round(self, given: Given, scope: Scope) -> tuple[str, Worth]:
-        """The text of what a round is given, and what is known of it."""
+        """The text and the known value of a loop variable in one iteration."""
         match given:
             case Item():
                 return f"{self.text(given.listed, scope)}[{given.number}]", UNKNOWN
@@ -524,7 +524,7 @@ class Flattening:
         return accessor(scope.names.path_of(steps or [])), given
 
     def whole_loop(self, node: ast.For, rounds: Rounds, scope: Scope) -> None:
-        """Writes a loop as it stands."""
+        """Writes a loop without unrolling."""
         given = self.given(scope)
         self.forget(bound_in(node), scope, node)
         for name, elements in rounds.modules().items():
@@ -538,7 +538,7 @@ class Flattening:
 
     @staticmethod
     def given(scope: Scope) -> set[str]:
-        """The names that are never None here."""
+        """The names that are known not to be None here."""
         return {
             name
             for name, value in scope.names.values.items()
@@ -554,7 +554,7 @@ class Flattening:
         orelse: Sequence[ast.stmt] = (),
         given: Set[str] = frozenset(),
     ) -> None:
-        """Writes a statement that holds others; `given` are the names never None before it."""
+        """Writes a compound statement; `given` are the names that are not None before it."""
         self.spell_out(node, scope)
         comments, self.comments = self.comments, []
         around, self.unsure = self.unsure, set()
@@ -568,7 +568,7 @@ class Flattening:
         self.out = out
         self.depth -= 1
         self.comments = comments
-        for name in bound_in(node):  # what is known of it inside holds for one way only
+        for name in bound_in(node):  # what is known inside holds for one branch only
             scope.names.values[name] = Unknown(name in given and name not in self.unsure)
         self.unsure |= around
         if not texts[0] and not texts[1]:
@@ -582,7 +582,7 @@ class Flattening:
         self.emit(text, node, scope)
 
     def assigned(self, node: ast.stmt, target: ast.expr, value: ast.expr, scope: Scope) -> None:
-        """Writes an assignment, unless what it binds is known."""
+        """Writes an assignment, unless the value is known."""
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Call):
             inner = self.callee(value, scope)
             if inner is not None:
@@ -630,12 +630,12 @@ class Flattening:
 
     @staticmethod
     def reads_bound(targets: Iterable[ast.expr], text: str, scope: Scope) -> bool:
-        """Whether an expression reads any of the names that are bound before it."""
+        """Whether an expression reads any of the names that are assigned before it."""
         bound = {scope.spelled(name) for target in targets for name in names_in(target)}
         return not bound.isdisjoint(names_in(ast.parse(text)))
 
     def is_here_alone(self, known: KnownObject, name: str, scope: Scope) -> bool:
-        """Whether nothing else is that object, or holds it, nor is it where it may not be."""
+        """Whether an object has no other reference, is no argument, and always changes here."""
         if self.depth or name in {a.arg for a in all_arguments(scope.function)}:
             return False
         held = [*scope.names.values.values()]
@@ -652,7 +652,7 @@ class Flattening:
         scope: Scope,
         node: ast.stmt,
     ) -> None:
-        """Gives a dictionary or a record an element, or another one: it gets a name of its own."""
+        """Sets an item of a known dictionary or record: the value gets a variable of its own."""
         new = re.sub(r"\W", "_", f"{scope.spelled(name)}_{key}")
         while new in local_names(scope.function) | scope.after:
             new += "_"
@@ -668,7 +668,7 @@ class Flattening:
         self.emit(f"{new} = {result.text}", node, scope)
 
     def spell_out(self, node: ast.stmt, scope: Scope) -> None:
-        """Writes down dictionaries that a statement may or may not alter."""
+        """Writes known dictionaries that a statement may mutate."""
         for name in dict.fromkeys(altered_in(node, {})):
             known = scope.names.values.get(name)
             if isinstance(known, KnownKwargs):
@@ -678,7 +678,7 @@ class Flattening:
                 scope.names.values[name] = Unknown(True)
 
     def unpacked(self, node: ast.stmt, target: ast.Tuple, result: Result, scope: Scope) -> None:
-        """Binds each name of a tuple to its part of a result."""
+        """Binds each name of a target tuple to its part of a result."""
         names = [e for e in target.elts if isinstance(e, ast.Name)]
         if len(names) != len(target.elts) or len(result.parts) != len(names):
             self.forget(bound_in(node), scope, node)
@@ -690,7 +690,7 @@ class Flattening:
             self.bind(node, name, Result(text, value), scope)
 
     def bind(self, node: ast.stmt, target: ast.Name, result: Result, scope: Scope) -> None:
-        """Gives a name its value; writes that down where it is not known beforehand."""
+        """Binds a name to its value; writes the assignment unless the value is known."""
         name, value = target.id, result.value
         written = scope.spelled(name)
         inside_compound = self.depth > 0
@@ -709,7 +709,7 @@ class Flattening:
             self.comments.clear()
 
     def forget(self, bound: Iterable[str], scope: Scope, node: ast.stmt) -> None:
-        """From here on these names may stand for something else; writes down what they were."""
+        """Forgets the known values of names that a statement binds; writes those still needed."""
         for name in bound:
             value = scope.names.values.get(name)
             if hasattr(node, "body") or reads_in(node, name):
@@ -727,7 +727,7 @@ class Flattening:
 
     @staticmethod
     def outdate(written: str, scope: Scope) -> None:
-        """A name of the result has another value now: objects made of the old one end here."""
+        """Invalidates known objects whose expressions read a variable that was reassigned."""
         for name, value in scope.names.values.items():
             if isinstance(value, KnownObject | KnownKwargs):
                 texts = {
@@ -738,7 +738,7 @@ class Flattening:
                     scope.names.values[name] = replace(value, texts=texts)
 
     def emit(self, text: str, node: ast.stmt, scope: Scope) -> None:
-        """Adds a statement, with the comments that stand above and beside it."""
+        """Adds a statement, with the comments above and beside it."""
         above, self.comments = self.comments, []
         if not isinstance(node, _COMPOUND) and not isinstance(node, ast.If):
             text += comment_after(scope.file, node)
@@ -747,7 +747,7 @@ class Flattening:
     # Calls --------------------------------------------------------------------------------------
 
     def call(self, node: ast.Call, scope: Scope) -> str | None:
-        """A call without the arguments that it has anyway; the text of a module written out."""
+        """The text of a call without arguments that equal defaults, or of an inlined result."""
         if (got := scope.names.module_got(node)) is not None:
             return accessor(next(n for n, m in self.model.named_modules() if m is got))
         match node.func:
@@ -805,7 +805,7 @@ class Flattening:
         return f"{function}(\n{body}\n)"
 
     def element(self, node: ast.Subscript, scope: Scope) -> str | None:
-        """The text of an element of what a module that is written out gives."""
+        """The text of an element of an inlined module's result."""
         match node:
             case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=int(number))) if (
                 inner := self.callee(call, scope)
@@ -817,7 +817,7 @@ class Flattening:
         return None
 
     def known_of_result(self, node: ast.Call, scope: Scope) -> Unknown | None:
-        """What is known of what a module gives, from the `forward` that makes it."""
+        """What is known of a module's result, from analysing its `forward`."""
         steps = scope.names.chain(node.func)
         if not steps or self.is_aside:
             return None
@@ -842,14 +842,14 @@ class Flattening:
         return None
 
     def called(self, node: ast.Call, scope: Scope) -> Any:
-        """The function or module that is called, where it is known."""
+        """The called function or module, if known."""
         if isinstance(node.func, ast.Name) and node.func.id in scope.elements:
             return scope.elements[node.func.id]
         steps = scope.names.chain(node.func)
         return scope.names.global_at(node.func) if steps is None else scope.names.found_at(steps)
 
     def callee(self, node: ast.Call, scope: Scope) -> tuple[Method, str] | None:
-        """What is called and is to be written out, and how the result spells its module."""
+        """The called method if it is to be inlined, and the text of its module in the output."""
         if (method := self.base_method(node, scope)) is not None:
             return method, scope.prefix
         steps = scope.names.chain(node.func)
@@ -870,7 +870,7 @@ class Flattening:
         return None
 
     def base_method(self, node: ast.Call, scope: Scope) -> Method | None:
-        """What `super().forward(...)` calls, where that leads to a cut."""
+        """The method that `super().forward(...)` calls, if it leads to a cut."""
         if "super" not in names_in(node.func):
             return None
         names = scope.names
@@ -880,7 +880,7 @@ class Flattening:
         return next((m for m in bases if self.leads_to_cut(m, set())), None)
 
     def base_methods(self, method: Method) -> Iterator[tuple[ast.Call, Method]]:
-        """The calls of a method by `super()`, each with the method of a base class."""
+        """The `super()` calls of a method, each with the base class's method."""
         live, function = method.live, method.function
         calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
         named = {
@@ -902,7 +902,7 @@ class Flattening:
                         yield call, self.method_of(live, method.path, name, cls)
 
     def own_method(self, node: ast.Call, name: str, scope: Scope) -> tuple[Method, str] | None:
-        """A method of the same module that leads to a cut, or that is shorter when written out."""
+        """A method of the same module that leads to a cut, or that inlining makes shorter."""
         try:
             method = self.method_of(scope.names.live, scope.names.path, name)
         except errors.CannotCut:
@@ -926,7 +926,7 @@ class Flattening:
         return method, scope.prefix
 
     def leads_to_cut(self, method: Method, seen: set[str]) -> bool:
-        """Whether a method names what is cut or what holds it, or calls one that does."""
+        """Whether a method mentions a module at or around a cut, or calls a method that does."""
         above = f"{method.path}." if method.path else ""
         wanted = {c.removeprefix(above).split(".")[0] for c in self.cuts if c.startswith(above)}
         me = first_parameter(method.function)
@@ -948,9 +948,9 @@ class Flattening:
         return False
 
     def method_of(self, module: Any, path: str, name: str, behind: type | None = None) -> Method:
-        """The method of a module, as it stands in the file that defines it.
+        """A method of a module, in the file that defines it.
 
-        Where a class of the module is given, it is that of one of the bases behind it.
+        If a class `behind` is given, the search starts after it in the method resolution order.
         """
         classes = type(module).__mro__
         classes = classes[classes.index(behind) + 1 :] if behind is not None else classes
@@ -969,7 +969,7 @@ class Flattening:
     # Writing a function where it is called ------------------------------------------------------
 
     def inlined(self, node: ast.Call, method: Method, prefix: str, scope: Scope) -> Result:
-        """Writes a function's statements; gives what it returns."""
+        """Writes a function's statements; returns its result."""
         self.comments.clear()
         path, function = method.path, method.function
         *_, word = re.findall(r"[^\W\d]\w*(?:\.\d+)*", path) or ["model"]
@@ -1016,7 +1016,7 @@ class Flattening:
     def bound(
         self, node: ast.Call, method: Method, written: Mapping[str, str], scope: Scope
     ) -> dict[str, Result]:
-        """What each parameter of a method is given by a call."""
+        """The argument of each parameter of a method in a call."""
         function = method.function
         if any(isinstance(a, ast.Starred) for a in node.args) or function.args.vararg:
             raise self.refused("a call with `*` cannot be written out", scope, node)
@@ -1051,7 +1051,7 @@ class Flattening:
         return given
 
     def needed_after(self, node: ast.AST, scope: Scope) -> set[str]:
-        """The names of the result that the caller may read after a call."""
+        """The names in the output that the caller may read after a call."""
         statement = [s for s in statements(scope.function.body) if within(s, node)][-1]
         inside = set(ast.walk(node))
         beside = {
@@ -1071,7 +1071,7 @@ class Flattening:
     # Expressions --------------------------------------------------------------------------------
 
     def text(self, node: ast.expr | ast.stmt | ast.keyword, scope: Scope) -> str:
-        """The text of an expression or simple statement in the result."""
+        """The text of an expression or simple statement in the output."""
         start, end = scope.file.span(node)
         text, position = [], start
         for first, last, new in sorted(self.edits(node, scope)):
@@ -1081,7 +1081,7 @@ class Flattening:
         return dedented(joined, scope.file, node)
 
     def edits(self, node: ast.AST, scope: Scope) -> Iterator[tuple[int, int, str]]:
-        """What reads differently in the result."""
+        """The parts of a node that have another text in the output."""
         names = scope.names
         new: str | None = None
         if isinstance(node, _CLOSED):
@@ -1138,7 +1138,7 @@ class Flattening:
             yield from self.edits(child, scope)
 
     def name(self, node: ast.Name, scope: Scope) -> str | None:
-        """How the result spells a name; None where as it stands."""
+        """The text of a name in the output; None if it stays the same."""
         if node.id == scope.names.me:
             return scope.prefix if scope.prefix != node.id else None
         value = scope.names.values.get(node.id)
@@ -1152,7 +1152,7 @@ class Flattening:
         return scope.written.get(node.id)
 
     def field(self, node: ast.Attribute | ast.Subscript, scope: Scope) -> str | None:
-        """The expression that an attribute, or an element by number, of a known object is."""
+        """The expression of an attribute, or of an element by index, of a known object."""
         base = scope.names.value(node.value)
         if isinstance(base, KnownKwargs):
             match node:
@@ -1170,7 +1170,7 @@ class Flattening:
         return self.current({name: base.texts.get(name, "None")}, scope, node)[name]
 
     def first_fields(self, node: ast.expr, scope: Scope) -> tuple[str, ...]:
-        """The expressions that the first elements of a known object are: of `outputs[:2]`, two."""
+        """The expressions of the first elements of a known object: for `outputs[:2]`, of two."""
         match node:
             case ast.Subscript(
                 value=base,
@@ -1183,7 +1183,7 @@ class Flattening:
         return ()
 
     def current(self, texts: Mapping[str, str], scope: Scope, node: ast.AST) -> Mapping[str, str]:
-        """The expressions of which something was made, where their names mean what they meant."""
+        """The expressions of a known object; raises if their variables have been reassigned."""
         for text in texts.values():
             if isinstance(text, Outdated):
                 raise self.refused(
@@ -1195,7 +1195,7 @@ class Flattening:
         return texts
 
     def is_all_of_it(self, node: ast.Subscript, scope: Scope) -> bool:
-        """Whether a slice of layers ends where the list does, as `__init__` makes it."""
+        """Whether a slice of layers ends at the length with which `__init__` makes the list."""
         steps = scope.names.chain(node.value)
         if not steps or not isinstance(node.slice, ast.Slice):
             return False
@@ -1213,7 +1213,7 @@ class Flattening:
         return same and is_made_for(init.function, steps[-1], number)
 
     def shortened(self, node: ast.BoolOp, scope: Scope) -> str | None:
-        """`a and b` without what is known to be true, `a or b` without what is false."""
+        """`a and b` without operands known to be true, `a or b` without those known false."""
         value = scope.names.value(node)
         if isinstance(value, Constant) and not value.is_setting:
             scope.names.decided(node)
@@ -1235,5 +1235,5 @@ class Flattening:
 
 
 def elsewhere(value: Worth) -> Worth:
-    """What is known of a value in the method of another module."""
+    """What is known of a value inside a method of another module."""
     return replace(value, steps=()) if isinstance(value, Unknown) else value

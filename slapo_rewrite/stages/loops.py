@@ -1,4 +1,4 @@
-"""Loops over layers, and some of their rounds."""
+"""Loops over layers, and loops over a part of their iterations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from slapo_rewrite.stages.written_text import rewritten
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop over layers runs over."""
+    """The lists and variables of a loop over layers."""
 
-    lists: tuple[str, ...]  # the lists of layers, as the text spells them; several for `zip`
+    lists: tuple[str, ...]  # the texts of the lists of layers; several for `zip`
     first: int  # the first layer
-    stop: str  # where the slice ends, as text; empty without one
-    target: str  # what a round calls its layers
-    counter: str | None = None  # what counts the rounds
-    start: int = 0  # what it begins with
-    # Where a layer is read by its number, for `range(len(self.layers))`.
+    stop: str  # the text of the slice's end; empty without one
+    target: str  # the loop variables for layers
+    counter: str | None = None  # the variable that counts iterations
+    start: int = 0  # its first value
+    # The reads of layers by index, for `range(len(self.layers))`.
     read: tuple[ast.expr, ...] = ()
 
     def ends_before(self, layer: int) -> bool:
@@ -32,9 +32,9 @@ class Loop:
         return layer + 1 == (min(int(self.stop), total) if self.stop.isdigit() else total)
 
     def head(self, first: int, stop: int | None, counted: bool) -> tuple[str, str]:
-        """The variables and the iterable of some of the rounds; of all others if `stop` is None.
+        """The variables and the iterable for some iterations; up to the end if `stop` is None.
 
-        `counted` where the number of a round is read.
+        `counted` if the body reads the number of the iteration.
         """
         first = max(first, self.first)
         upper = self.stop if stop is None else str(stop)
@@ -51,7 +51,7 @@ class Loop:
 
 
 def loop_over(statement: ast.stmt) -> Loop | None:
-    """What a loop over layers runs over; None for other statements."""
+    """The loop over layers that a statement is; None for other statements."""
     if not isinstance(statement, ast.For):
         return None
     match statement.target, statement.iter:
@@ -80,7 +80,7 @@ def loop_over(statement: ast.stmt) -> Loop | None:
 
 
 def _lists(listed: ast.expr) -> tuple[tuple[str, ...], int, str] | None:
-    """The lists of layers that a loop runs over at once, and where slices of them begin and end."""
+    """The lists of layers that a loop runs over in parallel, with the bounds of their slices."""
     match listed:
         case ast.Call(func=ast.Name(id="zip"), args=[_, *_] as several, keywords=[]):
             parts = [_slice(each) for each in several]
@@ -93,7 +93,7 @@ def _lists(listed: ast.expr) -> tuple[tuple[str, ...], int, str] | None:
 
 
 def _by_number(loop: ast.For, counter: str, layers: ast.expr) -> Loop | None:
-    """A loop over the numbers of layers, where each is read as `self.layers[number]` only."""
+    """A loop over the indices of layers that only reads each as `self.layers[index]`."""
     nodes = [n for statement in loop.body for n in ast.walk(statement)]
     path = self_path(layers)
     named = [n.attr for n in ast.walk(layers) if isinstance(n, ast.Attribute)]
@@ -116,7 +116,7 @@ def _by_number(loop: ast.For, counter: str, layers: ast.expr) -> Loop | None:
 
 
 def _slice(listed: ast.expr) -> tuple[str, int, str] | None:
-    """A list of layers, and where a slice of it begins and ends."""
+    """A list of layers, with the bounds of a slice of it."""
     first, stop = 0, ""
     match listed:
         case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
@@ -129,7 +129,7 @@ def _slice(listed: ast.expr) -> tuple[str, int, str] | None:
 
 
 def path_of(listed: str) -> str:
-    """The path of a list, as in the module tree."""
+    """The path of a list in the module tree."""
     return self_path(ast.parse(listed, mode="eval").body) or ""
 
 
@@ -138,7 +138,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def sliced(text: str, first: int, stop: int | None, bound: Collection[str] = ()) -> str:
-    """A loop over some of its layers; `bound` are the names that are read behind it."""
+    """The text of a loop over some of its layers; `bound` are the names that are read after it."""
     statement = ast.parse(text).body[0]
     loop = loop_over(statement)
     assert isinstance(statement, ast.For) and loop is not None
@@ -149,7 +149,7 @@ def sliced(text: str, first: int, stop: int | None, bound: Collection[str] = ())
 
 
 def is_counted(statement: ast.For, loop: Loop) -> bool:
-    """Whether the number of a round is read, but to take the layer of that number."""
+    """Whether the body uses the number of the iteration other than to index the layers."""
     inner = {n for node in loop.read for n in ast.walk(node)}
     return any(
         is_name(n, loop.counter) and n not in inner for s in statement.body for n in ast.walk(s)

@@ -1,4 +1,4 @@
-"""Where else two stages may meet, where they cannot between layers."""
+"""Alternative ends of stages, if these cannot end between layers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from slapo_rewrite.model.calls import calls_noted
 from slapo_rewrite.model.tree import is_container
 
-MOST = 6  # each of them is tried, which takes a training step of a small model
+MOST = 6  # each is tested, which takes a training step of a small model
 
 
 def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> list[str]:
-    """The modules after which two stages may meet, those first that divide it most evenly.
+    """The modules after which the first of two stages may end, the most even divisions first.
 
-    A training step calls them once, they are no layers of a list, and parameters are used before
-    their end and behind it.
+    A training step calls them exactly once, they are not layers of a list, and parameters are used
+    before and after their end.
 
     Returns:
-        The first few paths. Of several that divide the parameters alike, the one nearest the root.
+        At most `MOST` paths. Of several with the same division, the one nearest the root.
     """
     inside = {path: module for path, module in small.named_modules() if path}
     with calls_noted(inside, leaving=True) as returned:

@@ -24,7 +24,7 @@ from slapo_rewrite.stages.written_text import rewritten
 
 
 def forward_text(stages: Stages, stage: Stage, depth: Depth | None = None) -> str:
-    """A stage's `forward`."""
+    """The text of a stage's `forward`."""
     takes = [stages.spelled(v) for v in stage.given]
     argument, unpacked = arguments(takes, "inputs")
     if stages.by_name:
@@ -35,7 +35,7 @@ def forward_text(stages: Stages, stage: Stage, depth: Depth | None = None) -> st
 
 
 def loss_text(stages: Stages, depth: Depth | None = None) -> str:
-    """The method that makes the loss of what the last stage gives."""
+    """The text of the method that computes the loss from the last stage's outputs."""
     outputs = [stages.spelled(v) for v in stages.stages[-1].hands_on]
     first, unpacked = arguments(outputs, "outputs")
     labels = [(name, ARGUMENT) for name in stages.labels]
@@ -47,7 +47,7 @@ def loss_text(stages: Stages, depth: Depth | None = None) -> str:
     result = stages.program.loss
     if f"\n{last}".rpartition(f"\n{result} = ")[2] != f"\n{last}" and result.isidentifier():
         lines[-1] = f"\n{last}".replace(f"\n{result} = ", "\nreturn ", 1).strip("\n")
-        result = ""  # given right away
+        result = ""  # returned directly
     single = map(stages.spelled, stages.single_numbers(stages.stages[-1]))
     unpacked += [f"({name},) = {name}" for name in single]
     body = [*unpacked, *more, *lines, *([f"return {result}"] if result else [])]
@@ -55,21 +55,21 @@ def loss_text(stages: Stages, depth: Depth | None = None) -> str:
 
 
 def arguments(names: Sequence[str], together: str) -> tuple[str, list[str]]:
-    """A parameter for one value or for a tuple of several, and how that is taken apart."""
+    """A parameter for one value or a tuple of several, and the statement that unpacks it."""
     if len(names) == 1:
         return names[0], []
     return together, [f"{', '.join(names)} = {together}"]
 
 
 def named_arguments(takes: Sequence[str], stages: Stages, stage: Stage) -> str:
-    """The parameters of a stage that is given all arguments of the step by name."""
+    """The parameters of a stage that gets all arguments of the step by name."""
     named = [stages.spelled(v) for v in stage.named]
     apart = ["/"] if set(takes) & stages.arguments().keys() else []
     return ", ".join([*takes, *apart, *(["*", *named] if named else []), "**_"])
 
 
 def defined(head: str, body: Iterable[str]) -> str:
-    """A function; names that are bound with others and never read begin with an underscore."""
+    """A function; names that are unpacked but never read get a leading underscore."""
     text = "\n".join([head, textwrap.indent("\n".join(body), "    ")])
     tree = ast.parse(text)
     read = read_in(tree)
@@ -85,17 +85,17 @@ def defined(head: str, body: Iterable[str]) -> str:
     return rewritten(text, idle)
 
 
-# Asks the text of the file that defines a class; for a stage the model's file is to answer.
+# This method of transformers reads the source file of a class; stages use the model's file.
 FILE_READER = "_can_set_experts_implementation"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs stages."""
+    """A library that runs stages."""
 
-    words: str  # what it is called
+    words: str  # its name in words
     module: str  # the runtime module with its `Pipeline`
-    offered: tuple[str, ...]  # what users call of that
+    offered: tuple[str, ...]  # the methods of `Pipeline` for users
 
 
 DEEPSPEED = Engine(
@@ -112,29 +112,29 @@ TORCH = Engine(
 
 @dataclass(frozen=True)
 class PipelineText:
-    """Everything that `pipeline.py` is made of."""
+    """The contents of `pipeline.py`."""
 
     stages: Stages
-    held: Sequence[Sequence[Held]]  # what each of them holds
-    sizes: Sequence[Sequence[str]]  # the modules of others that each of them reads sizes of
-    shared: Sequence[Tie]  # the parameters that several hold
+    held: Sequence[Sequence[Held]]  # what each stage holds
+    sizes: Sequence[Sequence[str]]  # modules of other stages that each stage reads sizes of
+    shared: Sequence[Tie]  # the parameters that several stages hold
     model: type  # the model's class
-    files: DefiningFiles  # those that define its classes
-    settings: Mapping[str, Any]  # attributes of the model that branches were left out for
+    files: DefiningFiles  # the files that define its classes
+    settings: Mapping[str, Any]  # attributes of the model that decided branches
     fixed: tuple[str, ...]  # those of them that methods may set between steps
-    # The names that each shared parameter has in the model, numbers written as `*`.
+    # The names of each tied parameter in the model, with `*` for numbers.
     ties: Sequence[tuple[str, ...]]
     has_shards: bool  # whether weights are divided over a tensor-parallel group as well
-    # Whether the loss is what the schedule's function makes of the outputs.
+    # Whether the schedule's function computes the loss from the outputs.
     has_function: bool = False
-    warnings: tuple[str, ...] = ()  # what was done otherwise than asked, in words
+    warnings: tuple[str, ...] = ()  # deviations from the request, in words
 
     def name(self, number: int) -> str:
-        """What a stage's class is called."""
+        """The name of a stage's class."""
         return f"{self.model.__name__}Stage{number}"
 
     def classes(self) -> str:
-        """What all stages have in common, and the stages."""
+        """The base class of all stages, and the stages."""
         return "\n\n\n".join([self._base(), *map(self._class, range(len(self.stages.stages)))])
 
     def _base(self) -> str:
@@ -183,7 +183,7 @@ class PipelineText:
         return f"class {self.name(number)}({self.model.__name__}Stage):\n{text}"
 
     def _answers_for_the_file(self) -> list[str]:
-        """The methods by which transformers reads the file that defines a class."""
+        """The method by which transformers reads the model's file instead of the stages'."""
         found = getattr(self.model, FILE_READER, None)
         if found is None or not found():
             return []
@@ -195,7 +195,7 @@ class PipelineText:
         ]
 
     def functions(self) -> str:
-        """The stages together, and what is done with them."""
+        """The tuple of stages, the pipeline, and the functions for users."""
         names = ", ".join(map(self.name, range(len(self.stages.stages))))
         given = ", ".join(f"{key}={value!r}" for key, value in self._pipeline().items() if value)
         offered = [f"{name} = pipeline.{name}" for name in self.engine.offered]
@@ -203,7 +203,7 @@ class PipelineText:
         return "\n".join([f"STAGES = ({names})", made, *offered])
 
     def _pipeline(self) -> dict[str, Any]:
-        """What the runtime's `Pipeline` is given beside the classes; what is empty is left out."""
+        """The keyword arguments of the runtime's `Pipeline`; empty ones are left out later."""
         shared = tuple(
             {number: names[place] for number, names in tie.names.items()}
             for tie in self.shared
@@ -221,7 +221,7 @@ class PipelineText:
         return {**named, "shared": shared, "unread": unread}
 
     def helpers(self) -> dict[str, set[str]]:
-        """The names that it uses of each helper module."""
+        """The names that the file uses from each helper module."""
         kind = self._kind
         of_schedule = {"modules": {FUNCTION}} if self.has_function else {}
         engine = {self.engine.module: {f"{kind}Pipeline"}}
@@ -236,11 +236,11 @@ class PipelineText:
 
     @property
     def engine(self) -> Engine:
-        """What runs the stages."""
+        """The library that runs the stages."""
         return TORCH if self.stages.by_name else DEEPSPEED
 
     def written(self, header: str) -> str:
-        """The whole file, below a comment that says what made it."""
+        """The text of the file, below a header comment."""
         body = f"{self.classes()}\n\n\n{self.functions()}\n"
         what = f"`{self.model.__name__}` in {len(self.stages.stages)} stages"
         imports = "\n\n".join(import_groups(self._imports(body)))
@@ -248,7 +248,7 @@ class PipelineText:
         return black.format_str(text, mode=black.Mode())
 
     def _imports(self, body: str) -> dict[str, set[str]]:
-        """What the file imports: names by module, '' for the module itself."""
+        """The imports of the file: names by module, '' for the module itself."""
         tree = ast.parse(body)
         names = names_in(tree)
         bound = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
@@ -264,7 +264,7 @@ class PipelineText:
         return imports
 
     def _check_names(self, taken: set[str]) -> None:
-        """Refuses names that the stages read of the model's file and that mean another thing."""
+        """Raises if a name that stages read from a model file has another meaning in this file."""
         texts = [forward_text(self.stages, stage) for stage in self.stages.stages]
         for text in (*texts, loss_text(self.stages)):
             tree = ast.parse(text)
@@ -279,7 +279,7 @@ class PipelineText:
 
 
 def shown(value: object) -> str:
-    """A setting's value as source."""
+    """The source text of a setting's value."""
     if isinstance(value, Unlike):
         return f"Unlike({value.other!r})"
     if isinstance(value, Compared):

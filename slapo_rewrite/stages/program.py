@@ -1,4 +1,4 @@
-"""A flat `forward` as pieces: where it is cut, and which value each piece reads and binds."""
+"""Divides a flat `forward` into pieces at the cuts, with the values that each reads and binds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from slapo_rewrite.stages.flat import Flat
 from slapo_rewrite.stages.loops import loop_over, path_of, sliced
 from slapo_rewrite.stages.set_apart import is_path, list_of
 
-# A name, and the number of the piece that gave it this value; -1 for an argument of `forward`.
+# A value: its name and the number of the piece that binds it; -1 for an argument of `forward`.
 Version = tuple[str, int]
 ARGUMENT = -1
-# Methods of a logger that write.
+# The logging methods of a logger.
 MESSAGES = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
-# How many layers of a list a cut leaves before it, for a model of another depth.
+# Converts a number of layers of a list before a cut to a model of another depth.
 Depth = Callable[[str, int], int]
 
 
@@ -38,33 +38,33 @@ class Cut:
     """A module that a stage ends after."""
 
     path: str
-    cause: Directive  # who asks
-    target: str  # what runs the stages, one of `TARGETS`
-    may_move: bool = False  # whether the stage may end elsewhere, where it cannot end there
-    # The modules that all stages end after instead, where they cannot.
+    cause: Directive  # the directive that asks
+    target: str  # the library that runs the stages, one of `TARGETS`
+    may_move: bool = False  # whether the stage may end elsewhere if it cannot end there
+    # In that case, the modules that all stages end after instead.
     instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Some rounds of a loop over a list of layers."""
+    """Some iterations of a loop over a list of layers."""
 
-    listed: str  # the list, as the text spells it
+    listed: str  # the text of the list
     first: int  # the first layer
-    stop: int | None  # the layer after the last one; None for all that follow
+    stop: int | None  # the layer after the last one; None for all remaining layers
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A statement, or some rounds of a loop."""
+    """A statement, or some iterations of a loop."""
 
-    text: str  # its source; of a loop, the whole loop's
-    at: Span  # where it comes from
+    text: str  # its source; for a loop, that of the whole loop
+    at: Span  # its origin
     stage: int  # the stage that it belongs to
-    # Which rounds of the loop it is; None for all, and for other statements.
+    # Its iterations of the loop; None for all of them, and for other statements.
     layers: Layers | None = None
     reads: tuple[Version, ...] = ()  # the values that it needs
-    binds: tuple[str, ...] = ()  # the names that it binds and that are needed later
+    binds: tuple[str, ...] = ()  # the names that it binds and that are read later
 
     @property
     def node(self) -> ast.stmt:
@@ -72,7 +72,7 @@ class Piece:
         return ast.parse(self.text).body[0]
 
     def source(self, depth: Depth | None = None) -> str:
-        """The text, a loop with the rounds that it has here, or in a model of another depth."""
+        """The text; a loop has its iterations only, or those for a model of another depth."""
         if self.layers is None:
             return self.text
         first, stop = self.layers.first, self.layers.stop
@@ -86,11 +86,11 @@ class Piece:
 class Program:
     """A flat `forward` in pieces."""
 
-    parameters: tuple[str, ...]  # what it is given
+    parameters: tuple[str, ...]  # its parameters
     pieces: tuple[Piece, ...]  # the statements
-    loss: str  # the loss, as text
-    loss_reads: tuple[Version, ...]  # the values that the loss is made of
-    stages: int  # how many there are
+    loss: str  # the expression of the loss
+    loss_reads: tuple[Version, ...]  # the values that the loss reads
+    stages: int  # the number of stages
 
 
 def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any]) -> Program:
@@ -125,7 +125,7 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any
 
 
 def _length(model: Any, listed: str) -> int | None:
-    """How many modules a list holds; None where it holds others, or is not named plainly."""
+    """The number of modules in a list; None if it is no list of modules with a plain path."""
     try:
         return len(model.get_submodule(path_of(listed)))
     except AttributeError:
@@ -135,7 +135,7 @@ def _length(model: Any, listed: str) -> int | None:
 def place_of(
     cut: Cut, statements: Sequence[ast.stmt], flat: Flat, model: Any
 ) -> tuple[int, int | None]:
-    """The statement that a cut stands after, and how many rounds of a loop stand before it."""
+    """The statement before a cut, and the number of the loop's iterations before it, if inside."""
     also = [cut.cause.at] if cut.cause.at else []
 
     def refused(message: str, number: int | None = None, hint: str | None = None) -> Exception:
@@ -235,9 +235,9 @@ def place_of(
 
 
 def last_inside(path: str, statements: Sequence[ast.stmt]) -> int | None:
-    """Where a module that is written out, for a cut inside of it, calls what it holds last.
+    """The last statement that calls a submodule of an inlined module.
 
-    Not where something else takes what is called there right away.
+    None if that statement passes the result directly to another module.
     """
     inside = f"{path}."
     for number, statement in reversed(list(enumerate(statements))):
@@ -288,7 +288,7 @@ def linked(
 
 
 def made_of(texts: Iterable[str], returned: str, parameters: Iterable[str]) -> ast.FunctionDef:
-    """A `forward` of some statements that returns an expression, parsed."""
+    """The syntax tree of a `forward` with these statements and returned expression."""
     text = f"def forward(self, {', '.join(parameters)}):\n"
     body = textwrap.indent("\n".join([*texts, f"return {returned}"]), "    ")
     (function,) = ast.parse(text + body).body
@@ -297,9 +297,9 @@ def made_of(texts: Iterable[str], returned: str, parameters: Iterable[str]) -> a
 
 
 def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
-    """The names whose values a statement alters: `mapping[key] = x`, `x = found.pop()`.
+    """The names whose values a statement mutates: `mapping[key] = x`, `x = found.pop()`.
 
-    By the names of the model's file, what only writes messages alters none of them.
+    `world` has the names of the model's file, by which calls that only log are recognised.
     """
     for node in ast.walk(statement):
         base: ast.expr | None = None
@@ -320,9 +320,9 @@ def altered_in(statement: ast.stmt, world: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_message(called: ast.Attribute, world: Mapping[str, Any]) -> bool:
-    """Whether a function does nothing but write a warning, or a line of a log, or raise.
+    """Whether a function only warns, logs or asserts.
 
-    Of a logger that is a method of the standard library's or of transformers': `warning_once`.
+    A logger's method must be that of the standard library or of transformers (`warning_once`).
     """
     owner = Environment(None, None, "", {}, world, {}).global_at(called.value)
     function = getattr(owner, called.attr, None)

@@ -1,4 +1,4 @@
-"""What the rounds of a loop are given, for one whose rounds are written out one by one."""
+"""The values of loop variables in each iteration, for unrolling."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from slapo_rewrite.stages.environment import Count, Environment, rounds_of
 
 @dataclass(frozen=True)
 class Item:
-    """An element of something that is no list of modules."""
+    """An element of an iterable that is no list of modules."""
 
-    listed: ast.expr  # what it is an element of
-    number: int  # its place there, from the end where it is negative
+    listed: ast.expr  # the iterable
+    number: int  # the index in it, from the end if negative
 
 
-# What a round is given: one of these, or several.
+# The value of a loop target in one iteration; a tuple for several.
 Given = Worth | Item | tuple[Any, ...]
 
 
 class Rounds:
-    """The rounds of a loop; `names` tells what they stand for before it."""
+    """The iterations of a loop; `names` is the environment before it."""
 
     def __init__(self, names: Environment, loop: ast.For) -> None:
         self.names, self.loop = names, loop
-        # What says so: the lengths of lists of modules, numbers that are settings.
+        # The settings that decide this: lengths of lists of modules, and numbers.
         self.relied_on: dict[str, Any] = {}
-        self.number = self._length(loop.iter)  # how many there are; None where that is not known
+        self.number = self._length(loop.iter)  # the number of iterations; None if not known
 
     def given(self, number: int) -> list[tuple[ast.expr, Given]]:
-        """What a round gives the loop's variables."""
+        """The values of the loop's variables in one iteration."""
         return list(self._bound(self.loop.target, self._element(self.loop.iter, number)))
 
     def modules(self) -> dict[str, list[Any]]:
-        """The loop's variables that stand for modules, each with all of these."""
+        """The loop's variables that are modules, each with all of its modules."""
         every = (pair for number in range(self.number or 0) for pair in self.given(number))
         return grouped(
             (target.id, self.names.found_at([*given.steps]))
@@ -57,7 +57,7 @@ class Rounds:
             yield target, given
 
     def _length(self, listed: ast.expr) -> int | None:
-        """How many elements something has."""
+        """The number of elements of an iterable, if known."""
         match self._called(listed):
             case "range", numbers, []:
                 return None if (found := self._range(numbers)) is None else len(found)
@@ -78,7 +78,7 @@ class Rounds:
         return len(names) or None
 
     def _element(self, listed: ast.expr, number: int) -> Given:
-        """An element of something."""
+        """An element of an iterable."""
         match self._called(listed):
             case "range", numbers, []:
                 found = self._range(numbers)
@@ -103,7 +103,7 @@ class Rounds:
         return Unknown(True, is_module=True, steps=(*steps, name))
 
     def _called(self, listed: ast.expr) -> tuple[str, Sequence[ast.expr], Sequence[ast.expr]]:
-        """One of Python's functions that go through lists, and what is given it."""
+        """The name and arguments of a call of a built-in function; '' for anything else."""
         match listed:
             case ast.Call(func=ast.Name(id=name) as function, args=args, keywords=keywords):
                 named = [k.value for k in keywords if k.arg == "start"]
@@ -112,14 +112,14 @@ class Rounds:
         return "", (), ()
 
     def _is_list(self, listed: ast.expr) -> bool:
-        """Whether each round may look an element up, which calls nothing."""
+        """Whether an expression has no calls, so that each iteration may index it."""
         match self._called(listed):
             case "reversed", [inner], []:
                 return self._is_list(inner)
         return not any(isinstance(node, ast.Call) for node in ast.walk(listed))
 
     def _chosen(self, listed: ast.expr) -> range | None:
-        """The numbers of the layers that a slice of a list of them has."""
+        """The indices of the layers in a slice of a list."""
         if not isinstance(listed, ast.Subscript) or not isinstance(listed.slice, ast.Slice):
             return None
         total = self._length(listed.value)
@@ -130,12 +130,12 @@ class Rounds:
         return range(total)[slice(*bounds)]
 
     def _range(self, bounds: Sequence[ast.expr]) -> range | None:
-        """What a call of `range` gives."""
+        """The result of a call of `range`, if known."""
         numbers = [number for each in bounds if (number := self._number(each)) is not None]
         return range(*numbers) if numbers and len(numbers) == len(bounds) else None
 
     def _number(self, node: ast.expr) -> int | None:
-        """A number that is known before the model runs."""
+        """The value of a number that is known before the model runs."""
         match node:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 number = self._number(operand)

@@ -1,4 +1,4 @@
-"""What a cut may go between stands in statements of its own: calls, fields, the loss."""
+"""Splits statements so that a cut can go between: calls, fields of records, the loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from slapo_rewrite.stages.flat import Flat, Line
 from slapo_rewrite.stages.loops import loop_over
 from slapo_rewrite.stages.written_text import rewritten
 
-# What the changed `forward` calls in eval mode, after the loss.
+# The function that the changed `forward` calls in eval mode, after the loss.
 WHOLE_LOGITS = "whole_logits"
 
 
 def with_loss_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None = None) -> Flat:
-    """The same with the last modules called before the loss, on lines of their own.
+    """Moves the last module calls out of the loss, to lines of their own.
 
-    These are at the cut, `at`, in a `forward` that is a single expression.
-    Logits that are put together in eval mode are so before the loss too, which takes either.
+    For a `forward` that is a single expression, their place is that of the cut, `at`. The gather of
+    logits in eval mode moves before the loss, which accepts both kinds of logits.
     """
     gathers = [line for line in flat.lines if _is_gather(line)]
     others = [line for line in flat.lines if not _is_gather(line)]
@@ -41,7 +41,7 @@ def with_loss_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None =
 
 
 def _is_gather(line: Line) -> bool:
-    inner = ast.parse(line.text).body  # several where a call was written out
+    inner = ast.parse(line.text).body  # several statements if a call was inlined
     if len(inner) == 1 and isinstance(inner[0], ast.If) and not inner[0].orelse:
         inner = inner[0].body
     return (
@@ -53,13 +53,13 @@ def _is_gather(line: Line) -> bool:
 
 
 def list_of(statement: ast.stmt) -> str:
-    """The first list that a loop over layers runs over, as the text spells it."""
+    """The text of the first list that a loop over layers runs over."""
     loop = loop_over(statement)
     return loop.lists[0] if loop is not None else ""
 
 
 def with_calls_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None) -> Flat:
-    """The same with the last modules called on lines of their own, apart from the loss.
+    """Moves the last module calls to lines of their own, apart from the loss.
 
     `return mse_loss(self.last(x), y)`  ->  `last_output = self.last(x)`, and the loss of that.
     """
@@ -81,11 +81,11 @@ def with_calls_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None)
 
 
 def with_fields_apart(flat: Flat, name: str) -> Flat | None:
-    """The same with names for what is read of a record, bound where the record is.
+    """Binds the fields that are read of a record to names, right after the record's assignment.
 
     `outputs = self.encoder(x)` and later `self.head(outputs.hidden)`  ->
-    `outputs_hidden = outputs.hidden` behind the former, and `self.head(outputs_hidden)`.
-    None where more is done with it.
+    `outputs_hidden = outputs.hidden` after the former, and `self.head(outputs_hidden)`.
+    None if the record has other uses.
     """
     trees = [ast.parse(text) for text in (*(line.text for line in flat.lines), flat.loss)]
     names = names_in(*trees)
@@ -116,7 +116,7 @@ def with_fields_apart(flat: Flat, name: str) -> Flat | None:
 
 
 def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
-    """Assignments of the outermost calls of modules with parameters, and the text without them."""
+    """Assignments of the outermost calls of modules with parameters, and the remaining text."""
     statement = ast.parse(text).body[0]
     if isinstance(statement, ast.Assign) and _trained(statement.value, trains):
         return [], text
@@ -132,13 +132,13 @@ def _apart(text: str, trains: Callable[[str], bool]) -> tuple[list[str], str]:
                 name += "_"
             names.add(name)
             edits[node] = name
-        elif not isinstance(node, CLOSED):  # what is called in there reads names of its own
+        elif not isinstance(node, CLOSED):  # calls inside comprehensions read their variables
             waiting += ast.iter_child_nodes(node)
     return [f"{new} = {ast.unparse(node)}" for node, new in edits.items()], rewritten(text, edits)
 
 
 def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
-    """The module with parameters that a call calls, as the text spells it."""
+    """The text of the module with parameters that a call calls, if it does."""
     if not isinstance(node, ast.Call) or not is_path(node.func):
         return None
     function = ast.unparse(node.func)
@@ -146,5 +146,5 @@ def _trained(node: ast.AST, trains: Callable[[str], bool]) -> str | None:
 
 
 def is_path(node: ast.expr) -> bool:
-    """Whether an expression is an attribute of the model, or of what it holds."""
+    """Whether an expression is an attribute or element below `self`."""
     return root_of(node) == "self"

@@ -1,4 +1,4 @@
-"""What each stage is given, works out again, and hands on."""
+"""Plans what each stage receives, recomputes, and sends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from slapo_rewrite.stages.value_kinds import ValueKind
 
 
 class Planner:
-    """Decides what crosses each cut.
+    """Decides which values cross each cut.
 
     Args:
-        seen: What each value was in a run.
-        model: The model, which tells what has parameters.
+        seen: The kind of each value in a run.
+        model: The model, for finding parameters.
         cuts: The schedule's lines, one for each cut.
-        by_name: Whether every stage is given the step's arguments by name.
-        sliced: What lets ranks hold slices of the values between layers.
+        by_name: Whether every stage gets the step's arguments by name.
+        sliced: The directive by which ranks hold slices of the values between layers, if any.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Planner:
     ) -> None:
         self.program, self.seen, self.model, self.cuts = program, seen, model, cuts
         self.by_name, self.sliced = by_name, sliced
-        # Numbers of statements that no other stage is to work out again.
+        # Numbers of statements that no other stage may recompute.
         self.once: set[int] = set()
-        self.stuck: list[Version] = []  # values that did not get to a stage that needs them
+        self.stuck: list[Version] = []  # values that could not get to a stage that needs them
         # The value that another one is a part of.
         self.wholes = {
             (part, number): (name, number)
@@ -57,7 +57,7 @@ class Planner:
         }
 
     def stages(self) -> Stages:
-        """The stages, if all values can cross, and none is idle (`CannotCut`)."""
+        """The stages; raises `CannotCut` if a value cannot cross, or a stage has no parameters."""
         program = self.program
         numbers = range(len(program.pieces))
         ends = (n for n in numbers if self.trains(piece := program.pieces[n]) or self.asks(piece))
@@ -73,10 +73,10 @@ class Planner:
             raise
 
     def later(self, own: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Stages that end later, behind statements that need no parameters.
+        """Moves the ends of stages after following statements without parameters.
 
-        What these make of a value may get to the next stage where the value itself does not. Those
-        that make the loss stay where they are, from the first on that is given an argument.
+        Their results may cross the cut where their operands cannot. Statements for the loss stay,
+        from the first one on that reads an argument.
         """
         found = [list(numbers) for numbers in own]
         for earlier, numbers in pairwise(found):
@@ -87,7 +87,7 @@ class Planner:
         return found
 
     def planned(self, divided: Sequence[list[int]]) -> Stages:
-        """The stages, by the numbers of the statements of each, and of those that make the loss."""
+        """The stages, from the numbers of the statements of each stage and of the loss."""
         program = self.program
         *own, of_loss = divided
         for number, statements in enumerate(own):
@@ -102,7 +102,7 @@ class Planner:
                 )
         wanted, last = list(program.loss_reads), own[-1][-1]
         tail = self.stage(len(own), of_loss, last + 1, wanted, True)
-        if self.by_name:  # the loss is handed one label; the last stage gives it the others
+        if self.by_name:  # the loss gets one label; the last stage passes the others on
             before = {v for piece in program.pieces[: last + 1] for v in piece.reads}
             named = sorted(tail.named, key=before.__contains__)
             labels, needed = named[:1], [*tail.given, *named[1:]]
@@ -116,7 +116,7 @@ class Planner:
             stage.hands_on = needed
             found.insert(0, stage)
             needed = stage.given
-        # An engine wants labels also where the loss needs none of what the step is given.
+        # An engine requires labels even if the loss needs no argument of the step.
         names = [name for name, _ in labels or [*found[0].given, *found[0].named][:1]]
         stages = Stages(program, found, tail, names, self.seen, self.by_name)
         while (clash := self.clash(stages)) is not None:
@@ -127,7 +127,7 @@ class Planner:
             of_name = {n for n in again if clash[0] in dict(program.pieces[n].reads)}
             if not of_name:
                 raise self.cannot_be_told_apart(clash)
-            self.once |= of_name  # what is made of a value of that name is sent itself
+            self.once |= of_name  # send the results of statements that read it, instead
             return self.planned(divided)
         return stages
 
@@ -136,9 +136,9 @@ class Planner:
         return trains(self.model, piece.text)
 
     def asks(self, piece: Piece) -> bool:
-        """Whether a statement reads an argument that says what to do, `return_loss=True` say.
+        """Whether a statement reads an argument that is an option, such as `return_loss=True`.
 
-        Stages are given those by name, the loss is given tensors.
+        Stages get options by name; the loss only gets tensors.
         """
         read = (self.seen[version] for version in piece.reads if version[1] == ARGUMENT)
         return self.by_name and any(
@@ -148,7 +148,7 @@ class Planner:
     def stage(
         self, number: int, own: list[int], start: int, handed_on: Iterable[Version], is_tail: bool
     ) -> Stage:
-        """What a stage is given, and what it works out again."""
+        """Plans what a stage receives, and what it recomputes."""
         pieces = self.program.pieces
         wanted = [v for n in own for v in pieces[n].reads] + list(handed_on)
         brought = Brought()
@@ -186,10 +186,10 @@ class Planner:
         return stage
 
     def bring(self, version: Version, stage: int, to: Brought, is_tail: bool) -> None:
-        """Lets a stage have a value: worked out again, or from the stage before.
+        """Lets a stage obtain a value: by recomputation, or from the stage before.
 
-        What is neither, and goes from layer to layer, begins anew: layers that make such a thing
-        where they are not given it do so again. The trial shows whether that is what they do.
+        If neither works for a value that goes from layer to layer, the stage uses the initial value
+        of the loop: layers that create a missing value do so again. The trial checks that.
         """
         number, seen = version[1], self.seen[version]
         is_argument = number == ARGUMENT
@@ -221,42 +221,42 @@ class Planner:
             raise refusal or self.cannot_get_there(version, stage)
 
     def may_be_done_again(self, version: Version) -> bool:
-        """Whether a statement may be there in several stages."""
+        """Whether several stages may execute the statement of a value."""
         number = version[1]
         if number == ARGUMENT or version in self.wholes or number in self.once:
             return False
         piece, seen = self.program.pieces[number], self.seen[version]
         if isinstance(piece.node, ast.AugAssign) and seen.like and self.is_sendable(version):
-            return False  # in place, in what is handed on beside it
+            return False  # it would change in place a value that is sent as well
         return not seen.is_drawn and not self.trains(piece)
 
     def is_sendable(self, version: Version) -> bool:
-        """Whether a value can be sent: as it is, as the shape of a tensor, or in parts."""
+        """Whether a value can be sent: directly, as the shape of a tensor, or in parts."""
         name, number = version
         seen = self.seen[version]
         if seen.text and number != ARGUMENT and self.branches(number):
-            return False  # with other data it may be something else
+            return False  # it may differ with other data
         if number == ARGUMENT or seen.kind != "several":
             is_sent = seen.kind in ("grad", "float", "shape")
             return number != ARGUMENT and (is_sent or (seen.kind == "int" and not self.by_name))
         return all(self.is_sendable((part, number)) for part in seen.names(name))
 
     def is_better_anew(self, version: Version, first: Version | None) -> bool:
-        """Whether layers are to make again what the first of them makes of None.
+        """Whether layers should create a value again that the first of them creates from None.
 
-        DeepSpeed would send zeros back for it.
+        DeepSpeed would send zeros as its gradient.
         """
         is_made = first is not None and self.seen[first].text == "None"
         return is_made and not self.by_name and self.seen[version].kind == "float"
 
     def branches(self, number: int) -> bool:
-        """Whether tensors decide what a statement does."""
+        """Whether a statement branches on tensors."""
         nodes = ast.walk(self.program.pieces[number].node)
         tests = (n.test for n in nodes if isinstance(n, ast.If | ast.IfExp | ast.While))
         return not names_in(*tests).isdisjoint(n for (n, _), kind in self.seen.items() if kind.like)
 
     def send(self, version: Version, to: Brought) -> None:
-        """Lets a stage have a value that can be sent from the stage before."""
+        """Lets a stage receive a value from the stage before, in parts if need be."""
         name, number = version
         parts = tuple((part, number) for part in self.seen[version].names(name))
         for part in parts:
@@ -267,7 +267,7 @@ class Planner:
             to.given[version] = None
 
     def cannot_get_there(self, version: Version, stage: int) -> errors.CannotCut:
-        """The error for a value that a stage needs."""
+        """The error for a value that a stage needs and cannot obtain."""
         name, number = version
         self.stuck.append(version)
         what = {
@@ -287,12 +287,12 @@ class Planner:
         )
 
     def stays_behind(self, version: Version, stage: int, is_tail: bool = False) -> bool:
-        """Whether a value gets to a stage at most by its shape, where it is worked on again."""
+        """Whether recomputation in a stage can use at most the shape of a value."""
         is_float = self.seen[version].kind == "float" and version[1] == ARGUMENT and not is_tail
         return self.seen[version].kind == "grad" or (is_float and stage > 0 and not self.by_name)
 
     def before_layers(self, version: Version) -> Version | None:
-        """The value of the same name that a loop over layers began with."""
+        """The value of the same name before a loop over layers."""
         name, number = version
         while number != ARGUMENT and self.program.pieces[number].layers is not None:
             earlier = [v for v in self.program.pieces[number].reads if v[0] == name]
@@ -304,14 +304,14 @@ class Planner:
     def substitute(
         self, piece: int, version: Version, given: Iterable[Version], stage: int
     ) -> Version:
-        """A value at hand in the shape of another one, of which only the shape is needed.
+        """An available value with the shape of another one, of which only the shape is needed.
 
-        Whether that is so can be tried where no branch depends on it. Of the last axis, which is
-        that of features, it is tried whether another size does.
+        The trial checks that, unless a branch depends on the value. The last axis, that of
+        features, may have another size; the trial checks this as well.
         """
         seen = self.seen[version]
         alike = [v for v in given if self.seen[v].kind == "grad" and self.seen[v].is_like(seen)]
-        # Of several, one that is made of it: that other sizes are equal may be chance.
+        # Prefer one that is computed from it: other sizes may be equal by chance.
         alike.sort(key=lambda v: (self.seen[v].like != seen.like, version not in self.made_of(v)))
         plain = not is_tested(self.program.pieces[piece].node, version[0])
         if alike and plain:
@@ -330,7 +330,7 @@ class Planner:
         )
 
     def ids(self, piece: int, version: Version, given: Iterable[Version]) -> Version:
-        """An argument in the shape of the first axes of a value, of which no rank holds a slice."""
+        """An argument with the shape of a value's first axes, which is not sliced over ranks."""
         like = self.seen[version].like
         shape = like[0][:-1] if like is not None else None
         for each in [*given, *((name, ARGUMENT) for name in self.program.parameters)]:
@@ -348,7 +348,7 @@ class Planner:
         )
 
     def made_of(self, version: Version) -> set[Version]:
-        """The values that one is made of, directly or not."""
+        """The values that a value is computed from, directly or indirectly."""
         found: set[Version] = set()
         waiting = [version]
         while waiting:
@@ -360,7 +360,7 @@ class Planner:
         return found
 
     def ordered(self, given: Iterable[Version]) -> list[Version]:
-        """What a stage takes: tensors of the backward pass first, then the arguments."""
+        """The inputs of a stage: tensors with gradients first, then arguments of the step."""
 
         def key(version: Version) -> tuple[int, int]:
             name, number = version
@@ -373,9 +373,9 @@ class Planner:
         return sorted(given, key=key)
 
     def clash(self, stages: Stages) -> Version | None:
-        """A value that needs another name, since its own is given to something else.
+        """A value that needs another name, since its own has another value in some stage.
 
-        It is an argument, or no name can be made up for it.
+        An argument can be renamed; other values cannot.
         """
         for stage in [*stages.stages, stages.tail]:
             has: dict[str, Version] = {}
@@ -407,11 +407,11 @@ class Planner:
 
     @staticmethod
     def renamed(version: Version, other: Version | None) -> Version:
-        """Of two values with one name, the argument if there is one."""
+        """The argument among two values of one name, or the first."""
         return next((v for v in (version, other) if v is not None and v[1] == ARGUMENT), version)
 
     def cannot_be_told_apart(self, version: Version) -> errors.CannotCut:
-        """The error for two values of one name."""
+        """The error for two values of one name in a stage."""
         number = version[1]
         return errors.CannotCut(
             f"two values called `{version[0]}` are needed at one time",
@@ -422,6 +422,6 @@ class Planner:
 
 
 def is_tested(node: ast.stmt, name: str) -> bool:
-    """Whether what a branch asks for depends on a name itself."""
+    """Whether the test of a branch reads a name."""
     tests = (n.test for n in ast.walk(node) if isinstance(n, ast.If | ast.While))
     return name in names_in(*tests)

@@ -1,4 +1,4 @@
-"""What each stage is given, computes and hands on, and its statements."""
+"""The inputs, statements and outputs of each stage."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from slapo_rewrite.stages.written_text import respelled
 class Stage:
     """One stage."""
 
-    pieces: list[int]  # numbers of its statements, those that it works out again first
-    again: list[int]  # the numbers of these
-    given: list[Version] = field(default_factory=list)  # what it takes from the stage before
-    # Arguments of the step that it takes by name, where every stage is given these.
+    pieces: list[int]  # the numbers of its statements, recomputed ones first
+    again: list[int]  # the numbers of recomputed statements
+    given: list[Version] = field(default_factory=list)  # its inputs from the stage before
+    # Arguments of the step that it takes by name, if every stage gets these.
     named: list[Version] = field(default_factory=list)
-    # What its layers make themselves: the value that the loop began with, by the one that earlier
-    # layers left.
+    # For a value that its layers create themselves: the initial value of the loop to use instead of
+    # the one that earlier layers left.
     anew: dict[Version, Version] = field(default_factory=dict)
-    # Values that it is given in parts, each with these.
+    # Values that are sent in parts, each with its parts.
     joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)
-    # A value in the shape that another one has on all ranks together, where each holds a slice of
-    # it: its name, that of what it is made like, and of ids in its first axes.
+    # A value with the full shape of another one of which ranks hold slices: its name, the sliced
+    # value, and the token ids that have its first axes.
     whole: tuple[str, Version, Version] | None = None
-    hands_on: list[Version] = field(default_factory=list)  # what it gives to the next one
-    # For a statement and a name in it, the name that is read in its place.
+    hands_on: list[Version] = field(default_factory=list)  # its outputs for the next stage
+    # For a statement and a name in it, the name to read instead.
     standing_in: dict[tuple[int, str], str] = field(default_factory=dict)
-    # The statements and names for which another value stands in, of the same name too, each with
-    # that value's shape and type.
+    # The statements and names for which another value stands in (even one of the same name), with
+    # that value's shape and dtype.
     borrowed: dict[tuple[int, str], Like | None] = field(default_factory=dict)
 
 
 @dataclass
 class Brought:
-    """How a stage comes by values of earlier ones."""
+    """How a stage obtains values of earlier stages."""
 
-    given: dict[Version, None] = field(default_factory=dict)  # what it is given
-    # Numbers of the statements that it works out again.
+    given: dict[Version, None] = field(default_factory=dict)  # the values it receives
+    # Numbers of the statements that it recomputes.
     again: set[int] = field(default_factory=set)
     anew: dict[Version, Version] = field(default_factory=dict)  # as in `Stage`
     joined: dict[Version, tuple[Version, ...]] = field(default_factory=dict)  # as in `Stage`
@@ -55,30 +55,30 @@ class Stages:
     """All stages of a program."""
 
     program: Program
-    stages: list[Stage]  # those that run one after the other
-    tail: Stage  # the statements that make the loss of what the last stage gives
+    stages: list[Stage]  # the stages in order
+    tail: Stage  # the statements that compute the loss from the last stage's outputs
     labels: list[str]  # the arguments that the loss needs
-    seen: Mapping[Version, ValueKind]  # what each value was in a run
-    # Whether every stage is given the step's arguments by name. Only what takes part in the
-    # backward pass goes from stage to stage then.
+    seen: Mapping[Version, ValueKind]  # the kind of each value in a run
+    # Whether every stage gets the step's arguments by name. Then only tensors with gradients go
+    # from stage to stage.
     by_name: bool = False
-    # Values that are called otherwise than in the program.
+    # New names of values that are not called as in the program.
     spelling: dict[Version, str] = field(default_factory=dict)
-    # The statements of stages that were asked for.
+    # Cache: the statements of stages.
     found: dict[Any, list[str]] = field(default_factory=dict)
 
     def spelled(self, version: Version) -> str:
-        """What a value is called."""
+        """The name of a value."""
         return self.spelling.get(version, version[0])
 
     def arguments(self) -> dict[str, str]:
-        """What the stages take by name: the step's arguments, by what they are called there."""
+        """The step's arguments that stages take by name, by their names there."""
         taken = {version for stage in self.stages for version in stage.named}
         order = [(name, ARGUMENT) for name in self.program.parameters]
         return {self.spelled(v): v[0] for v in order if v in taken}
 
     def returned(self, stage: Stage) -> str:
-        """What a stage returns."""
+        """The expression that a stage returns."""
         gradients = [v for v in stage.hands_on if self.seen[v].kind == "grad"]
         beside = self.spelled(gradients[0]) if gradients else ""
         texts = []
@@ -91,14 +91,14 @@ class Stages:
         return ", ".join(texts)
 
     def single_numbers(self, stage: Stage) -> list[Version]:
-        """The numbers that the last stage hands on in a row each: torch joins outputs by rows."""
+        """Scalars that the last stage returns with an added axis: torch joins outputs by rows."""
         if not self.by_name or stage is not self.stages[-1]:
             return []
         likes = {version: self.seen[version].like for version in stage.hands_on}
         return [version for version, like in likes.items() if like is not None and not like[0]]
 
     def taken_apart(self, stage: Stage) -> list[Version]:
-        """The values of which a stage hands on the parts, or that have none."""
+        """The values whose parts a stage sends, or that are constant."""
         wanted = {v for v in stage.hands_on if v not in stage.given}
         made = set(stage.pieces) - {*stage.again}
         joined = {v for other in self.stages for v in other.joined if v[1] in made}
@@ -112,7 +112,7 @@ class Stages:
         return found
 
     def lines(self, stage: Stage, depth: Depth | None = None, returned: str = "") -> list[str]:
-        """The statements of a stage, without those whose results nothing reads."""
+        """The statements of a stage, without unread assignments."""
         key = id(stage), depth, returned
         if key not in self.found:
             self.found[key] = self._lines(stage, depth, returned)
@@ -151,7 +151,7 @@ class Stages:
 
 
 def without_idle(texts: Sequence[str], returned: str) -> list[str]:
-    """Statements without the assignments that nothing reads."""
+    """Removes assignments that nothing reads."""
     kept = list(texts)
     while True:
         function = made_of(kept, returned, ["inputs"])
@@ -167,7 +167,7 @@ def without_idle(texts: Sequence[str], returned: str) -> list[str]:
 
 
 def is_plain(statement: ast.stmt) -> bool:
-    """Whether a statement does nothing but bind names."""
+    """Whether a statement only binds names."""
     if isinstance(statement, ast.If):
         return all(map(is_plain, [*statement.body, *statement.orelse]))
     if not isinstance(statement, ast.Assign | ast.AnnAssign):

@@ -1,4 +1,4 @@
-"""What each stage holds of the model, and what several of them share."""
+"""The modules and parameters that each stage holds, and those that several share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slapo_rewrite.stages.trained_reads import reads_of, source_of
 
 @dataclass(frozen=True)
 class Held:
-    """What one stage holds."""
+    """A module, layers or a parameter that a stage holds."""
 
-    text: str  # the expression for it: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`
-    path: str  # of the module or parameter, or of the list that the layers are in
+    text: str  # its expression: `self.bert.embeddings`, `self.bert.encoder.layer[6:]`
+    path: str  # the path of the module or parameter, or of the list that has the layers
     value: Any  # the module, layers or parameter
-    picked: bool = False  # whether the stage takes elements of it that it works out as it runs
+    picked: bool = False  # whether the stage indexes it by a key that it computes
 
     @property
     def tensors(self) -> list[Any]:
@@ -37,7 +37,7 @@ class Held:
 
 
 def held_by(stages: Stages, model: Any) -> list[list[Held]]:
-    """What each stage holds, in the model's order; what training leaves alone is with the last."""
+    """What each stage holds, in the model's order; the last one also holds unused tensors."""
     found = [_used(stages, number, model) for number in range(len(stages.stages))]
     there = {id(t) for stage in found for h in stage for t in h.tensors}
     names = dict(model.named_modules())
@@ -57,7 +57,7 @@ def _tensors(module: Any) -> set[int]:
 
 
 def _texts(stages: Stages, number: int) -> list[str]:
-    """What a stage runs, the loss with the last one."""
+    """The statements of a stage; those of the last include the loss."""
     stage = stages.stages[number]
     texts = stages.lines(stage, None, stages.returned(stage))
     if number + 1 == len(stages.stages):
@@ -96,9 +96,9 @@ def _used(stages: Stages, number: int, model: Any) -> list[Held]:
 
 
 def held_slice(text: str) -> str:
-    """Layers of a list, to the end where a setting of the model says how far.
+    """The expression for the layers that a slice in a stage needs.
 
-    From the first where a variable of `forward` says from which on.
+    A variable start becomes the list's beginning; an end that is no constant becomes its end.
     """
     node = ast.parse(text, mode="eval").body
     assert isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
@@ -111,9 +111,9 @@ def held_slice(text: str) -> str:
 
 
 def _longest(model: Any, steps: Sequence[str]) -> str:
-    """The path to a module that is called, to a list of them, or to a tensor.
+    """The path of the called module, list of modules or tensor in a chain of attributes.
 
-    Empty for what is another attribute of a module that is written out: its config, say.
+    Empty for another attribute of an inlined module, such as its config.
     """
     found, path = model, list[str]()
     for step in steps:
@@ -134,7 +134,7 @@ def sizes_of(
     files: DefiningFiles,
     at: Span | None,
 ) -> list[list[str]]:
-    """The modules of others that each stage reads sizes of: `self.embed.embedding_dim`."""
+    """The modules of other stages that each stage reads sizes of: `self.embed.embedding_dim`."""
     found = []
     changed = [
         {key for text in _texts(stages, number) for key in _set_on_modules(model, text)}
@@ -163,7 +163,7 @@ def sizes_of(
 
 
 def _attributes_read(model: Any, text: str) -> Iterator[tuple[str, Any, str]]:
-    """What a text reads of modules that is no module: the path of each, it, and the name."""
+    """The reads of modules' attributes other than modules: path, module and attribute name."""
     for steps in reads_of(model, text):
         owner, path = model, list[str]()
         for step in steps:
@@ -176,7 +176,7 @@ def _attributes_read(model: Any, text: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
-    """The plain attributes that a text reads of modules, by the path of each."""
+    """The plain attributes of modules that a text reads, each with the module's path."""
     for path, owner, name in _attributes_read(model, text):
         is_plain = hasattr(owner, name) and name not in own_tensors(owner)
         if is_plain and _is_written_out(owner, name):
@@ -184,7 +184,7 @@ def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _set_on_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
-    """The attributes that a text sets on modules, by the methods that it calls of them."""
+    """The attributes that methods called in a text set on their modules."""
     for path, owner, method in _attributes_read(model, text):
         for node in ast.walk(ast.parse(source_of(getattr(type(owner), method, None)) or "")):
             match node:
@@ -193,20 +193,20 @@ def _set_on_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_written_out(module: Any, step: str) -> bool:
-    """Whether reading this attribute does not need what the module holds."""
+    """Whether reading an attribute does not need the module's tensors or submodules."""
     return step in vars(module) or callable(getattr(type(module), step, None))
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that the same stages hold."""
+    """Parameters that are shared by the same stages."""
 
-    key: str  # what the tie is called
-    names: dict[int, tuple[str, ...]]  # by stage, the parameters' names there
+    key: str  # the name of the tie
+    names: dict[int, tuple[str, ...]]  # the parameters' names in each stage
 
 
 def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
-    """The parameters that more than one stage holds, for each group of stages."""
+    """The parameters that several stages hold, for each group of stages."""
     named = model.named_parameters(remove_duplicate=False)
     spelled = grouped((id(parameter), name) for name, parameter in named)
     where: dict[int, dict[int, str]] = {}
@@ -228,7 +228,7 @@ def ties_of(held: Sequence[Sequence[Held]], model: Any) -> list[Tie]:
 
 
 def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
-    """Refuses more groups of stages with shared parameters than DeepSpeed can keep in step."""
+    """Raises for several groups of stages with shared parameters: DeepSpeed supports only one."""
     if len(ties) > 1:
         one, other = (next(iter(tie.names.values()))[0] for tie in ties[:2])
         raise errors.CannotCut(
@@ -240,10 +240,10 @@ def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
 
 
 def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
-    """Refuses stages that each take elements of one container, worked out as they run.
+    """Raises if several stages index one container by computed keys.
 
-    All of them would hold the whole of it, and DeepSpeed keep it in step by gradients that each
-    has for its own elements only.
+    Each would hold all of it, and DeepSpeed would sync it by gradients that each stage has for its
+    own elements only.
     """
     seen: dict[str, int] = {}
     for number, stage in enumerate(held):
@@ -262,7 +262,7 @@ def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
 
 
 def shared_names(model: Any) -> list[tuple[str, ...]]:
-    """The names of parameters that have several, numbers written as `*`."""
+    """The names of parameters that have several, with `*` for numbers."""
     named = model.named_parameters(remove_duplicate=False)
     names = grouped((id(parameter), re.sub(r"\d+", "*", name)) for name, parameter in named)
     return sorted({tuple(sorted(set(group))) for group in names.values() if len(group) > 1})

@@ -1,4 +1,4 @@
-"""How the loss of a training step is made of what the model returns."""
+"""How the loss of a training step is computed from the model's result."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slapo_rewrite.errors import Span
 from slapo_rewrite.model.small_model import loss_parameters
 from slapo_rewrite.stages.function_syntax import fields_given, fields_of
 
-FUNCTION = "loss"  # what a schedule calls it
+FUNCTION = "loss"  # the name of the function in a schedule
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """How the loss is made of what the model returns."""
+    """How the loss is computed from the model's result."""
 
     # The attributes, keys or elements of the result that it needs; None for all of it.
     parts: tuple[str | int, ...] | None
-    # What the schedule's function is given beside, as it is given: by parameter. None where the one
-    # part is the loss, and that function only picks it.
+    # The texts of further arguments of the schedule's function, by parameter. None if the one part
+    # is the loss itself, which that function only picks.
     arguments: Mapping[str, str] | None = None
     by_attribute: bool = False  # whether the parts are attributes
 
@@ -40,13 +40,13 @@ class StepLoss:
         return tuple(self.arguments or ())
 
     def picked(self, result: str) -> str:
-        """The one part of a result that is a name, as text."""
+        """The expression of the one part, for a result that is a variable."""
         assert self.parts is not None
         (part,) = self.parts
         return f"{result}.{part}" if self.by_attribute else f"{result}[{part!r}]"
 
     def text(self, result: str) -> str:
-        """The loss of a result, as text."""
+        """The expression of the loss of a result."""
         if self.arguments is None:
             return result
         if isinstance(ast.parse(result, mode="eval").body, ast.Tuple):
@@ -57,7 +57,7 @@ class StepLoss:
 def step_loss(
     schedule: Any, outputs: Any, loss: Any, inputs: Mapping[str, Any], cause: Span | None
 ) -> StepLoss:
-    """How a loss was made of what a model returned."""
+    """Finds how a loss was computed from a model's result."""
     if outputs is loss:
         return StepLoss(None)
     by_attribute = False
@@ -100,7 +100,7 @@ def step_loss(
 
 
 def is_picked_later(function: ast.FunctionDef, loss: StepLoss) -> bool:
-    """Whether the loss is a part of a result to which `forward` has given a name."""
+    """Whether the loss is a part of a variable that `forward` returns."""
     match function.body[-1]:
         case ast.Return(value=ast.Name()):
             return loss.parts is not None and loss.arguments is None
@@ -110,7 +110,7 @@ def is_picked_later(function: ast.FunctionDef, loss: StepLoss) -> bool:
 def only_loss(
     function: ast.FunctionDef, loss: StepLoss, world: Mapping[str, Any]
 ) -> ast.FunctionDef:
-    """A `forward` that returns nothing but what its loss is made of."""
+    """A `forward` that only returns what its loss needs."""
     if loss.parts is None:
         return function
     function = copy.deepcopy(function)
@@ -139,19 +139,19 @@ def only_loss(
 
 
 def _given(made: ast.Call, world: Mapping[str, Any]) -> list[ast.keyword]:
-    """What a call is given by name, and the fields of a record by position."""
+    """The keyword arguments of a call, including positional fields of a record."""
     fields = fields_given(made, world.get(ast.unparse(made.func)))
     return made.keywords if fields is None else [ast.keyword(n, v) for n, v in fields.items()]
 
 
 def _is_record(made: ast.Call, world: Mapping[str, Any]) -> bool:
-    """Whether a call makes a record, of which fields can be left out."""
+    """Whether a call constructs a record whose fields are all optional."""
     fields = fields_of(world.get(ast.unparse(made.func)))
     return fields is not None and all(fields.values())
 
 
 def _read(function: Any) -> tuple[str, ...] | None:
-    """The attributes or keys of its first argument that a function reads; None for any."""
+    """The attributes or keys of its first argument that a function reads; None if not known."""
     try:
         (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError, ValueError):
@@ -172,7 +172,7 @@ def _read(function: Any) -> tuple[str, ...] | None:
 
 
 def _made_beforehand(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function reads of its module that is more than code and plain numbers."""
+    """The globals that a function reads and that are not just code or plain values."""
     waiting, seen = [function.__code__], {function}
     while waiting:
         code = waiting.pop()
@@ -187,7 +187,7 @@ def _made_beforehand(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_made_again(value: Any) -> bool:
-    """Whether the line that made a value makes the same one wherever it stands."""
+    """Whether executing a value's definition again gives an equal value."""
     if isinstance(value, nn.Module):
         return not any(True for _ in (*value.parameters(), *value.buffers()))
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Which texts read a parameter that trains."""
+"""Finds statements that use parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def trains(model: Any, text: str) -> bool:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(is_name(node.func, n) for n in LOSSES_OF_PARTS):
-            # From their `head` they have how many classes there are, and nothing else.
+            # They only read the number of classes of their `head`.
             node.keywords = [k for k in node.keywords if k.arg != "head"]
     return any(has_parameters(model, steps) for steps in reads_of(model, ast.unparse(tree)))
 
 
 def reads_of(model: Any, text: str) -> Iterator[list[str]]:
-    """What a text reads of a model, what the methods that it calls read among them."""
+    """The attribute chains of the model that a text reads, also in methods that it calls."""
     waiting = list(module_reads(text))
     looked_into: set[Any] = set()
     while waiting:
@@ -44,7 +44,7 @@ def reads_of(model: Any, text: str) -> Iterator[list[str]]:
 
 
 def source_of(method: Any) -> str | None:
-    """The text of a method or property, where it is one that a model's author wrote."""
+    """The source of a method or property, unless it is torch's or not available."""
     method = method.fget if isinstance(method, property) else method
     if not inspect.isfunction(method) or method.__module__.startswith("torch."):
         return None
@@ -55,7 +55,7 @@ def source_of(method: Any) -> str | None:
 
 
 def has_parameters(model: Any, steps: Sequence[str]) -> bool:
-    """Whether attributes lead to a parameter, or to a module that holds some."""
+    """Whether a chain of attributes leads to a parameter, or to a module with parameters."""
     found = model
     for step in steps:
         found = getattr(found, "_modules", {}).get(step) or getattr(found, "_parameters", {}).get(

@@ -1,4 +1,4 @@
-"""What the values of a `forward` are, and how those that are no tensors get to the next stage."""
+"""The kinds of values in a `forward`, and how values other than tensors are sent."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch import Tensor
 
 from slapo_rewrite.stages.function_syntax import signature_of
 
-# Shape and type of a tensor.
+# Shape and dtype of a tensor.
 Like = tuple[tuple[int, ...], Any]
-# Numbers go as the shape of a tensor, which takes this much memory at most in the small model.
+# Numbers are sent as the shape of a tensor, which has at most this many elements in a small model.
 LARGEST_SHAPE = 1 << 16
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What a value was in a run."""
+    """The kind of a value in a run."""
 
-    # `grad` for a tensor that takes part in the backward pass, `float` and `int` for other tensors,
-    # booleans among the latter; `complex` for one that takes part in the backward pass; `shape` for
-    # a number or two that may be a shape; `several` for a tuple, list, dictionary or record of all
-    # these, and for what is the same in every step: None, a setting; `record` for another object of
-    # a data class, or named tuple; `other` for what else there is.
+    # `grad` for a tensor that requires a gradient, `complex` for a complex one; `float` and `int`
+    # for other tensors (`int` includes booleans); `shape` for one or two numbers that may be a
+    # shape; `several` for a tuple, list, dictionary or record of such values, and for constants
+    # (None, a setting); `record` for another object of a data class or named tuple; `other` for
+    # anything else.
     kind: str
-    like: Like | None = None  # shape and type of a tensor
-    # Whether a tensor does not lie in one piece of memory, so that it cannot be sent as it is.
+    like: Like | None = None  # shape and dtype of a tensor
+    # Whether a tensor is not contiguous, so that it cannot be sent directly.
     is_scattered: bool = False
-    # Whether random numbers were drawn for it, so that it is another one every time.
+    # Whether random numbers were drawn for it, so that it differs each time.
     is_drawn: bool = False
-    numbers: tuple[int, ...] = ()  # those that may be a shape
-    parts: tuple[ValueKind, ...] = ()  # the elements of several
-    keys: tuple[str | int, ...] = ()  # those of a dictionary, the fields of a record
-    text: str = ""  # how a value is written that holds nothing but what is always the same
-    made_by: type | None = None  # the type of several values, or of numbers
+    numbers: tuple[int, ...] = ()  # the numbers of a `shape`
+    parts: tuple[ValueKind, ...] = ()  # the elements of a `several`
+    keys: tuple[str | int, ...] = ()  # the keys of a dictionary, or the fields of a record
+    text: str = ""  # the literal of a constant value
+    made_by: type | None = None  # the type of a `several` or `shape`
 
     def is_like(self, other: ValueKind) -> bool:
-        """Whether two tensors are of one type and, but for the last axis, of one shape."""
+        """Whether two tensors have the same dtype and shape, except for the last axis."""
         if self.like is None or other.like is None:
             return False
         (shape, kind), (other_shape, other_kind) = self.like, other.like
@@ -55,14 +55,14 @@ class ValueKind:
             yield from kind.named(part)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """What the parts of a value of this name are called."""
+        """The names of the parts of a value of this name."""
         found = tuple(f"{name}_{key}" for key in self.keys)
         if found and len({*found}) == len(found) and all(map(str.isidentifier, found)):
             return found
         return tuple(f"{name}_{number}" for number in range(len(self.parts)))
 
     def taken_apart(self, name: str) -> str:
-        """Gives each part of a value its name; fails where it has other parts."""
+        """The statement that unpacks a value into its parts; it raises for other parts."""
         if self.text:
             sign = "is" if self.text in ("None", "True", "False") else "=="
             return f"assert {name} {sign} {self.text}  # nothing of it is sent"
@@ -76,24 +76,24 @@ class ValueKind:
 
     @property
     def is_record(self) -> bool:
-        """Whether it has fields with names."""
+        """Whether it has named fields."""
         return bool(self.keys) and self.made_by is not dict
 
     def listed(self, name: str) -> str:
-        """The names of the parts, one after the other."""
+        """The names of the parts, as an unpacking target."""
         return ", ".join(self.names(name)) + ("," if len(self.parts) == 1 else "")
 
     def structure(self) -> tuple[Any, ...]:
-        """What has to be the same with all data of one shape, as stages are written for it."""
+        """The properties that must be the same for all data of one shape."""
         parts = tuple(part.structure() for part in self.parts)
         return self.kind, self.numbers, self.keys, self.text, self.made_by, parts
 
     def sent(self, name: str, beside: str) -> str:
-        """What is sent for a value; numbers go in the shape of a tensor like the one beside."""
+        """The expression to send for a value; numbers become the shape of a new tensor."""
         return f"{beside}.new_zeros({name})" if self.kind == "shape" else name
 
     def received(self, name: str) -> str:
-        """Makes a value of what was received for it, or of its parts."""
+        """The statement that restores a value from the received tensor, or from its parts."""
         if self.kind == "several":
             parts = zip(self.parts, self.names(name), strict=True)
             return f"{name} = {self.text or self.put_together([k.text or n for k, n in parts])}"
@@ -105,7 +105,7 @@ class ValueKind:
         }.get(self.made_by or tuple, shape)
 
     def put_together(self, parts: Sequence[str]) -> str:
-        """Makes several values one: a list, a tuple, a dictionary or a record of them."""
+        """The expression that joins parts to a list, tuple, dictionary or record."""
         listed = ", ".join(parts)
         if self.made_by is not None and self.is_record:
             fields = (f"{key}={part}" for key, part in zip(self.keys, parts, strict=True))
@@ -122,15 +122,15 @@ def described(
     world: Mapping[str, Any] | None = None,
     flags: bool = False,
 ) -> ValueKind:
-    """What a value is.
+    """The kind of a value.
 
-    `is_drawn` where random numbers were drawn for it, `flags` where flags and texts are the same in
-    every step. `world` has the names by which stages know classes, to send records in parts.
+    `is_drawn` if random numbers were drawn for it; `flags` if booleans and strings are the same in
+    every step. `world` has the names of classes that stages know, to send records in parts.
     """
     if isinstance(value, Tensor):
         like = (tuple(value.shape), value.dtype)
         kind = "float" if value.is_floating_point() else "int"
-        if value.requires_grad:  # of which complex ones come without it
+        if value.requires_grad:  # complex tensors arrive without gradient
             kind = "complex" if value.is_complex() else "grad"
         return ValueKind(kind, like, not value.is_contiguous(), is_drawn)
     made_by = type(value)
@@ -161,7 +161,7 @@ def described(
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a record that its class makes of just these; of what else there is, none."""
+    """The fields of a record whose class can be called with just these; empty for other values."""
     made_by = type(value)
     if isinstance(value, tuple) and hasattr(made_by, "_fields"):
         own = dict(zip(made_by._fields, value, strict=True))

@@ -1,4 +1,4 @@
-"""The text of what is written out: parentheses, indentation and comments."""
+"""Text of flattened code: parentheses, indentation and comments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
 
 
 def written_out(made: KnownObject) -> str:
-    """The call that makes an object, or a tuple."""
+    """The call that constructs an object, or a tuple display."""
     if made.cls is tuple:
         return f"({', '.join(made.texts.values())},)"
     return f"{made.cls.__name__}({', '.join(f'{k}={v}' for k, v in made.texts.items())})"
 
 
 def bare(text: str) -> str:
-    """An expression without parentheses around all of it."""
+    """An expression without outer parentheses."""
     while text.startswith("(") and text.endswith(")"):
         try:
             same = ast.dump(ast.parse(text[1:-1].strip(), mode="eval")) == ast.dump(
@@ -37,7 +37,7 @@ def bare(text: str) -> str:
 
 
 def alone(text: str) -> str:
-    """An expression as it can stand alone: in parentheses only where its lines need them."""
+    """An expression for the right side of an assignment: in parentheses only if lines need them."""
     text = bare(text)
     try:
         lines_up = len(ast.parse(f"result = {text}").body) == 1  # `a` and `+ b` are two statements
@@ -47,7 +47,7 @@ def alone(text: str) -> str:
 
 
 def span_of(node: ast.AST, file: SourceFile) -> tuple[int, int]:
-    """Where an expression stands; of `:=` with the parentheses that it needs."""
+    """The offsets of an expression; for `:=`, including the parentheses that it needs."""
     start, end = file.span(node)
     before, after = file.text[:start], file.text[end:]
     own = before.endswith("(") and not re.search(r"[\w)\]]\($", before[-80:])
@@ -57,7 +57,7 @@ def span_of(node: ast.AST, file: SourceFile) -> tuple[int, int]:
 
 
 def closed(text: str, node: ast.expr) -> str:
-    """An expression in parentheses, where it may bind less tightly than what is around it."""
+    """An expression in parentheses, if it may bind less tightly than its context."""
     tight = ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant | ast.List | ast.Dict
     if isinstance(node, tight) or text.isidentifier():
         return text
@@ -65,12 +65,12 @@ def closed(text: str, node: ast.expr) -> str:
 
 
 def enclosed(text: str) -> str:
-    """An expression as it can stand within another one."""
+    """An expression for use inside another one."""
     return closed(text, ast.parse(alone(text), mode="eval").body)
 
 
 def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
-    """A text of several lines with the indentation of its first line taken off the others."""
+    """A text with the indentation of its first line removed from the other lines."""
     if "\n" not in text:
         return text
     first, rest = text.split("\n", 1)
@@ -83,13 +83,13 @@ def dedented(text: str, file: SourceFile, node: ast.AST) -> str:
 
 
 def rewritten(text: str, edits: Mapping[Any, str]) -> str:
-    """A text in which nodes of its tree read otherwise."""
-    lines = SourceFile(Path(), "stage", text, ast.Module([], []))  # of which only places are asked
+    """A text with some nodes of its tree replaced."""
+    lines = SourceFile(Path(), "stage", text, ast.Module([], []))  # only used for positions
     return apply_edits(text, [Edit.instead_of(lines, *each) for each in edits.items()])[0]
 
 
 def respelled(text: str, names: Mapping[str, str]) -> str:
-    """A statement that reads other names."""
+    """A statement with the names that it reads replaced."""
     tree = ast.parse(text)
     return rewritten(
         text,
@@ -102,10 +102,10 @@ def respelled(text: str, names: Mapping[str, str]) -> str:
 
 
 def module_reads(text: str) -> Iterator[list[str]]:
-    """What a text reads of the model, each as its attributes one after the other.
+    """The attribute chains of the model that a text reads.
 
-    But for lists of which it reads how long they are: a stage has as many places as the model; and
-    for modules of which it asks only what wraps them.
+    Without lists of which it only reads the length, which is the same in a stage as in the model,
+    and without modules that it only asks for their wrappers.
     """
     inner: set[ast.AST] = set()
     for node in ast.walk(ast.parse(text)):
@@ -122,7 +122,7 @@ def module_reads(text: str) -> Iterator[list[str]]:
 
 
 def _steps(node: ast.expr) -> list[str] | None:
-    """The attributes that `self.mlp[0].up` reads one after the other, numbers among them."""
+    """The chain of attributes and indices of `self.mlp[0].up`."""
     match node:
         case ast.Name(id="self"):
             return []
