@@ -1,4 +1,4 @@
-"""Computations that take the place of others: rules, and how what they say becomes source."""
+"""Fusion: rules that replace computations, and the engine that writes the replacements."""
 
 from slapo_rewrite.examples import (
     BY_KERNEL,

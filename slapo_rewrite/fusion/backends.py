@@ -1,4 +1,4 @@
-"""What carries out a function that rules call: a kernel, PyTorch's operations, another's module."""
+"""Backends of functions that rules call: Triton kernels, PyTorch operations, a user's module."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from slapo_rewrite.simulate.hardware import known_gpus
 
 @dataclass(frozen=True)
 class Choice:
-    """What a function is carried out by at one place."""
+    """The backend of a function at one place."""
 
     # One of `imports.WRITTEN`, or the name of a module that the output imports.
     backend: str = TRITON
-    why: str = ""  # what it was chosen for, in words; empty where it was asked for
+    why: str = ""  # the reason for the choice, in words; empty if it was requested
 
 
 @dataclass(frozen=True)
 class Always:
-    """One for every place."""
+    """The same backend for every place."""
 
     backend: str = TRITON
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """What carries out a rule's function, by the dotted name of its kernel: that one."""
+        """The backend of a rule's function, given by the dotted name of its kernel."""
         return Choice(self.backend)
 
 
 MEASURED = "measured"
-# A measurement says something of sizes up to twice and down to half of its own.
+# A measurement is valid for sizes from half to twice its own.
 REACH = 2.0
-# Times this near are one: a backend measured twice differs by as much. The simplest is taken.
+# Times within this factor count as equal, since repeated measurements differ by as much.
 ALIKE = 1.03
 SIMPLEST = (EAGER, TRITON, INDUCTOR)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,33 +54,33 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Row:
-    """How long a function takes, forwards and backwards."""
+    """A measurement: the time of a function's forward and backward pass."""
 
     kernel: str  # the function
-    width: int  # the length of its rows: features, the size of a head, or the vocabulary
-    rows: int  # how many rows there were
-    dtype: str  # of its operands
+    width: int  # the length of its rows: features, head size, or vocabulary size
+    rows: int  # the number of rows
+    dtype: str  # the dtype of its operands
     microseconds: Mapping[str, float]  # by backend
 
     @property
     def fastest(self) -> str:
-        """The backend that takes least time; of those alike, the simplest."""
+        """The fastest backend; the simplest of those with equal times."""
         alike = ALIKE * min(self.microseconds.values())
         return next(name for name in SIMPLEST if self.microseconds.get(name, math.inf) <= alike)
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on a device."""
+    """The measurements on a device."""
 
-    name: str  # what schedules call the device
-    device: str = ""  # what the device calls itself; empty where nothing was measured on it
-    measured: str = ""  # the day
+    name: str  # the name of the device in schedules
+    device: str = ""  # the name that the device reports; empty without measurements
+    measured: str = ""  # the date
     rows: tuple[Row, ...] = ()  # the measurements
 
     @classmethod
     def read(cls, path: Path) -> Table:
-        """The table in a file; `rules/measured/README.md` says how it is written."""
+        """Reads a table from a file; `rules/measured/README.md` documents the format."""
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(Row(**row) for row in content["measurements"])
         return cls(path.stem, content["device"], content["measured"], rows)
@@ -99,7 +99,7 @@ class Table:
 
 
 def tables() -> dict[str, Table]:
-    """The tables that there are, by their devices' names in schedules."""
+    """The available tables, by their devices' names in schedules."""
     paths = sorted((rules_folder() / "measured").glob("*.json"))
     return {path.stem: _read(path, path.stat().st_mtime_ns) for path in paths}
 
@@ -111,14 +111,14 @@ def _read(path: Path, written: int) -> Table:
 
 @dataclass(frozen=True)
 class Measured:
-    """The fastest of what was measured at a match's size, else PyTorch's operations."""
+    """The fastest backend measured at a match's size, else PyTorch's operations."""
 
-    table: Table  # what was measured
-    # What is trained in; None where that is the dtype of the model's parameters.
+    table: Table  # the measurements
+    # The dtype of training; None for that of the model's parameters.
     dtype: str | None = None
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """The fastest backend, with the figures."""
+        """The fastest backend, with the measured times as reason."""
         name, width = kernel.rpartition(".")[2], rule.width(found) or features_of(found)
         dtype = self.dtype or _dtype(found.node)
         if width is None:
@@ -135,9 +135,9 @@ class Measured:
 
 
 def measured(device: object, dtype: object) -> Measured:
-    """What is chosen by for a device.
+    """The choice by measurements for a device.
 
-    With None the device is the GPU at hand, and the dtype what the model's parameters have.
+    By default, the device is this machine's GPU, and the dtype that of the model's parameters.
     """
     if dtype is not None and dtype not in DTYPES:
         raise errors.BadArgument(
@@ -156,7 +156,7 @@ def measured(device: object, dtype: object) -> Measured:
 
 
 def _at_hand(known: Mapping[str, Table]) -> Table:
-    """The table of this machine's GPU; an empty one where there is none."""
+    """The table of this machine's GPU, or an empty table if it has not been measured."""
     import torch
 
     if not torch.cuda.is_available():
@@ -169,25 +169,25 @@ def _at_hand(known: Mapping[str, Table]) -> Table:
 
 
 def _dtype(node: Node) -> str:
-    """That of a module's parameters, or of those around it."""
+    """The dtype of a module's parameters, or of those of a module around it."""
     parameters = (p for above in node.outwards() for p in above.live.parameters())
     return next((str(p.dtype).removeprefix("torch.") for p in parameters), DTYPES[0])
 
 
-# Of the largest value, in float32: sums in another order stay below it.
+# The greatest error relative to the largest value, in float32: reordered sums stay below it.
 LIMIT = 1e-4
 ROWS, WIDTH = 6, 8
 
 
 @dataclass
 class Plugged:
-    """Functions of a module, each looked at before it is called for the first time."""
+    """A user's module as backend; each function is checked before its first use."""
 
     module: types.ModuleType
     _checked: set[str] = field(default_factory=set)
 
     def choose(self, rule: Rule, kernel: str, found: RuleMatch) -> Choice:
-        """The module, once its function is known to be another form of a kernel."""
+        """The module, after checking that its function computes the same as the kernel."""
         if kernel not in self._checked:
             self._check(kernel)
             self._checked.add(kernel)
@@ -241,7 +241,7 @@ Backends = Always | Measured | Plugged
 
 
 def plugged(name: str) -> Plugged | None:
-    """The module of a dotted name; None where there is none."""
+    """The backend of a module's dotted name; None if there is no such module."""
     try:
         return Plugged(importlib.import_module(name))
     except ModuleNotFoundError as error:
@@ -259,7 +259,7 @@ def _failing(name: str, error: Exception) -> errors.BadArgument:
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """The parameters of a function as they are written, annotations apart."""
+    """The text of a function's parameters, without annotations."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a rule would write in the place of a match, and why it may not."""
+"""Claims: the replacement that a rule proposes for a match, or the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from slapo_rewrite.patterns.pattern import located, names_around
 from slapo_rewrite.patterns.search import Match
 from slapo_rewrite.patterns.value_graph import Value
 
-# Gives the text for a dotted name, `torch.nn.functional.gelu`.
+# Returns the text for a dotted name such as `torch.nn.functional.gelu`.
 Speller = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class Template:
-    """An expression with parameters."""
+    """An expression with parameters, read from a function."""
 
-    name: str  # of the function that it was read from
-    parameters: tuple[str, ...]  # in order
-    file: SourceFile  # of that function
+    name: str  # the function's name
+    parameters: tuple[str, ...]  # its parameters in order
+    file: SourceFile  # the function's file
     node: ast.expr  # the expression
-    resolve: Resolver  # what the other names in it mean
+    resolve: Resolver  # resolves the other names in it
 
     def reads(self) -> list[str]:
-        """The parameters in the order in which the expression reads them."""
+        """The parameters in the order of evaluation."""
         found = [n for n in ast.walk(self.node) if isinstance(n, ast.Name)]
         found = [n for n in found if n.id in self.parameters]
         return [n.id for n in sorted(found, key=position)]
 
     def names(self) -> list[str]:
-        """The dotted names of what it uses from elsewhere."""
+        """The dotted names of functions and modules that it uses."""
         return [dotted for _, dotted in self._outside()]
 
     def written(self, operands: Mapping[str, str], spell: Speller) -> str:
@@ -59,7 +59,7 @@ class Template:
         return substituted(self.file, self.node, texts)
 
     def _outside(self) -> Iterator[tuple[ast.expr, str]]:
-        """Names and attributes of names that mean something of another module."""
+        """The names and attributes that refer to other modules, with their dotted names."""
         waiting: list[ast.AST] = [self.node]
         while waiting:
             node = waiting.pop(0)
@@ -91,7 +91,7 @@ class Template:
 
 
 def template_of(function: Callable[..., object]) -> Template:
-    """Reads a replacement that is a function of one `return`."""
+    """Reads a replacement from a function that consists of one `return`."""
     unwrapped = inspect.unwrap(function)
     file, node, name = located(unwrapped)
     match body_of(node):
@@ -110,12 +110,12 @@ def template_of(function: Callable[..., object]) -> Template:
 
 @dataclass(frozen=True)
 class Calling:
-    """A call of a function with its parameters in order."""
+    """A call of a function with operands as arguments."""
 
-    name: str  # of the function
+    name: str  # the function's name
     origin: str  # its dotted name
-    parameters: tuple[str, ...]  # given by position
-    keywords: tuple[str, ...] = ()  # given by name
+    parameters: tuple[str, ...]  # operands passed by position
+    keywords: tuple[str, ...] = ()  # operands passed by name
 
     @classmethod
     def of(
@@ -125,14 +125,14 @@ class Calling:
         keywords: Sequence[str],
         given: Mapping[str, str],
     ) -> Calling:
-        """A call of a live function with those of the arguments that are given."""
+        """A call of a live function with those of its arguments that are in `given`."""
         origin = dotted(function)
         assert origin is not None
         by_position, by_name = (tuple(k for k in ks if k in given) for ks in (parameters, keywords))
         return cls(origin.rpartition(".")[2], origin, by_position, by_name)
 
     def reads(self) -> list[str]:
-        """The parameters in the order in which they are read."""
+        """The parameters in the order of evaluation."""
         return [*self.parameters, *self.keywords]
 
     def written(self, operands: Mapping[str, str], spell: Speller) -> str:
@@ -144,11 +144,11 @@ class Calling:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A call of a function with the arguments of the call that stands there."""
+    """A call of another function with the arguments of the replaced call."""
 
-    name: str  # of the function
+    name: str  # the function's name
     origin: str  # its dotted name
-    arguments: str  # the text, from parenthesis to parenthesis
+    arguments: str  # the text of the arguments, with parentheses
 
     @classmethod
     def of(cls, function: Callable[..., object], arguments: str) -> Renamed:
@@ -158,7 +158,7 @@ class Renamed:
         return cls(origin.rpartition(".")[2], origin, arguments)
 
     def reads(self) -> list[str]:
-        """Nothing: the arguments stay as they are."""
+        """Nothing: the arguments stay the same."""
         return []
 
     def written(self, operands: Mapping[str, str], spell: Speller) -> str:
@@ -166,88 +166,88 @@ class Renamed:
         return spell(self.origin) + self.arguments
 
 
-# What can be written with operands.
+# Replacement expressions.
 Expression = Template | Calling | Renamed
 
 
 class MultiSiteRewrite(Protocol):
-    """How an expression is written that changes more than one place."""
+    """A replacement that changes more than one place."""
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """The modules whose calls it leaves out, some or all, relative to the module."""
+        """Paths, relative to the module, of modules some of whose calls are left out."""
         ...
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """The outputs that are None in training then, by name or number."""
+        """The outputs that become None in training, by name or index."""
         ...
 
     def edits(self, text: str, what: str, spell: Speller) -> dict[ast.stmt, ReplaceStatement]:
-        """What changes, by statement."""
+        """The changes, by statement."""
         ...
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A match that an expression takes the place of."""
+    """A match to be replaced by an expression."""
 
     match: Match
-    node: Node  # the module whose function it stands in
-    expression: Expression  # what is written
-    operands: Mapping[str, str]  # the text of each of its parameters
-    what: str  # who asks: a rule's name, or a function's
-    # A method that the expression calls, to stand behind the one of the match.
+    node: Node  # the module whose function contains it
+    expression: Expression  # the replacement
+    operands: Mapping[str, str]  # the text of each parameter of the replacement
+    what: str  # the name of the rule or function that replaces it
+    # The text of a method that the expression calls, to insert after the match's method.
     method: str | None = None
-    # A function that the expression calls, to stand above the class of the match.
+    # The text of a function that the expression calls, to insert above the match's class.
     function: str | None = None
-    # A statement for the end of the constructor: it makes what is called.
+    # A statement for the end of the constructor, which creates the called module.
     constructor: str | None = None
-    moved: bool = False  # whether the statements go there, with their comments
-    # What stands for each parameter; the match's own values where None.
+    moved: bool = False  # whether the match's statements and comments move to that function
+    # The value of each parameter; None for the match's own values.
     values: Mapping[str, Value] | None = None
-    # The linear layer of the match, which the expression hands over to be called.
+    # The linear layer of the match, which the expression passes to the function to call.
     linear: str | None = None
-    spread: MultiSiteRewrite | None = None  # how it is written where one place is not enough
-    backend: str = ""  # what the rule's function is carried out by; a kernel where it is empty
-    why: str = ""  # what that was chosen for, in words
+    spread: MultiSiteRewrite | None = None  # the replacement, if it changes several places
+    backend: str = ""  # the backend of the rule's function; a kernel if empty
+    why: str = ""  # the reason for that backend, in words
 
     def called(self) -> list[str]:
         """The paths of the modules that are called in the match."""
         return [self._below(called) for called in self.match.calls]
 
     def splits(self, path: str, state: ModuleRequests) -> bool:
-        """Whether what is asked of a module is that its linear layer be split, which is called."""
+        """Whether the requests for a module only shard the linear layer, which is still called."""
         rest = replace(state, shards=(), syncs=(), infer_sync=None)
         return self.linear is not None and path == self._below(self.linear) and rest.is_plain()
 
     def idle(self) -> list[str]:
-        """The paths of modules that are called elsewhere, and not always any more."""
+        """The paths of modules some of whose calls elsewhere are left out."""
         return [self._below(path) for path in self.spread.idle] if self.spread else []
 
     def _below(self, relative: str) -> str:
         return joined_path(self.node.path, relative)
 
     def place(self) -> errors.Span:
-        """Where it stands."""
+        """The place of the match."""
         return self.match.file.at(self.match.replaced.node)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A match that is left as it is, and why."""
+    """A match that is not replaced, and why."""
 
     claim: Claim  # the match
-    reason: str  # in words
-    hint: str | None = None  # what can be done
-    harmless: bool = False  # whether the others can be carried out all the same
-    # Whether it is to be looked for again when they have been: it stands in the text of one of
-    # them, and computes something else.
+    reason: str  # the reason, in words
+    hint: str | None = None  # what the user can do
+    harmless: bool = False  # whether other claims can be carried out all the same
+    # Whether to search for it again after other claims are carried out: its text overlaps theirs,
+    # but it computes something else.
     waits: bool = False
 
 
 def by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
-    """Claims of the same text for several modules, together."""
+    """Groups equal claims on one text of several modules."""
 
     def text(claim: Claim) -> tuple[object, ...]:
         operands = tuple(sorted(claim.operands.items()))
@@ -257,7 +257,7 @@ def by_text(claims: Sequence[Claim]) -> list[list[Claim]]:
 
 
 def misuse(claim: Claim) -> str | None:
-    """Why an expression cannot be written with these operands."""
+    """The reason why an expression cannot be written with its operands, if any."""
     reads = claim.expression.reads()
     values = claim.match.values if claim.values is None else claim.values
     for name in reads:
@@ -273,7 +273,7 @@ def misuse(claim: Claim) -> str | None:
 
 
 def _drawn_here(claim: Claim, name: str, value: Value) -> bool:
-    """Whether an operand's text draws random numbers where it is written."""
+    """Whether the text of an operand draws random numbers."""
     given = claim.match.operands if claim.values is None else claim.operands
     text = given.get(name, "")
     if text.isidentifier():

@@ -1,4 +1,4 @@
-"""From matches to a change of the source: who shares the text, what is written, what goes."""
+"""Turns claims into edits: checks who shares the text, writes replacements, removes dead code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from slapo_rewrite.patterns.replacement import Replaced
 
 
 class Engine:
-    """Turns claims into one change of the source."""
+    """Turns claims into one rewrite of the source."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Engine:
     def sorted_out(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Skipped]]:
         """The claims that can be carried out, and the others with the reason.
 
-        Of two that want the same text, the earlier is carried out.
+        Of two claims on the same text, the earlier wins.
         """
-        # By text: what it touches, and the claim of each module.
+        # For each text: the nodes that it touches, and the claim of each module.
         taken: dict[int, tuple[set[int], dict[str, Claim]]] = {}
         kept: list[Claim] = []
         left: list[Skipped] = []
@@ -92,10 +92,9 @@ class Engine:
         return kept, left
 
     def _stop(self, group: list[Claim], claiming: Collection[str]) -> Skipped | None:
-        """Why a text cannot be changed for those modules that claim it.
+        """The reason why a text cannot be changed for the modules of a group, if any.
 
-        The group would have it alike; `claiming` are the modules that would have it changed in any
-        way.
+        The group has equal claims on it; `claiming` are all modules with any claim on it.
         """
         first = group[0]
         match = first.match
@@ -137,14 +136,14 @@ class Engine:
         return None
 
     def _scheduled(self, path: str) -> ModuleRequests | None:
-        """What was asked of a module or below it, annotations apart."""
+        """The requests for a module or one below it, except annotations."""
         for asked, state in self.states.items():
             if (asked == path or asked.startswith(f"{path}.")) and not state.is_plain():
                 return state
         return None
 
     def _tied_to_sharded(self, path: str) -> str | None:
-        """That a parameter of a module is sharded by one of its names, where it has several."""
+        """Words for a parameter of a module that is sharded by one of its tied names, or None."""
         for names in self.tree.ties.values():
             if any(name.rpartition(".")[0] == path for name in names):
                 for name in names:
@@ -166,9 +165,9 @@ class Engine:
     # Branches -------------------------------------------------------------------------------------
 
     def opened(self, claims: Sequence[Claim]) -> Rewrite | None:
-        """The change that has the arms of branches take in what is around them for some claims.
+        """The rewrite that sinks statements into the arms of branches, for claims that need it.
 
-        None where no claim needs one. The claims are to be looked for again afterwards.
+        None if no claim does. The claims must be searched for again afterwards.
         """
         first: dict[ast.stmt, ReplaceStatement] = {}
         branches: dict[str, dict[ast.stmt, ReplaceStatement]] = {}
@@ -180,7 +179,7 @@ class Engine:
                 edits = tuple(drawn.edits())
                 first[drawn.branch] = ReplaceStatement(drawn.branch, claim.what, splices=edits)
             branches.setdefault(claim.node.path, {})[drawn.branch] = first[drawn.branch]
-        # Equal changes are one object, so that modules that are treated alike are seen to be.
+        # Equal changes are one object, so that equal modules can be recognised by identity.
         known: dict[frozenset[ast.stmt], dict[ast.stmt, ReplaceStatement]] = {}
         changes = {path: known.setdefault(frozenset(own), own) for path, own in branches.items()}
         if not changes:
@@ -192,11 +191,11 @@ class Engine:
     # What changes ---------------------------------------------------------------------------------
 
     def rewrite(self, claims: Sequence[Claim], notes: tuple[Mapping[str, object], ...]) -> Rewrite:
-        """The change that carries claims out."""
+        """The rewrite that carries out claims."""
         if not claims:
             return Rewrite([], notes=notes)
         edits, absorbed = self._carried_out(claims)
-        # A text that no module runs any more stays as it is.
+        # Text that no module runs any more stays unchanged.
         groups = [g for g in by_text(claims) if not all(_is_below(c, absorbed) for c in g)]
         live = [claim for group in groups for claim in group]
         if len(live) < len(claims):
@@ -207,7 +206,7 @@ class Engine:
         return Rewrite(edits, references, absorbed, notes, idle=idle)
 
     def possible(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Skipped]]:
-        """Those of some claims that can be written, and the others with the reason: a text each."""
+        """The claims that can be written, and the others with the reason; each text by itself."""
         kept: list[Claim] = []
         left: list[Skipped] = []
         for group in by_text(claims):
@@ -226,7 +225,7 @@ class Engine:
         self._texts.clear()
 
     def _carried_out(self, claims: Sequence[Claim]) -> tuple[list[Edit], tuple[str, ...]]:
-        """The edits, and the modules that are called no more."""
+        """The edits, and the modules that are no longer called."""
         by_path = grouped((claim.node.path, claim) for claim in claims)
         known: dict[tuple[object, ...], dict[ast.stmt, ReplaceStatement]] = {}
         changes: dict[str, dict[ast.stmt, ReplaceStatement]] = {}
@@ -246,10 +245,10 @@ class Engine:
         by_path: Mapping[str, dict[ast.stmt, ReplaceStatement]],
         claims: Mapping[str, Sequence[Claim]],
     ) -> list[Edit]:
-        """Changes of the methods that modules run, in place or in subclasses.
+        """The edits of methods that modules run, in place or in subclasses.
 
-        `by_path` has them by module path and statement, `claims` what the constructors of the
-        modules' classes are to make things for.
+        `by_path` has the changes by module path and statement; `claims` may need statements in
+        constructors.
         """
         functions: dict[ast.stmt, Lines] = {}
         asked = {path: id(changes) for path, changes in by_path.items()}
@@ -279,7 +278,7 @@ class Engine:
         return edits
 
     def _construct(self, claims: Sequence[Claim], changes: ChangeSet) -> None:
-        """Has the constructor of a module's class make what the claims call."""
+        """Adds statements to the constructor that create the modules that claims call."""
         for claim in claims:
             if claim.constructor is None:
                 continue
@@ -331,7 +330,7 @@ class Engine:
         return found
 
     def _idle(self, claims: Sequence[Claim]) -> Iterator[tuple[ast.stmt, Claim]]:
-        """Statements that give names which only the old text reads."""
+        """Assignments that only the old text reads."""
         for here in grouped((claim.match.function, claim) for claim in claims).values():
             texts = [claim.match.replaced for claim in here]
             old = [t.node for t in texts if not t.above] + [n for t in texts for n, _ in t.reads]
@@ -342,7 +341,7 @@ class Engine:
                 yield statement, here[0]
 
     def _functions(self, claims: Sequence[Claim]) -> list[Edit]:
-        """New functions of the file, each above the first class or function that calls it."""
+        """Inserts new functions, each above the first class or function that calls it."""
         callers: dict[str, ast.stmt] = {}
         for claim in claims:
             function = self.sharing.function_of(claim.match.replaced.node)
@@ -358,11 +357,11 @@ class Engine:
         ]
 
     def _check_names(self, claim: Claim) -> None:
-        """A name that the new text uses must not be a local one of the function."""
+        """Raises if a name in the new text is a local variable of the function."""
         function = self.sharing.function_of(claim.match.replaced.node)
         bound = parameters_in(function) | bound_in(function)
         written = claim.expression
-        if isinstance(written, Renamed):  # the arguments stand there already
+        if isinstance(written, Renamed):  # its arguments are in the text already
             written = replace(written, arguments="()")
         given = dict.fromkeys(claim.operands, "None")
         text = written.written(given, self.speller.by(claim.backend))
@@ -376,7 +375,7 @@ class Engine:
             )
 
     def _absorbed(self, claims: Sequence[Claim], edits: list[Edit]) -> tuple[str, ...]:
-        """The modules that were called in the matches and that the new text calls no more."""
+        """The modules that the matches called and that the new text no longer calls."""
         text, _ = apply_edits(self.file.text, edits)
         tree = self.file.parsed(text)
         found: dict[str, None] = {}
@@ -393,7 +392,7 @@ class Engine:
 
 
 def _calls(tree: ast.Module, class_name: str) -> set[str]:
-    """What the methods of a class call or have called, as they write it."""
+    """The texts of callees and arguments of calls in a class, or in the file."""
     home: ast.AST = tree
     for node in tree.body if class_name else ():
         if isinstance(node, ast.ClassDef) and node.name == class_name:
@@ -403,13 +402,13 @@ def _calls(tree: ast.Module, class_name: str) -> set[str]:
 
 
 def _is_below(claim: Claim, above: Iterable[str]) -> bool:
-    """Whether the module of a claim is one of some, or stands below one."""
+    """Whether the module of a claim is one of these modules, or below one."""
     return any(f"{claim.node.path}.".startswith(f"{each}.") for each in above)
 
 
 def _touched(replaced: Replaced) -> set[int]:
-    """The statements that go and the expression that is replaced, by identity."""
-    # Contexts (`ast.Load()`) are one object everywhere.
+    """The ids of nodes in removed statements and replaced expressions."""
+    # Only expressions and statements: contexts (`ast.Load()`) are shared objects.
     gone = (replaced.node, *replaced.removed, *(node for node, _ in replaced.reads))
     every = (n for outer in gone for n in ast.walk(outer))
     return {id(n) for n in every if isinstance(n, (ast.expr, ast.stmt))}

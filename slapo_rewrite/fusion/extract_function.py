@@ -1,4 +1,4 @@
-"""A match as a function or method of its own: its statements moved, its operands as parameters."""
+"""Extracts a match to a function or method: moves its statements, with operands as parameters."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Moved:
     """The statements of a match as the body of a function."""
 
     lines: list[str] = field(default_factory=list)  # the body
-    # What each of the function's parameters is given, by its name.
+    # The argument of each parameter of the function.
     arguments: dict[str, str] = field(default_factory=dict)
 
     def written(self, head: str, docstring: str, indent: int, line_length: int) -> str:
-        """The function's text, to stand at `indent` columns."""
+        """The function's text at column 0, formatted for `indent` columns."""
         body = "\n".join([f'"""{docstring}"""', *self.lines])
         text = f"{head}({', '.join(self.arguments)}):\n    {reindented(body, 0, 4)}\n"
         return reindented(formatted(text, indent, line_length), indent, 0)
 
 
 def moved(match: Match, graph: Graph, method: bool) -> Moved:
-    """Takes the statements of a match out.
+    """Extracts the statements of a match.
 
-    As a `method` the new function sees the module's attributes by itself.
+    A new `method` reads the module's attributes itself.
     """
     return _Moving(match, graph, method).run()
 
 
 def _named(match: Match) -> Match:
-    """The match with names for operands that a call gives by position."""
+    """The match with names for its positional operands."""
     numbered = [name for name in match.operands if name.isdigit()]
     names = dict(zip(numbered, "xyzuvw", strict=False)) if len(numbered) < 7 else {}
     operands = {names.get(n, n): text for n, text in match.operands.items()}
@@ -64,7 +64,7 @@ class _Moving:
             if match.operands[name].startswith("self.") and not (method and value.is_leaf)
         }
         self.found: dict[str, str] = {}
-        # The names that the body gives to what it computes, and which of these hold what.
+        # The names that the body binds, and the name of each value.
         self.kept: set[str] = set()
         self.named: dict[int, str] = {}
 
@@ -89,14 +89,14 @@ class _Moving:
         return self._finished()
 
     def _finished(self) -> Moved:
-        """What was moved, with its parameters: the pattern's own first."""
+        """The moved statements with their parameters, the pattern's own first."""
         order = [name for name in self.match.operands if name in self.found]
         order += [name for name in self.found if name not in order]
         self.moved.arguments = {name: self.found[name] for name in order}
         return self.moved
 
     def _several(self, own: ast.stmt) -> list[str]:
-        """The body where several results have names of their own at the place of the call."""
+        """The body if the call returns several results to names of their own."""
         replaced, results = self.match.replaced, self.match.results
         moved = sorted({*replaced.removed, *(() if replaced.above else (own,))}, key=position)
         read: list[ast.AST] = [*(node for node, _ in replaced.reads), *moved]
@@ -130,19 +130,19 @@ class _Moving:
         return [*body, f"return {', '.join(texts[id(result)] for result in results)}"]
 
     def _read_as(self, result: Value, nodes: Iterable[ast.AST]) -> list[str]:
-        """The names by which some texts read a result."""
+        """The names by which nodes read a result."""
         inside = [n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)]
         return [n.id for n in inside if self.graph.loads.get(n) in (result, result.site)]
 
     def _value(self, statement: ast.stmt) -> str:
-        """What a statement gives a name."""
+        """The expression that a statement assigns."""
         if isinstance(statement, ast.AugAssign):
             return self._augmented(statement)
         assert isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
         return self._text(statement.value, statement)
 
     def _augmented(self, node: ast.AugAssign) -> str:
-        """What `x += y` gives."""
+        """The expression that `x += y` assigns."""
         left = self._text(node.target, node)
         right = parenthesised(self._text(node.value, node))
         operands = ast.Name("x"), ast.Name("y")
@@ -150,18 +150,18 @@ class _Moving:
         return f"{parenthesised(left)}{symbol}{right}"
 
     def _lines(self, statement: ast.stmt) -> list[str]:
-        """A statement with its comments, as it stands in the new function."""
+        """A statement with its comments, for the new function."""
         text = reindented(self._text(statement, statement), statement.col_offset, 0)
         text += comment_after(self.file, statement)
         return [*comments_before(self.file, statement), *text.splitlines()]
 
     def _text(self, node: ast.AST, statement: ast.stmt) -> str:
-        """A node's text with the operands' names in the places of the operands."""
+        """A node's text with operands replaced by parameter names."""
         assert isinstance(node, ast.expr | ast.stmt)
         return substituted(self.file, node, dict(self._renamed(node, statement)))
 
     def _renamed(self, node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.expr, str]]:
-        """The expressions inside a node that are other names in the new function."""
+        """The expressions inside a node that get other names in the new function."""
         if isinstance(node, ast.stmt):
             statement = node
         if isinstance(node, ast.expr) and (name := self._parameter(node, statement)) is not None:
@@ -171,7 +171,7 @@ class _Moving:
             yield from self._renamed(child, statement)
 
     def _parameter(self, node: ast.expr, statement: ast.stmt) -> str | None:
-        """The parameter that an expression is in the new function; None where it stays."""
+        """The parameter that replaces an expression in the new function; None if none does."""
         for name, value in self.match.values.items():
             if value.node is node and value.inside is None and not value.is_leaf:
                 return self._operand(name)

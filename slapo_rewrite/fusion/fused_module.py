@@ -1,4 +1,4 @@
-"""A module in the place of part of a `forward`: a subclass that holds it, and calls it there."""
+"""Packs several linear layers into one: a subclass with the new layer, and its call."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from slapo_rewrite.runtime.weights import Weight, concat
 
 @dataclass(frozen=True)
 class Held:
-    """The module that a subclass holds."""
+    """The new module of a subclass."""
 
-    name: str  # what it is called there
-    made: str  # the expression that makes it
-    left: tuple[str, ...]  # the submodules whose place it takes
-    before: tuple[str, ...] = ()  # statements of the constructor that need those
+    name: str  # its attribute name
+    made: str  # the expression that constructs it
+    left: tuple[str, ...]  # the submodules that it replaces
+    before: tuple[str, ...] = ()  # statements of the constructor that still need these
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What takes the place of several calls on one operand."""
+    """The module that replaces several calls on one operand."""
 
-    name: str  # what the new module is called
+    name: str  # its attribute name
     origin: str = "torch.nn.Linear"  # the dotted name of its class
-    # What it is made with, as source; None where it is made as the others are.
+    # The source of its arguments; None to derive them from the replaced layers.
     arguments: str | None = None
-    # What its tensors are made of; None where they are the others' one after another.
+    # How its tensors are made; None for the concatenation of the replaced layers' tensors.
     weights: Mapping[str, Weight] | None = None
 
 
 def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> Rewrite:
-    """Subclasses that each hold one module in the place of several calls on one operand."""
+    """The rewrite with subclasses that replace several calls on one operand by one module."""
     edits: list[TextEdit] = []
     classes: dict[str, NewClass] = {}
     made: dict[type, tuple[str, tuple[object, ...]]] = {}
@@ -83,7 +83,7 @@ def packed(engine: Engine, groups: Iterable[tuple[Packed, Sequence[Match]]]) -> 
 
 
 def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
-    """The live layers that are called."""
+    """The live layers of the calls; raises if they are not linear layers of one module."""
     paths = [str(match.root.called) for match in group]
     lives = [engine.tree.nodes[joined_path(node.path, p)].live for p in paths]
     pairs = zip(paths, lives, strict=True)
@@ -99,7 +99,7 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
 
 
 def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
-    """Refuses to take away what is read elsewhere too: in a method, or by what the file exports."""
+    """Raises if another method or function of the file reads a layer to be removed."""
     left = {str(match.root.called) for match in group}
     calls = {id(match.replaced.node) for match in group}
     own = {cls.__name__ for cls in node.cls.__mro__}
@@ -128,7 +128,7 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
 def _subclass(
     engine: Engine, node: Node, group: Sequence[Match], new: Packed, new_name: str
 ) -> TextEdit:
-    """The subclass for the modules of one class."""
+    """The edit that inserts the subclass for the modules of one class."""
     left, name = tuple(str(match.root.called) for match in group), new.name
     if hasattr(node.live, name):
         raise errors.NameTaken(f"`{node.cls.__name__}` has a `{name}` already")
@@ -156,15 +156,15 @@ def _subclass(
 
 @dataclass(frozen=True)
 class _Made:
-    """How a linear layer is made."""
+    """The constructor arguments of a linear layer."""
 
-    inputs: str  # its `in_features`, as source
-    width: str  # its `out_features`
-    bias: str  # what says that it has none, with a comma before; empty where it has one
+    inputs: str  # the source of its `in_features`
+    width: str  # the source of its `out_features`
+    bias: str  # the `bias` argument with a comma before it; empty for the default
 
     @staticmethod
     def read(sources: Sources, node: Node, name: str) -> _Made:
-        """The arguments as the constructor writes them, where a subclass can write them again."""
+        """The arguments as the constructor writes them, if a subclass can repeat them."""
         site, live = find_site(sources, node.children[name]), node.children[name].live
         given: dict[str, ast.expr] = {}
         if isinstance(site.call, ast.Call):
@@ -197,7 +197,7 @@ def _holding(
     new_name: str,
     doc: str,
 ) -> TextEdit:
-    """The class of a module, with its own constructor, in which others stand for submodules."""
+    """The edit that inserts a subclass which constructs the new module, with these changes."""
     file, cause = engine.file, engine.cause
     files = OutputFiles(engine.tree, engine.sources)
     writer = ClassWriter(files.main.classes, files.main.imports)
@@ -225,12 +225,12 @@ def _holding(
 def _side_by_side(
     engine: Engine, group: Sequence[Match], name: str, sizes: Sequence[str] | None
 ) -> dict[ast.stmt, ReplaceStatement]:
-    """One call in the place of several calls on one operand.
+    """Replaces several calls on one operand by one.
 
     `q = self.q(x).view(...)  ->  q, k, v = self.qkv(x).chunk(3, dim=-1); q = q.view(...)`
 
-    The module of that name gives all results, one after another along the last axis; `sizes` are
-    the attributes that say how long each is, None where all are equally long.
+    The module `name` returns all results, concatenated along the last axis. `sizes` are attributes
+    with their lengths, or None if all are equal.
     """
     first = group[0]
     statements = [engine.file.statement_of(match.replaced.node) for match in group]
@@ -270,7 +270,7 @@ def _side_by_side(
 
 
 def _operand(engine: Engine, match: Match) -> str:
-    """What a call is given, as it stands there."""
+    """The text of a call's operand."""
     node = match.replaced.node
     given = values_given(node) if isinstance(node, ast.Call) else []
     if len(given) == 1:
@@ -281,7 +281,7 @@ def _operand(engine: Engine, match: Match) -> str:
 def _bound(
     function: ast.FunctionDef, statements: Sequence[ast.stmt], number: int, group: Sequence[Match]
 ) -> str:
-    """The local name for one of several results: that of its statement, or the submodule's."""
+    """The local name for one of several results: its target, or from the name of the submodule."""
     statement = statements[number]
     if isinstance(statement, ast.Assign) and statements.count(statement) == 1:
         target = statement.targets[0]

@@ -1,4 +1,4 @@
-"""Rules that have one linear layer take the place of several on one operand."""
+"""Rules that pack several linear layers with one operand into one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from slapo_rewrite.patterns.value_graph import Graph
 
 
 class Packing(Rule):
-    """A rule that packs: `packed` says which layers, and what the new one is called.
+    """A rule that packs layers: `packed` decides which, and names the new one.
 
-    The module gets a subclass of its own that holds the new layer, and a weight map. The old names
-    are gone then, so that `apply_all` takes no such rule: a schedule shards by these names.
+    The module gets a subclass with the new layer, and a weight map. The old names no longer exist,
+    so `apply_all` does not use such rules: schedules shard by these names.
     """
 
     alternatives: ClassVar[tuple[Alternative, ...]] = ()
 
     def packed(self, group: Sequence[Match], graph: Graph) -> str | None:
-        """What the layer is called that takes the place of some; None where the rule packs none.
+        """The name of the packed layer for a group of calls; None to leave them alone.
 
         The group has calls of linear layers of one module on one operand, in the order of the text.
         """
@@ -36,16 +36,16 @@ class Packing(Rule):
 
 @dataclass
 class Beside:
-    """What a rule packs."""
+    """The layers that a rule packs."""
 
-    # The calls, those of a module together, and what takes their place.
+    # The groups of calls to replace, each with the packed layer.
     groups: list[tuple[Packed, Sequence[Match]]] = field(default_factory=list)
-    # Calls that are left as they are, with the reason.
+    # Calls that are not replaced, with the reason.
     left: list[tuple[Match, str]] = field(default_factory=list)
 
 
 def beside(rule: Packing, nodes: Iterable[Node], sources: Sources) -> Beside:
-    """The layers of some modules that a rule packs."""
+    """Finds the layers of some modules that a rule packs."""
     found = Beside()
     for node in nodes:
         linear = {name for name, child in node.children.items() if is_linear(child.live)}
@@ -74,7 +74,7 @@ def _groups(
 
 
 def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None:
-    """Why these layers cannot be packed, in words."""
+    """The reason why these layers cannot be packed, if any."""
     if taken is not None:
         return f"`{taken}` takes the place of others in this module already"
     layers = [node.children[str(match.root.called)].live for match in group]
@@ -96,7 +96,7 @@ def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None
 
 
 def _between(graph: Graph, group: Sequence[Match]) -> str | None:
-    """What happens between the calls that the later ones would no longer see."""
+    """A change between the calls that the later ones would no longer see, in words."""
     first, last = group[0].root, group[-1].root
     operands = [value for match in group for value in match.values.values()]
     if graph.overwritten(operands, first.order, last.order) is not None:

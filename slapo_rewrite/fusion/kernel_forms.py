@@ -1,4 +1,4 @@
-"""The forms of a function that rules call: the kernel, and the same in PyTorch's operations."""
+"""The forms of a function that rules call: the Triton kernel, and PyTorch operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_KERNELS, IN_TORCH = "slapo_rewrite.runtime.kernels.", "slapo_rewrite.runtime.
 
 @functools.cache
 def in_torch(kernel: str) -> Callable[..., Any] | None:
-    """A kernel, by its dotted name, in PyTorch's operations; None of a helper function."""
+    """The PyTorch form of a kernel, by the kernel's dotted name; None for a helper function."""
     home, _, name = kernel.removeprefix(OF_KERNELS).rpartition(".")
     if not kernel.startswith(OF_KERNELS):
         return None
@@ -28,7 +28,7 @@ def in_torch(kernel: str) -> Callable[..., Any] | None:
 
 
 def kernel_function(kernel: str) -> Callable[..., Any]:
-    """The kernel's own function by its dotted name."""
+    """The kernel's function, by its dotted name."""
     home, _, name = kernel.rpartition(".")
     found: Callable[..., Any] = getattr(importlib.import_module(home), name)
     return found
@@ -36,7 +36,7 @@ def kernel_function(kernel: str) -> Callable[..., Any]:
 
 @functools.cache
 def names_with(kernel: str, backend: str) -> frozenset[str]:
-    """The names under which a function, and those that it calls, stand in a file of the output."""
+    """The names of a function and of those that it calls, in a file of the output."""
     found = kernel_function(kernel) if backend == TRITON else in_torch(kernel)
     return frozenset(_names(found))
 
@@ -48,6 +48,6 @@ def _names(function: Any) -> set[str]:
 
 
 def _has_both(function: types.FunctionType) -> bool:
-    """Whether a function is a kernel that has another form, or is that form."""
+    """Whether a function is a kernel with a PyTorch form, or such a form."""
     home = function.__module__.replace(IN_TORCH, OF_KERNELS)
     return in_torch(f"{home}.{function.__name__}") is not None

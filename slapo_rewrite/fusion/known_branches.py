@@ -1,7 +1,6 @@
-"""Matches on both sides of a branch whose way is known: its arms take in what is around it first.
+"""Matches across a branch with a known condition: statements around it sink into its arms first.
 
-What is known of the way says where that is worth it; what is written is right whichever way the
-branch goes.
+The known condition only says where this is worthwhile; the written code is right for both values.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class ConcreteArgs:
-    """Arguments of `forward` that are taken as constants while looking for a computation."""
+    """Arguments of `forward` that count as constants during the search."""
 
     values: Mapping[str, object]  # their values, by name
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
-        """What tells it from others."""
+        """A key for caching."""
         return tuple(sorted((name, repr(value)) for name, value in self.values.items()))
 
 
@@ -42,7 +41,7 @@ NOTHING = ConcreteArgs({})
 
 
 def given_for(values: Mapping[str, object] | None, nodes: Iterable[Node]) -> ConcreteArgs:
-    """The `concrete_args` of a line of the schedule, of the selected modules' `forward`."""
+    """The `concrete_args` of a schedule line; raises for names that no `forward` takes."""
     if values is None:
         return NOTHING
     known: dict[str, None] = {}
@@ -65,13 +64,13 @@ def find(
     sources: Sources,
     given: ConcreteArgs,
 ) -> Matches:
-    """Every place in some functions where a pattern stands, also around branches of a known way."""
+    """All matches of a pattern in some functions, also across branches with known conditions."""
     found = find_pattern(pattern, scopes)
     more: dict[str, list[Match]] = {}
     misses: dict[str, list[Miss]] = {}
     for scope in found.branched:
         if not (scope.graph.decided or _takes(scope, given)) or _owner(scope) is None:
-            continue  # no way is known, or it is no method
+            continue  # no condition is known, or it is no method
         node = nodes[scope.path]
         taken = {id(s) for m in found if m.path == scope.path for s in m.statements}
         for match in find_pattern(pattern, [_followed(scope, node, sources, given)]):
@@ -92,7 +91,7 @@ def find(
 
 
 def _takes(scope: Scope, given: ConcreteArgs) -> bool:
-    """Whether a function is a `forward` with one of the arguments."""
+    """Whether a function is a `forward` with one of the constant arguments."""
     function = scope.graph.function
     if not given.values or scope.function != "forward" or function is None:
         return False
@@ -100,7 +99,7 @@ def _takes(scope: Scope, given: ConcreteArgs) -> bool:
 
 
 def _followed(scope: Scope, node: Node, sources: Sources, given: ConcreteArgs) -> Scope:
-    """A method, but of a branch whose way is known nothing but that way."""
+    """The scope of a method with only the taken arm of each branch with a known condition."""
     values = given.values if _takes(scope, given) else {}
     key = (sources.fingerprints.of(node), scope.function, given.key if values else ())
     if key not in sources.followed:
@@ -112,7 +111,7 @@ def _followed(scope: Scope, node: Node, sources: Sources, given: ConcreteArgs) -
 
 
 def _owner(scope: Scope) -> str | None:
-    """The class of the method that a function is; None where it is none."""
+    """The class of a method; None for a plain function."""
     file, function = scope.graph.file, scope.graph.function
     return next((c for c in file.classes if function in file.methods(c)), None)
 
@@ -120,7 +119,7 @@ def _owner(scope: Scope) -> str | None:
 def _opened(
     match: Match, pattern: Pattern, scope: Scope, node: Node, sources: Sources, given: ConcreteArgs
 ) -> Match | Mismatch | None:
-    """A match around a branch with what its arms have to take in, or with what is in the way."""
+    """A match across a branch with the statements to sink, or the obstacle."""
     file, function = scope.graph.file, scope.graph.function
     assert function is not None
     stop: Mismatch | None = None
@@ -137,7 +136,7 @@ def _opened(
 
 
 def _is_found(way: Sunk, pattern: Pattern, scope: Scope, node: Node, sources: Sources) -> bool:
-    """Whether a pattern is found in more places once a branch has taken in what is around it."""
+    """Whether a pattern has more matches after statements sink into a branch."""
     file = way.file.edited(apply_edits(way.file.text, way.edits())[0])
     owner = _owner(scope)
     function = file.method(owner, scope.function) if owner is not None else None

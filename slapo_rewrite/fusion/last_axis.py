@@ -1,4 +1,4 @@
-"""How many features a match works on: the length of its operands' last axis, where it is known."""
+"""Finds the number of features of a match: the length of its operands' last axis."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.value_graph import Value
 
-# What gives as many features as its first argument has.
+# Operations that keep the number of features of their first argument.
 KEEPING = ("to", "contiguous", "dropout", "layer_norm", "rms_norm", "silu", "gelu", "relu")
-# What layers call the number of features that they give.
+# The attributes of layers with their number of output features.
 GIVEN_BY = ("out_features", "nf", "embedding_dim")
 
 
 def features_of(found: RuleMatch) -> int | None:
-    """The number of features of what a match works on; None where the text does not tell.
+    """The number of features of a match's operands; None if it is not known.
 
-    A weight or bias says it, else the layer that gives an operand, else the shape it is viewed in.
+    It comes from a weight or bias, else from the layer that computes an operand, else from a view.
     """
     if found.linear is not None:
         return _of_layer(found.attribute(found.linear))
@@ -30,7 +30,7 @@ def features_of(found: RuleMatch) -> int | None:
 
 
 def last_axis(value: Value, found: RuleMatch) -> int | None:
-    """The length of a value's last axis, as far as it can be followed back in its function."""
+    """The length of a value's last axis, traced back through its function; None if not known."""
     while True:
         given = [argument for _, argument in value.arguments]
         size = _of_layer(found.attribute(value.called)) if value.called is not None else None

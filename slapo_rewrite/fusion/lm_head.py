@@ -1,4 +1,4 @@
-"""The output layer behind a loss, and what its logits go through on the way."""
+"""Finds the output layer of a loss, and the operations between its logits and the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_rewrite.code.text import accessor
 from slapo_rewrite.fusion.rule import RuleMatch
 from slapo_rewrite.patterns.value_graph import Value, described
 
-# How rows are left out so that each prediction stands beside the next label, and the labels' part.
+# Index texts that shift logits by one position, and the matching ones of labels.
 SHIFTS = {
     "..., :-1, :": ("..., 1:", ":, 1:"),
     ":, :-1, :": ("..., 1:", ":, 1:"),
@@ -20,47 +20,47 @@ SHIFTS = {
 
 
 def is_linear(live: object) -> bool:
-    """Whether a module is torch's own linear layer, and of no class derived from that."""
+    """Whether a module is exactly torch's linear layer, not a subclass."""
     return (type(live).__module__, type(live).__name__) == ("torch.nn.modules.linear", "Linear")
 
 
 class Declined(Exception):
-    """Why a loss stays as it is, in words."""
+    """A loss is not replaced; the message says why."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The linear layer that logits come from."""
+    """The linear layer that computes logits."""
 
-    path: str  # the layer's, relative to the module of the match
-    hidden: Value  # what it is given
-    # The logits as the loss takes them, what they are made of, and so on down to what the function
-    # itself calls: the layer, or a module that calls it. The last comes first.
+    path: str  # the layer's path, relative to the module of the match
+    hidden: Value  # its input
+    # The values from the loss's logits back to the call in the function itself, which is that of
+    # the layer, or of a module that calls it.
     chain: tuple[Value, ...]
-    shift: str = ""  # which rows the loss takes, as an index: `..., :-1, :`; empty for all of them
-    softcap: Value | None = None  # what bounds the logits: `softcap * tanh(logits / softcap)`
-    # The modules that are called around the layer, from the outside in.
+    shift: str = ""  # the index of the positions that the loss uses: `..., :-1, :`; empty for all
+    softcap: Value | None = None  # the bound of the logits: `softcap * tanh(logits / softcap)`
+    # The modules around the layer that are called, from the outside in.
     around: tuple[str, ...] = ()
-    upcast: bool = False  # whether the loss takes them as float32
+    upcast: bool = False  # whether the loss takes the logits in float32
 
     def is_size(self, size: Value, found: RuleMatch) -> bool:
-        """Whether a number is how many classes it has, whatever the inputs."""
+        """Whether a value is always the layer's number of classes."""
         return _is_size(size, found.attribute(self.path).out_features, found, self.call)
 
     @property
     def call(self) -> Value:
-        """What the function itself calls."""
+        """The call in the function itself."""
         return self.chain[-1]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that are not called where no logits are made."""
+        """The modules that are not called if no logits are computed."""
         return (*self.around, self.path)
 
 
 @dataclass
 class _Way:
-    """What was met on the way back from a loss."""
+    """The findings while tracing back from a loss."""
 
     chain: list[Value] = field(default_factory=list)
     around: list[str] = field(default_factory=list)
@@ -71,9 +71,9 @@ class _Way:
 
 
 def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
-    """The head that a loss's logits come from.
+    """The head that computes a loss's logits; raises `Declined` if there is none.
 
-    `rows` says whether it takes rows of them: they must have been made so.
+    `rows` says whether the loss takes two-dimensional logits, so that they must be reshaped.
     """
     way = _Way()
     value = logits
@@ -97,7 +97,7 @@ def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
 
 
 def _before(value: Value, way: _Way) -> Value:
-    """What a value is made of, where that changes nothing that the kernel does not know."""
+    """The operand of a value, if the kernel supports the operation; raises `Declined` if not."""
     if value.inside is None:
         way.chain.append(value)
     given = dict(value.arguments)
@@ -138,7 +138,7 @@ def _index(value: Value) -> str:
 
 
 def _row_size(shape: Value) -> Value | int | None:
-    """How long rows are that a tensor is made into, where it is made into rows."""
+    """The length of rows in the shape of a reshape to two axes, else None."""
     if isinstance(shape.literal, tuple) and len(shape.literal) == 2:
         return shape.literal[1] if isinstance(shape.literal[1], int) else None
     if shape.operation == "tuple" and len(shape.arguments) == 2:
@@ -147,7 +147,7 @@ def _row_size(shape: Value) -> Value | int | None:
 
 
 def _is_size(size: Value | int, classes: int, found: RuleMatch, call: Value) -> bool:
-    """Whether a size is the number of classes, whatever the inputs."""
+    """Whether a size is always the number of classes."""
     if isinstance(size, int):
         return size == classes
     match size.operation:
@@ -163,7 +163,7 @@ def _is_size(size: Value | int, classes: int, found: RuleMatch, call: Value) -> 
 
 
 def _softcapped(value: Value) -> tuple[Value, Value, list[Value]] | None:
-    """What `bound * tanh(x / bound)` is of, the bound, and what is computed in between."""
+    """For `bound * tanh(x / bound)`: `x`, the bound, and the values in between; else None."""
     if value.operation == "choice":
         ways = dict(value.arguments)
         capped = _softcapped(ways["then"]) if ways["then"].operation == "mul" else None
@@ -192,14 +192,14 @@ def _alike(one: Value, other: Value) -> bool:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a loss takes as its labels."""
+    """The labels of a loss."""
 
-    value: Value  # the labels, before they are made one row and put on a device
-    shift: str = ""  # which of them it takes, as an index
+    value: Value  # the labels, before they are flattened and moved to a device
+    shift: str = ""  # the index of the positions that the loss uses
 
 
 def labels_of(value: Value) -> Labels:
-    """The labels behind what a loss takes: the kernel makes them rows by itself."""
+    """The labels before flattening, shifting and moving, which the kernel does itself."""
     shift = ""
     while True:
         given = [v for _, v in value.arguments]
@@ -218,7 +218,7 @@ def labels_of(value: Value) -> Labels:
 
 
 def _is_row(shape: Value) -> bool:
-    """Whether a shape is one size."""
+    """Whether a shape has one axis."""
     if isinstance(shape.literal, tuple):
         return len(shape.literal) == 1
     if shape.operation == "tuple":
@@ -227,23 +227,23 @@ def _is_row(shape: Value) -> bool:
 
 
 def depending(value: Value, on: Value) -> list[Value]:
-    """Those of a value, and of what it is computed from, that need another."""
+    """The values that `value` is computed from, itself included, that depend on another."""
     every = sorted(value.walk(), key=lambda v: v.order)
     found = {id(on)}
     before = 0
-    while len(found) > before:  # once, unless a loop carries something back
+    while len(found) > before:  # one pass, unless a loop carries values back
         before = len(found)
         found |= {id(v) for v in every if any(id(a) in found for _, a in v.arguments)}
     return [v for v in every if id(v) in found]
 
 
 def named(value: Value, held: Mapping[str, Value]) -> str | None:
-    """The first local name that holds a value."""
+    """The first local name of a value."""
     return next((n for n, v in held.items() if v is value and not n.startswith("self.")), None)
 
 
 def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
-    """A head's input as text; `Declined` if what is computed inside a module cannot be written."""
+    """The text of a head's input; raises `Declined` if it is computed inside another module."""
     if (name := named(value, held)) is not None:
         return name
     if value.called is None:
@@ -256,7 +256,7 @@ def written(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
 
 
 def _function(value: Value, held: Mapping[str, Value], file: SourceFile) -> str:
-    """What a value calls with one argument: a function that the file knows by name."""
+    """The text of the one-argument function that a value calls, if the file can name it."""
     match value.node:
         case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_], keywords=[]):
             name = next(n.id for n in ast.walk(function) if isinstance(n, ast.Name))
@@ -270,6 +270,6 @@ def _within(value: Value) -> Declined:
 
 
 def loss_of(found: RuleMatch) -> str:
-    """The dotted name of the function that a model of transformers computes its loss by."""
+    """The dotted name of a transformers model's loss function."""
     loss = found.attribute("loss_function")
     return f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', loss)}"

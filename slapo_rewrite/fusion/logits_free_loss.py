@@ -1,4 +1,4 @@
-"""Where in a function a loss forks off that is computed without its logits in training."""
+"""Finds the place in a function for a loss that training computes without logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slapo_rewrite.patterns.value_graph import Use, Value, described
 
 
 def fork_of(found: RuleMatch, head: Head, loss: Value, labels: Labels) -> Fork:
-    """Where the ways part; `Declined` where logits are needed, or statements not told apart."""
+    """The fork; raises `Declined` if logits are needed, or statements cannot be separated."""
     return _Forking(found, head, loss, labels).run()
 
 
@@ -72,7 +72,7 @@ class _Forking:
     def _making(
         self, block: list[ast.stmt], head: ast.stmt, holder: ast.stmt
     ) -> tuple[list[ast.stmt], str]:
-        """The statements from the head's on that make the logits, and the name that they give."""
+        """The statements, from the head's on, that compute the logits, and the logits' name."""
         if not _binds_one(head):
             raise Declined("the statement of the output layer does not just name the logits")
         chain, names = [v.node for v in self.head.chain], set(bound_in(head))
@@ -92,7 +92,7 @@ class _Forking:
     def _guard(
         self, holder: ast.stmt, loss: ast.stmt, head: ast.stmt
     ) -> tuple[ast.If, list[ast.stmt], str] | None:
-        """The `if` around the loss, the block in it, and the name that is not None there."""
+        """The `if` around the loss, its block with the loss, and the name tested for None."""
         if holder is loss:
             return None
         if isinstance(holder, ast.If):
@@ -103,7 +103,7 @@ class _Forking:
         raise Declined("the loss is not computed right below `if labels is not None:`")
 
     def _left_without(self, block: list[ast.stmt], making: ast.stmt, holder: ast.stmt) -> str:
-        """The name without which the function ends between logits and loss."""
+        """The name that, if it is None, makes the function return between logits and loss."""
         between = block[block.index(making) + 1 : block.index(holder)]
         for statement in between:
             match statement:
@@ -123,7 +123,7 @@ class _Forking:
     def _losing(
         self, body: list[ast.stmt], loss: ast.stmt, first: int, name: str
     ) -> list[ast.stmt]:
-        """The statements that do nothing but compute the loss, it being the last."""
+        """The statements that only compute the loss, the last one being the loss."""
         if not _gives(loss, self.loss.node):
             raise Declined("the statement computes more than the loss")
         last = body.index(loss)
@@ -133,7 +133,7 @@ class _Forking:
         return body[start : last + 1]
 
     def _serves(self, statement: ast.stmt, later: Sequence[ast.stmt], logits: str) -> bool:
-        """Whether a statement only names something that the loss alone reads."""
+        """Whether a statement only binds names that only the loss reads."""
         if not isinstance(statement, ast.Assign | ast.AnnAssign):
             return False
         needed, chain = ({id(v) for v in values} for values in (self.loss.walk(), self.head.chain))
@@ -151,7 +151,7 @@ class _Forking:
         return bool(bound) and not any(n.lineno > end and id(n) not in own for n in reads)
 
     def _check_ways(self, making: Sequence[ast.stmt], losing: Sequence[ast.stmt]) -> None:
-        """Nothing changes or ends between head and loss, and nothing else needs the logits."""
+        """Raises if something changes or leaves between head and loss, or is computed elsewhere."""
         first, last = self.head.call, self.loss
         if any(isinstance(node, ast.For | ast.While) for node, _ in first.regions):
             raise Declined("the logits are made in a loop")
@@ -172,7 +172,7 @@ class _Forking:
     # What else reads the logits -------------------------------------------------------------------
 
     def _read(self) -> list[str]:
-        """What else is given the logits: outputs by name or number, '' where it has none."""
+        """The outputs that return the logits, by name or index; '' if without either."""
         found: list[str] = []
         chain = {id(v) for v in self.head.chain}
         for value in self.tainted.values():
@@ -185,7 +185,7 @@ class _Forking:
         return found
 
     def _outputs(self, value: Value, use: Use) -> Iterator[str]:
-        """What a use of the logits makes of them, where None will do (else `Declined`)."""
+        """The outputs of one use of the logits; raises `Declined` unless None may replace them."""
         by = use.by
         if by is None and use.why == "returned":
             yield ""
@@ -212,13 +212,13 @@ class _Forking:
         raise Declined(f"the logits are needed for more than the loss, in line {line}")
 
     def _holds(self, node: ast.expr, value: Value) -> bool:
-        """Whether an expression is a name that holds a value."""
+        """Whether an expression is a name for a value."""
         return isinstance(node, ast.Name) and self.graph.loads.get(node) is value
 
     # Operands -------------------------------------------------------------------------------------
 
     def _hidden(self, place: ast.stmt) -> tuple[str, str]:
-        """The head's input as text, and what is to get that name first."""
+        """The text of the head's input, and an expression to bind to that name first, if any."""
         hidden, call = self.head.hidden, self.head.call
         assert call.statement is not None
         held = self.graph.names[place]
@@ -238,7 +238,7 @@ class _Forking:
         return free, self.graph.file.segment(given[0])
 
     def _named(self, losing: list[ast.stmt]) -> list[ast.stmt]:
-        """The statements without the first ones, where only those give the labels a name."""
+        """The statements without the first ones, if only these bind the labels to a name."""
         tainted = [value.site.statement for value in self.tainted.values()]
         for number, statement in enumerate(losing):
             if named(self.labels.value, self.graph.names[statement]) is not None:
@@ -248,7 +248,7 @@ class _Forking:
         return losing
 
     def _labels(self, place: ast.stmt) -> str:
-        """The labels as text."""
+        """The text of the labels."""
         name = named(self.labels.value, self.graph.names[place])
         if name is None:
             said = described(self.labels.value)
@@ -257,7 +257,7 @@ class _Forking:
 
 
 def _gives(statement: ast.stmt, call: ast.AST) -> bool:
-    """Whether a statement gives what a call gives: a name, or to the caller, others beside it."""
+    """Whether a statement binds or returns the result of a call, possibly with other values."""
     match statement:
         case ast.Assign(targets=[ast.Name()], value=value) | ast.Return(value=value) if (
             value is call
@@ -279,7 +279,7 @@ def _compared(test: ast.expr, how: type[ast.cmpop]) -> str:
 
 
 def _binds_one(statement: ast.stmt) -> bool:
-    """Whether a statement only binds one name, or decides whether to."""
+    """Whether a statement only binds one name, or is an `if` without `else`."""
     match statement:
         case ast.Assign(targets=[ast.Name()]) | ast.AugAssign(target=ast.Name()):
             return True
@@ -289,7 +289,7 @@ def _binds_one(statement: ast.stmt) -> bool:
 
 
 def _is_returned(use: Use) -> bool:
-    """Whether a tuple is only returned, put together with others perhaps."""
+    """Whether a use of a tuple only returns it, possibly joined with others."""
     if use.by is None:
         return use.why == "returned"
     if use.by.operation in ("add", "choice", "merge", "tuple"):
@@ -298,7 +298,7 @@ def _is_returned(use: Use) -> bool:
 
 
 def _is_output(operation: str) -> bool:
-    """Whether an operation makes an object that holds outputs."""
+    """Whether an operation constructs a data class or named tuple of outputs."""
     home, _, name = operation.removeprefix("call ").rpartition(".")
     cls = getattr(sys.modules.get(home), name, None)
     return isinstance(cls, type) and (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields"))

@@ -1,4 +1,4 @@
-"""A loss beside its logits: what is written where only one of them is computed in training."""
+"""Writes a function in which training computes only the loss, and no logits."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ IS_PLAIN = "slapo_rewrite.runtime.kernels.plain.is_plain"
 
 @dataclass(frozen=True)
 class Fork:
-    """The statements that make logits and those that make a loss of them.
+    """The statements that compute logits, and those that compute a loss from them.
 
-    In training nothing but the loss is computed, and the logits are None.
+    In training only the loss is computed, and the logits are None.
     """
 
     graph: Graph  # the function's values
-    head: Head  # where the logits come from
-    name: str  # what they are called
-    making: tuple[ast.stmt, ...]  # the statements that make them, neighbours in one block
-    given: str  # the name that is not None where the loss is computed; empty where it always is
-    # The `if` around the loss that stands in the same block; None where the loss does.
+    head: Head  # the layer that computes the logits
+    name: str  # the name of the logits
+    making: tuple[ast.stmt, ...]  # the consecutive statements that compute the logits
+    given: str  # the name that is not None if the loss is computed; empty if it always is
+    # The `if` around the loss in the same block; None if the loss is in that block itself.
     guard: ast.If | None
-    # The statements that make the loss, neighbours in one block; the last gives it.
+    # The consecutive statements that compute the loss, which the last one does.
     losing: tuple[ast.stmt, ...]
-    loss: ast.Call  # the call that computes it
-    hidden: str  # the head's input, as text where the fork is
-    # The same as an expression that gets the name `hidden` above the fork; empty where it has a
-    # name, or is computed for the loss alone.
+    loss: ast.Call  # the call that computes the loss
+    hidden: str  # the text of the head's input at the fork
+    # Its expression, to bind to the name `hidden` above the fork; empty if it has a name, or is
+    # computed for the loss only.
     named: str
-    labels: str  # the labels, likewise
-    absent: tuple[str, ...]  # the outputs that are None in training, by name or number
-    alone: bool  # whether nobody else reads the logits: they are not made at all then
+    labels: str  # the text of the labels at the fork
+    absent: tuple[str, ...]  # the outputs that are None in training, by name or index
+    alone: bool  # whether only the loss reads the logits: then they are never computed
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """The modules that are not called in training any more."""
+        """The modules that training no longer calls."""
         return self.head.modules
 
     def condition(self, is_plain: str) -> str:
-        """Where the loss is computed without logits.
+        """The condition under which the loss is computed without logits.
 
-        `is_plain` is how the function is written that looks for hooks and adapters.
+        `is_plain` is the text of the function that looks for hooks and adapters.
         """
         function = self.graph.function
         assert function is not None
@@ -61,21 +61,21 @@ class Fork:
         return f"{me}.training{given} and {is_plain}({layer})"
 
     def holds_as_well(self, name: ast.Name) -> bool:
-        """Whether a name in the loss's own call holds the same where the ways part."""
+        """Whether a name in the loss's call has the same value at the fork."""
         held = self.graph.names[self.place].get(name.id)
         return held is self.graph.names[self.losing[-1]].get(name.id)
 
     @property
     def place(self) -> ast.stmt:
-        """The statement above which the loss is computed without logits."""
+        """The statement above which the loss without logits is inserted."""
         if self.guard is not None and [*self.losing] in (self.guard.body, self.guard.orelse):
             return self.guard
         return self.losing[0]
 
     def edits(self, text: str, what: str, spell: Callable[[str], str]) -> Changes:
-        """What changes, by statement.
+        """The changes, by statement.
 
-        `text` is the call that takes the place of head and loss.
+        `text` is the call that replaces head and loss.
         """
         condition = "" if self.alone else self.condition(spell(IS_PLAIN))
         return _Writer(self, text, condition, what).changes()

@@ -1,4 +1,4 @@
-"""Looks for what is to be replaced in the modules of a tree."""
+"""Searches the modules of a tree for matches of rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNELS = Always()
 
 
 def pattern_for(wanted: object, sources: Sources) -> Pattern:
-    """The pattern that a function or a module class is (`BadArgument` for anything else)."""
+    """The pattern of a function or module class; raises `BadArgument` for anything else."""
     module = as_module(wanted)
     if module is not None:
         return pattern_of(module, facts_of_pattern(module, sources.main))
@@ -37,7 +37,7 @@ def pattern_for(wanted: object, sources: Sources) -> Pattern:
 
 
 def scopes_for(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
-    """The functions of some modules, those of modules that read alike once."""
+    """The functions of some modules; modules with the same code share their graphs."""
     known = sources.scopes
     found: list[Scope] = []
     for node in nodes:
@@ -50,13 +50,13 @@ def scopes_for(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
 
 @dataclass
 class Looked:
-    """What a rule found."""
+    """The results of searching for a rule."""
 
-    claims: list[Claim] = field(default_factory=list)  # matches that it takes
-    # Matches that it does not take, with the reason.
+    claims: list[Claim] = field(default_factory=list)  # matches that it replaces
+    # Matches that it does not replace, with the reason.
     left: list[Skipped] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)  # the nearest misses
-    # Operations of a pattern that a function does not carry out, the fewest.
+    # The smallest set of a pattern's operations that some function lacks.
     lacking: frozenset[str] = frozenset()
 
     @property
@@ -65,7 +65,7 @@ class Looked:
         return max(self.misses, key=lambda miss: miss.stop.matched, default=None)
 
     def able(self, scopes: Iterable[Scope], needs: frozenset[str]) -> list[Scope]:
-        """The functions that carry out all of some operations; notes what others lack."""
+        """The functions that have all of some operations; records what others lack."""
         found = []
         for scope in scopes:
             lacking = needs - scope.graph.operations
@@ -77,7 +77,7 @@ class Looked:
 
 
 def below(nodes: Iterable[Node]) -> list[Node]:
-    """Some modules and all that they hold, each once."""
+    """Some modules and all modules below them, each once."""
     return list({inner.path: inner for node in nodes for inner in node.walk()}.values())
 
 
@@ -88,7 +88,7 @@ def look(
     given: ConcreteArgs = NOTHING,
     backends: Backends = KERNELS,
 ) -> Looked:
-    """Where a rule may be applied, and what carries its function out there."""
+    """Finds where a rule can be applied, and with which backend."""
     looked = Looked()
     known: dict[int, list[tuple[Match, Alternative]]] = {}
     for node in nodes:
@@ -104,7 +104,7 @@ def look(
 def nearest_miss(
     rule: Rule, nodes: Sequence[Node], sources: Sources, given: ConcreteArgs = NOTHING
 ) -> Miss | None:
-    """What comes nearest to a rule that matches nothing, wherever that is."""
+    """The nearest miss of a rule without matches, in all functions."""
     scopes, by_path = _editable(nodes, sources), {node.path: node for node in nodes}
     found = [find(compiled(a), scopes, by_path, sources, given) for a in rule.alternatives]
     return Looked(misses=[miss for each in found for miss in each.misses]).nearest
@@ -117,7 +117,7 @@ def _editable(nodes: Iterable[Node], sources: Sources) -> list[Scope]:
 def _matches(
     rule: Rule, node: Node, sources: Sources, looked: Looked, given: ConcreteArgs
 ) -> Iterator[tuple[Match, Alternative]]:
-    """What the alternatives of a rule find in a module, each place once."""
+    """The matches of a rule's alternatives in a module, each place once."""
     scopes = _editable([node], sources)
     taken: set[int] = set()
     for alternative in (*rule.alternatives, *rule.calls) if scopes else ():
@@ -140,10 +140,10 @@ def _find(
     looked: Looked,
     given: ConcreteArgs,
 ) -> Matches:
-    """Looks for a pattern in those functions of a module that carry out all that it needs."""
+    """Searches for a pattern in the functions of a module that have all of its operations."""
     assert isinstance(alternative.pattern, types.FunctionType)
     able = looked.able(scopes, named_operations(alternative.pattern))
-    if not able:  # as nearly always: the pattern is not even read
+    if not able:  # the usual case: the pattern need not be parsed
         return Matches(())
     pattern = compiled(alternative)
     return find(pattern, looked.able(able, pattern.needs), {node.path: node}, sources, given)
@@ -176,7 +176,7 @@ def _take(rule: Rule, found: RuleMatch, looked: Looked, backends: Backends) -> N
 
 
 def _written_later(rule: Rule, found: RuleMatch) -> str | None:
-    """Why a kernel could not go back: it keeps what it is given, where the operations may not."""
+    """The reason why a kernel's backward would fail: an operand that it saves is changed later."""
     inside, root = {id(node.node) for node in found.match.nodes}, found.match.root.site
     later = [m for m in found.graph.mutations if m.order > root.order and id(m.node) not in inside]
     if rule.conditions is not BY_KERNEL:
@@ -184,7 +184,7 @@ def _written_later(rule: Rule, found: RuleMatch) -> str | None:
     for name, value in found.match.values.items():
         own = value.bases
         if value.operation != "parameter":
-            # A call may hand on what it is given: mostly it does not.
+            # A call may return its argument, but usually does not.
             own = frozenset(base for base in own if isinstance(base, tuple) and base[0] == "made")
         if any(m.target.bases & own for m in later):
             operand = found.operands.get(name, name)
@@ -193,14 +193,14 @@ def _written_later(rule: Rule, found: RuleMatch) -> str | None:
 
 
 def kernel_of(expression: Calling | Renamed | Template) -> str | None:
-    """The dotted name of the function that an expression calls and that has several forms."""
+    """The dotted name of the function with several backends that an expression calls, if any."""
     names = expression.names() if isinstance(expression, Template) else [expression.origin]
     return next((name for name in names if in_torch(name) is not None), None)
 
 
 @functools.cache
 def compiled(alternative: Alternative) -> Pattern:
-    """An alternative's pattern, read once."""
+    """An alternative's pattern, cached."""
     module = as_module(alternative.pattern)
     if module is not None:
         raise errors.BadPattern(

@@ -1,4 +1,4 @@
-"""Which modules run the text that a match stands in."""
+"""Finds the modules that run a method or function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 class Sharing:
-    """Answers, for each method and function of the model file, which modules run it."""
+    """Tells which modules run each method and function of the model file."""
 
     def __init__(self, tree: Tree, sources: Sources) -> None:
         self.tree, self.file = tree, sources.main
@@ -23,7 +23,7 @@ class Sharing:
         return [n for n in self.tree.nodes.values() if id(function) in self._run_by(n.cls)]
 
     def _run_by(self, cls: type) -> set[int]:
-        """What of the file a class's modules may run."""
+        """The functions of the file that modules of a class may run, by id."""
         if cls not in self._by_class:
             self._by_class[cls] = set(map(id, self._reached(cls)))
         return self._by_class[cls]
@@ -42,7 +42,7 @@ class Sharing:
             pending += [self.file.functions[n] for n in sorted(named & self.file.functions.keys())]
 
     def _methods(self, cls: type, name: str) -> Iterator[ast.FunctionDef]:
-        """The method of a name that runs, and those that it reaches by `super()`."""
+        """The method of a name that is called, and those that it reaches by `super()`."""
         mro = list(cls.__mro__)
         while mro:
             found = next((c for c in mro if name in vars(c)), None)
@@ -61,16 +61,16 @@ class Sharing:
         return list({id(function): function for function, _ in self._homes.values()}.values())
 
     def function_of(self, node: ast.AST) -> ast.FunctionDef:
-        """The method or function of the file that a node stands in, or that it is."""
+        """The method or function of the file that contains a node, or is the node."""
         return self._homes[id(node)][0]
 
     def owner_of(self, function: ast.FunctionDef) -> str | None:
-        """The class that a method stands in; None for a function of the file."""
+        """The class of a method; None for a plain function of the file."""
         return self._homes[id(function)][1]
 
     @functools.cached_property
     def _homes(self) -> dict[int, tuple[ast.FunctionDef, str | None]]:
-        """The function and the class of each node of the file that stands in a function."""
+        """The function and class of each node of the file inside a function."""
         of_classes = [(m, name) for name in self.file.classes for m in self.file.methods(name)]
         every = [*((function, None) for function in self.file.functions.values()), *of_classes]
         return {

@@ -1,4 +1,4 @@
-"""The rules that there are: each file of `rules/fusions` defines one."""
+"""The registry of rules: each file of `rules/fusions` defines one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = "slapo_rewrite.rules.fusions"
 
 @functools.cache
 def rules() -> dict[str, Rule]:
-    """Every rule by its name, those that `apply_all` tries first before the others."""
+    """All rules by name, in the order in which `apply_all` tries them."""
     folder = _package(PACKAGE, rules_folder())
     names = sorted(path.stem for path in folder.glob("*.py"))
     found = (rule for n in names if n != "__init__" for rule in _defined(f"{PACKAGE}.{n}"))
@@ -24,7 +24,7 @@ def rules() -> dict[str, Rule]:
 
 
 def _package(name: str, rules_folder: Path) -> Path:
-    """The folder of a package in `rules/`, which in a checkout lies beside ours, not inside."""
+    """The folder of a package in `rules/`, which in a checkout is beside our package."""
     above, _, last = name.rpartition(".")
     folder = _package(above, rules_folder) / last if above != "slapo_rewrite" else rules_folder
     if name not in sys.modules:

@@ -1,4 +1,4 @@
-"""Writes expressions in the places of matches: statements that are no more needed go."""
+"""Replaces matches by expressions, and removes statements that are no longer needed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from slapo_rewrite.patterns.value_graph import Graph
 
 @dataclass(frozen=True)
 class Writing:
-    """An expression in the place of a match."""
+    """The replacement of a match by an expression."""
 
-    replaced: Replaced  # what it takes the place of
+    replaced: Replaced  # the text to replace
     text: str  # the expression
-    what: str  # what it is, in a word
-    moved: bool = False  # whether what was there goes elsewhere, with its comments
+    what: str  # its name, in a word
+    moved: bool = False  # whether the old text is moved elsewhere, with its comments
 
 
 def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writing]:
-    """The same, where no name that one gives a result is given anew before that has been read."""
+    """The same with renamed results where one name would be rebound before it is read."""
     found: list[Writing] = []
     taken = set(names_in(function))
     taken |= {name for writing in writings for _, name in writing.replaced.reads}
@@ -52,14 +52,14 @@ def apart(writings: Sequence[Writing], function: ast.FunctionDef) -> list[Writin
 
 
 def _lines(replaced: Replaced) -> tuple[int, int]:
-    """From where results are given names to where these are read last."""
+    """The first line that binds results, and the last line that reads them."""
     nodes = [replaced.node, *(node for node, _ in replaced.reads)]
     numbers = [node.lineno for node in nodes if isinstance(node, (ast.expr, ast.stmt))]
     return min(numbers), max(numbers)
 
 
 def replacements(file: SourceFile, writings: Sequence[Writing]) -> dict[ast.stmt, ReplaceStatement]:
-    """What puts expressions in the places of matches, each in another, by statement."""
+    """The changes that replace matches by expressions, by statement."""
     edits: dict[ast.stmt, list[Edit]] = {}
     above: dict[ast.stmt, list[str]] = {}
     here: dict[ast.stmt, list[Writing]] = {}
@@ -102,10 +102,10 @@ def replacements(file: SourceFile, writings: Sequence[Writing]) -> dict[ast.stmt
 def idle_statements(
     graph: Graph, replaced: Collection[ast.AST], removed: Collection[ast.stmt], read: Set[str]
 ) -> list[ast.stmt]:
-    """Statements of a function that compute, without an effect, what nothing reads any more.
+    """Dead statements of a function: without side effects, and with results that nothing reads.
 
-    Other text takes the place of what is `replaced`, and reads the names `read`; the `removed`
-    statements go already.
+    The `replaced` nodes get other text, which reads the names `read`; the `removed` statements are
+    deleted already.
     """
     if graph.function is None:  # the modules of an `nn.Sequential`
         return []
@@ -136,7 +136,7 @@ def idle_statements(
 
 
 def _named(statement: ast.stmt) -> str | None:
-    """The one name that a statement binds, where it does nothing else."""
+    """The one name that a statement binds, if it does nothing else."""
     match statement:
         case (
             ast.Assign(targets=[ast.Name(name)])
@@ -149,7 +149,7 @@ def _named(statement: ast.stmt) -> str | None:
 
 
 def _is_idle(name: str, nodes: Collection[ast.AST], gone: Set[int]) -> bool:
-    """Whether a name was read, and is read by nothing but what goes."""
+    """Whether a name was read, and only by text that is removed."""
     named = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
     updated = {id(n.target) for n in nodes if isinstance(n, ast.AugAssign)}
     reads = [n for n in named if not isinstance(n.ctx, ast.Store) or id(n) in updated]
@@ -157,7 +157,7 @@ def _is_idle(name: str, nodes: Collection[ast.AST], gone: Set[int]) -> bool:
 
 
 def _is_pure(statement: ast.stmt, graph: Graph) -> bool:
-    """Whether nothing but the name that it gives comes of a statement."""
+    """Whether a statement has no effect but to bind a name."""
     made = [value for value in graph.values if value.statement is statement]
     return all(v.pure and not v.random and v.overwrites is None for v in made) and not any(
         isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))

@@ -1,4 +1,4 @@
-"""What a rule is: computations to look for, and what is written in their place."""
+"""Rules: computations to search for, and their replacements."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from slapo_rewrite.patterns.value_graph import Graph, Value
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way in which a computation may be written, and what takes its place."""
+    """One form of a computation, and its replacement."""
 
     pattern: Callable[..., Any]  # a function or module class, as for `find`
-    # A function of one `return`, whose expression is written with the operands that the pattern's
-    # parameters of the same names stand for; None where the rule writes a call by `expression`.
+    # A function of one `return`, whose expression is written with the operands of the pattern's
+    # parameters of the same names; None if the rule writes a call by `expression`.
     replacement: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """A match of a rule, and the live module that it is in."""
+    """A match of a rule, with its live module."""
 
     match: Match
-    node: Node  # the module whose function it stands in
-    alternative: Alternative  # the pattern that was found
+    node: Node  # the module whose function contains it
+    alternative: Alternative  # the alternative that matched
     sources: Sources  # the files
-    # The linear layer that is called in the match, by its name in the module.
+    # The name of a linear layer that was added to the match.
     linear: str | None = None
-    # The operand that was what this layer gives, and is now what it is given.
+    # The operand that was this layer's output, and is now its input.
     entered: str | None = None
 
     @property
     def operands(self) -> dict[str, str]:
-        """The text of each operand at the place of the result, and of modules of the match.
+        """The text of each operand at the place of the result, and of modules in the match.
 
-        What is linear, activates or drops is handed to kernels: where more is put on such a module
-        later, they call it.
+        Linear, activation and dropout modules are passed to kernels, which call them if they have
+        hooks or adapters later.
         """
         found = dict(self.match.operands)
         dropout = self._dropout() if "p" in found else None
@@ -61,14 +61,14 @@ class RuleMatch:
         return found | {name: accessor(path) for name, path in modules.items() if path is not None}
 
     def _dropout(self) -> str | None:
-        """The `nn.Dropout` whose share and flag the match reads."""
+        """The `nn.Dropout` whose `p` and training flag the match reads, if any."""
         path = str(self.value("p").path).removesuffix(".p")
         flag = self.value("training").path
         plain = qualified(type(self.attribute(path))) == "torch.nn.modules.dropout.Dropout"
         return path if plain and flag == f"{path}.training" else None
 
     def _activation(self) -> str | None:
-        """The module whose call is that of the function which the pattern calls, its activation."""
+        """The module whose call matched the pattern's activation function, if any."""
         judge = self.match.judge
         called = [v for v in judge.pattern.graph.values if v.inner is not None] if judge else []
         if judge is None or not called:
@@ -80,14 +80,14 @@ class RuleMatch:
         return path if path is not None and not self.attribute(path)._modules else None
 
     def value(self, name: str) -> Value:
-        """What stands for a parameter of the pattern."""
+        """The value of a parameter of the pattern."""
         return self.match.values[name]
 
     def live(self, name: str) -> Any:
-        """What a parameter of the pattern is on the live module.
+        """The object of a parameter of the pattern in the live module.
 
-        A number, a string, a parameter or buffer (on the meta device: dtype and shape are right);
-        None where it is computed.
+        It is a number, a string, a parameter or a buffer (on the meta device, with the right dtype
+        and shape). None for a computed value.
         """
         value = self.value(name)
         if value.operation == "constant":
@@ -95,26 +95,26 @@ class RuleMatch:
         return self.attribute(str(value.literal)) if value.operation == "attribute" else None
 
     def holds(self, name: ast.Name) -> bool:
-        """Whether a name that the match's function reads holds the same where the result stands."""
+        """Whether a name read in the match's function has the same value at the result's place."""
         judge = self.match.judge
         return judge is not None and judge.held.get(name.id) is self.graph.loads.get(name)
 
     def is_number(self, name: str) -> bool:
-        """Whether what stands for a parameter is a number, where a tensor might."""
+        """Whether the value of a parameter is a number, where it could be a tensor."""
         return name in self.match.values and self.value(name).number
 
     def attribute(self, path: str) -> Any:
-        """The live attribute at a path, `norm.weight`; None where there is none."""
+        """The live attribute at a path such as `norm.weight`; None if there is none."""
         found: Any = self.node.live
         for name in path.split("."):
             found = getattr(found, name, None)
         return found
 
     def with_linear(self, name: str) -> RuleMatch:
-        """The match with the linear layer in it whose output an operand is and nothing else.
+        """The match extended by a linear layer whose output is an operand, and only that.
 
-        A replacement may add the layer's bias by itself then (`Rule.after_linear`). The match as it
-        is where there is no such layer, or it cannot be called where the match's result stands.
+        The replacement can then add the layer's bias itself (`Rule.after_linear`). The match is
+        unchanged without such a layer, or if it cannot be called at the result's place.
         """
         value = self.value(name)
         match value.node:
@@ -129,12 +129,12 @@ class RuleMatch:
         if beyond_forward(layer.live) is not None:
             return self
         if any(other is value for key, other in self.match.values.items() if key != name):
-            return self  # the sum of it and itself, say: it would be computed twice
+            return self  # as in `x + x`: it would be computed twice
         wider = None if self._is_moved_past(called, value) else self.match.with_call(name)
         return replace(self, match=wider, linear=called, entered=name) if wider else self
 
     def _is_moved_past(self, layer: str, product: Value) -> bool:
-        """Whether something may change a layer, or gradients, between its call and the match."""
+        """Whether a layer, or gradient mode, may change between its call and the match."""
         root, graph = self.match.root, self.graph
         if product.regions != root.site.regions:
             return True
@@ -146,13 +146,13 @@ class RuleMatch:
 
     @property
     def graph(self) -> Graph:
-        """The values of the function that the match stands in."""
+        """The value graph of the match's function."""
         return graph_in(self.sources, self.node, self.match.function)
 
     def buffer(self, name: str) -> ast.expr | None:
-        """The expression that a buffer of the module is registered with, and that it stays.
+        """The expression that a buffer of the module is registered with, if it never changes.
 
-        None where that is not certain: it is registered twice, say, or written to elsewhere.
+        None if that is not certain: it is registered twice, for example, or written to elsewhere.
         """
         found = method_of(self.sources, type(self.node.live), "__init__")
         if found is None:
@@ -167,31 +167,31 @@ class RuleMatch:
 
 
 def graph_in(sources: Sources, node: Node, function: str) -> Graph:
-    """The values of a function of a module in which matches were looked for."""
+    """The value graph of a function of a module that was searched."""
     scopes = sources.scopes[sources.fingerprints.of(node)]
     graphs: dict[str, Graph] = {scope.function: scope.graph for scope in scopes}
     return graphs[function]
 
 
-# What answers otherwise of a tensor that lies otherwise in memory, or is refused of it.
+# Operations that depend on a tensor's memory layout, or raise for some layouts.
 LAYOUT = ("stride", "is_contiguous", "as_strided", "data_ptr", "view", "view_as")
 
 
 def layout_reader(value: Value, names: Collection[str] = LAYOUT) -> str | None:
-    """What reads a value and depends on how it lies in memory; None where nothing does."""
+    """An operation on a value that depends on its memory layout; None if there is none."""
     made = (use.by.operation for use in value.site.uses if use.by is not None)
     return next((name for name in made if name in names), None)
 
 
 def share_dropped(p: str, training: str) -> str:
-    """The text of the share that `F.dropout` drops with these arguments."""
+    """The text of the probability that `F.dropout` applies with these arguments."""
     if training in ("True", "False"):
         return p if training == "True" else "0.0"
     return f"{parenthesised(p)} if {parenthesised(training)} else 0.0"
 
 
 def _registered(node: ast.AST, name: str) -> ast.expr | None:
-    """What a call registers as a buffer of that name."""
+    """The expression that a call registers as the buffer of that name, if it does."""
     match node:
         case ast.Call(
             func=ast.Attribute(ast.Name("self"), "register_buffer"),
@@ -202,7 +202,7 @@ def _registered(node: ast.AST, name: str) -> ast.expr | None:
 
 
 def _writes(node: ast.AST, name: str) -> bool:
-    """Whether an attribute of that name, or elements of it, are given other values."""
+    """Whether a node assigns an attribute of that name, or changes it in place."""
     match node:
         case ast.Attribute(attr=attribute, ctx=ast.Store() | ast.Del()):
             return attribute == name
@@ -214,45 +214,45 @@ def _writes(node: ast.AST, name: str) -> bool:
 
 
 def _is_part(node: ast.expr, name: str) -> bool:
-    """Whether an expression is an attribute of that name, or made of one."""
+    """Whether an expression contains an attribute of that name."""
     return any(isinstance(n, ast.Attribute) and n.attr == name for n in ast.walk(node))
 
 
 class Rule:
-    """A computation that can be written better: one file of `rules/fusions`.
+    """A rule that replaces a computation: one file of `rules/fusions`.
 
-    A subclass says what is looked for and what is written instead (`alternatives`); where that
-    depends on more than the text, `refuses` looks at the live module, and `replacement` and
-    `operands` choose what is written.
+    A subclass has patterns with their replacements (`alternatives`). If these depend on more than
+    the code, `refuses` checks the live module, and `replacement` and `operands` choose what is
+    written.
     """
 
-    name: ClassVar[str]  # what `s.apply(...)` calls it
-    numerics: ClassVar[Numerics]  # how the numbers compare
-    conditions: ClassVar[Conditions]  # what holds besides an ordinary step
+    name: ClassVar[str]  # its name in `s.apply(...)`
+    numerics: ClassVar[Numerics]  # how the results compare with the original's
+    conditions: ClassVar[Conditions]  # what works besides an ordinary step
     bound: ClassVar[float] = 0.0  # of an approximation: the largest error, relative or absolute
-    # Why `apply_all` takes it; empty where it is only taken when asked for.
+    # Why `apply_all` uses it; empty if it is only used on request.
     pays: ClassVar[str] = ""
-    # Of several rules that claim one place, `apply_all` takes the one of the highest rank.
+    # If several rules claim one place, `apply_all` uses the one of the highest rank.
     rank: ClassVar[int] = 0
-    # What is looked for, the first that matches counts.
+    # The patterns in order; the first match counts.
     alternatives: ClassVar[tuple[Alternative, ...]]
-    # Calls that are looked for as well: their patterns are predicates, as for `find`.
+    # Further patterns that are predicates of calls, as for `find`.
     calls: ClassVar[tuple[Alternative, ...]] = ()
-    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # what `expression` writes calls of
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # functions that `expression` calls
     examples: ClassVar[tuple[Example, ...]] = ()  # shown and run as tests
     refusals: ClassVar[tuple[Refusal, ...]] = ()  # likewise
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Why a match is left alone, in words; None where the rule takes it."""
+        """Why the rule does not replace a match, in words; None if it does."""
         return None
 
     def replacement(self, found: RuleMatch) -> Callable[..., Any]:
-        """The function whose expression is written."""
+        """The function whose expression replaces the match."""
         assert found.alternative.replacement is not None, f"{self.name} has no `expression`"
         return found.alternative.replacement
 
     def expression(self, found: RuleMatch) -> Calling | Renamed | None:
-        """A call whose arguments depend on the match; None where `replacement` says it all."""
+        """A call whose arguments depend on the match; None to use `replacement`."""
         return None
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
@@ -260,23 +260,23 @@ class Rule:
         return found.operands
 
     def after_linear(self, found: RuleMatch) -> str | None:
-        """The operand that a linear layer may give whose bias the replacement adds.
+        """The operand that may be a linear layer's output, whose bias the replacement then adds.
 
-        Where one gives it, `found` has that layer in it from then on (`RuleMatch.with_linear`).
+        If it is, the match is extended by that layer (`RuleMatch.with_linear`).
         """
         return None
 
     def width(self, found: RuleMatch) -> int | None:
-        """How long the rows are that it works on, where `last_axis` does not see it by itself."""
+        """The length of the rows that it works on, if `last_axis` cannot find it."""
         return None
 
     def spread(self, found: RuleMatch) -> MultiSiteRewrite | None:
-        """How it is written where one place is not enough."""
+        """The replacement, if it changes more than one place."""
         return None
 
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
-        """What it takes of `runtime/kernels`, `gated.swiglu` say."""
+        """The functions of `runtime/kernels` that it uses, such as `gated.swiglu`."""
         written = [a.replacement for a in (*self.alternatives, *self.calls) if a.replacement]
         names = [name for function in written for name in template_of(function).names()]
         names += [name for function in self.functions if (name := dotted(function)) is not None]

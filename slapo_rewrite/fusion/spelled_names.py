@@ -1,4 +1,4 @@
-"""How the model file refers to a function or module by its dotted name."""
+"""Writes references to functions and modules, given by dotted names, in the model file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNTIME = "slapo_rewrite.runtime."
 
 
 class Spelling(Imports):
-    """Gives the text for dotted names, and collects what has to be imported for them."""
+    """Writes the text for dotted names, and collects the imports that they need."""
 
     def __init__(
         self, file: SourceFile, cause: Directive, earlier: Iterable[Reference] = ()
@@ -51,13 +51,13 @@ class Spelling(Imports):
         return self.outside(module, name, self.asking)
 
     def by(self, backend: str) -> Callable[[str], str]:
-        """The same, where a backend carries out what rules call."""
+        """The same for a backend of the functions that rules call."""
         return functools.partial(self, backend=backend)
 
     def _called(self, kernel: str, backend: str) -> str:
-        """A function that rules call: of `kernels`, or of the module that carries it out.
+        """The reference to a function that rules call: in `kernels`, or in the backend's module.
 
-        Where `kernels` has one of that name by another backend, it is of a file of its own.
+        If `kernels` has a function of that name by another backend, it goes to a separate file.
         """
         name = kernel.rpartition(".")[2]
         known = [*self.earlier, *self.references.values()]
@@ -74,7 +74,7 @@ class Spelling(Imports):
         return self.helper(module, name, self.asking, apart=apart, origin=kernel, backend=by)
 
     def _check_one(self, name: str, backend: str, known: Iterable[Reference]) -> None:
-        """A function is imported under its name, so that of a user's module is the only one."""
+        """Raises if a function of a user's module and another one would share a name."""
         for other in known:
             homes = {r for r in (other.module, backend) if r not in WRITTEN and r[0] != "."}
             is_named = other.origin.rpartition(".")[2] == name
