@@ -1,1 +1,1 @@
-"""Finds a computation in a model's `forward`: patterns, and what they match. Needs no torch."""
+"""Pattern matching: finds computations in a model's `forward`. Does not import torch."""

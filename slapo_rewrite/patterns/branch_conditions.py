@@ -1,4 +1,4 @@
-"""Which way a branch goes, as far as that is known before the model runs."""
+"""Evaluates conditions of branches that are known before the model runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OPERATORS = {name: operator for operator, name in COMPARE.items()}
 
 
 def decided(test: Value, facts: Facts, given: Mapping[str, object]) -> bool | None:
-    """Whether a condition holds; None where that depends on what is not known.
+    """The truth value of a condition; None if it depends on unknown values.
 
-    Attributes of the module that are constants count as known, the training flag does not.
+    Constant attributes of the module are known, the training flag is not.
     """
     worth = _worth(test, facts, given)
     known = isinstance(worth, Constant) and is_plain(worth.value)
@@ -48,7 +48,7 @@ def _worth(value: Value, facts: Facts, given: Mapping[str, object]) -> Worth:
             return UNKNOWN if way is None else Constant(not way)
         case "and" | "or" as name:
             ways = [decided(part, facts, given) for part in parts]
-            ends = name == "or"  # the value that settles it
+            ends = name == "or"  # the operand value that decides
             if ends in ways:
                 return Constant(ends)
             return UNKNOWN if None in ways else Constant(not ends)

@@ -1,8 +1,8 @@
-"""Operations by one canonical name: what they take, and every way in which they are spelled.
+"""Canonical names of operations, with their parameters and all spellings.
 
 `F.gelu(x)`, `torch.nn.functional.gelu(input=x)` and a call of an `nn.GELU()` are one operation,
-`gelu`, of `input` and `approximate`. An operation that is not listed is known by its name alone:
-`torch.foo(x, 1)` and `x.foo(1)` are the same then, but keywords are not matched with positions.
+`gelu`, with parameters `input` and `approximate`. Operations that are not listed only have a name:
+`torch.foo(x, 1)` and `x.foo(1)` are the same, but keywords are not matched with positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slapo_rewrite.code.arguments import Signature
 
 
 class Required:
-    """Stands for the default of a parameter that has none."""
+    """Marks a parameter without default."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,19 @@ class Operation:
     """One operation."""
 
     name: str  # its canonical name
-    # Its parameters and their defaults; the name of one that takes all further positional arguments
-    # begins with a star.
+    # Its parameters and their defaults; the name of a variadic parameter has a leading star.
     parameters: tuple[tuple[str, object], ...]
-    module: str = ""  # the class of `torch.nn` whose call it is
-    inputs: int = 1  # how many of the parameters such a call is given, from the first
-    # Parameters that are sizes and rates: a pattern that is a class matches any.
+    module: str = ""  # the class of `torch.nn` whose call is this operation
+    inputs: int = 1  # the number of first parameters that such a call takes
+    # Parameters that are sizes and rates: a class as pattern matches any of their values.
     free: frozenset[str] = frozenset()
-    tensors: frozenset[str] = frozenset()  # parameters that the module holds as its own
-    # Attributes by which such a module would do something else, and what they have to be.
+    tensors: frozenset[str] = frozenset()  # parameters that are tensors of the module
+    # Attributes of the module with the values that they must have for this operation.
     only: tuple[tuple[str, object], ...] = ()
-    commutes: bool = False  # whether the first two operands may change places
+    commutes: bool = False  # whether the first two operands commute
     draws: bool = False  # whether it draws random numbers
     view: bool = False  # whether the result may share memory with its first operand
-    number: bool = False  # whether the result is a number or a shape, never a tensor
+    number: bool = False  # whether the result is a number or shape, never a tensor
     positional: int = field(default=99)
 
     @property
@@ -49,7 +48,7 @@ class Operation:
 
 
 def parse(signature: str) -> tuple[tuple[tuple[str, object], ...], int]:
-    """Parameters with their defaults, and how many of them may be given by position."""
+    """Parameters with their defaults, and how many of them may be passed by position."""
     function = ast.parse(f"def f({signature}): pass").body[0]
     assert isinstance(function, ast.FunctionDef)
     takes = Signature.of(function)
@@ -95,11 +94,11 @@ def _listed(line: str) -> Iterator[Operation]:
 
 @functools.cache
 def by_module() -> dict[str, Operation]:
-    """The operations that modules of `torch.nn` carry out, by the module's class."""
+    """The operations of `torch.nn` modules, by class."""
     return {f"torch.nn.{o.module}": o for o in operations().values() if o.module}
 
 
-# Names with what they take, the modules of `torch.nn` that are them, and what else there is to say.
+# Names with their parameters, the modules of `torch.nn` that compute them, and further properties.
 _LISTED = """
 relu relu6 silu mish selu hardswish hardsigmoid(input, inplace=False): \
 as ReLU ReLU6 SiLU Mish SELU Hardswish Hardsigmoid
@@ -177,7 +176,7 @@ _ONLY = {
     **{f"Conv{n}d": (("padding_mode", "zeros"),) for n in (1, 2, 3)},
 }
 
-# Other names of listed operations, as functions of torch or methods.
+# Aliases of listed operations, as torch functions or methods.
 SYNONYMS = {
     **{"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div"},
     **{"negative": "neg", "swapaxes": "transpose", "swapdims": "transpose"},
@@ -185,7 +184,7 @@ SYNONYMS = {
     **{"special_erf": "erf", "special_expit": "sigmoid", "not_equal": "ne", "arccos": "acos"},
     **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
 }
-# Where a spelling takes its arguments in another order or by other names.
+# Spellings that take their arguments in another order or by other names.
 SIGNATURES = {
     "torch.nn.functional.softmax": "input, dim=None, _stacklevel=3, dtype=None",
     "torch.nn.functional.log_softmax": "input, dim=None, _stacklevel=3, dtype=None",
@@ -193,7 +192,7 @@ SIGNATURES = {
     "torch.layer_norm": "input, normalized_shape, weight=None, bias=None, eps=1e-05, "
     "cudnn_enable=True",
 }
-# Parameters of torch under a name that is not the listed one.
+# Parameter names in torch that differ from the listed ones.
 PARAMETERS = {
     ("add", "x"): "input", ("dropout", "train"): "training", ("pow", "exponent"): "other",
     ("reshape", "size"): "shape", ("view", "size"): "shape", ("expand", "size"): "sizes",
@@ -202,7 +201,7 @@ PARAMETERS = {
     **{(name, "self"): "input" for name in ("add", "mul", "matmul")},
     **{(name, "axis"): "dim" for name in ("mean", "sum", "softmax", "cat", "unsqueeze")},
 }  # fmt: skip
-# Methods that only choose a type: `x.float()` is `x.to(torch.float32)`.
+# Methods that cast: `x.float()` is `x.to(torch.float32)`.
 CASTS = {
     **{"float": "float32", "half": "float16", "double": "float64", "bfloat16": "bfloat16"},
     **{"long": "int64", "int": "int32", "bool": "bool"},
@@ -221,7 +220,7 @@ COMPARE: dict[type[ast.cmpop], str] = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
 }  # fmt: skip
-# A comparison with its operands exchanged.
+# Comparisons that are replaced by another one with swapped operands.
 MIRRORED = {"gt": "lt", "ge": "le"}
 
 _RANDOM = (
@@ -231,13 +230,13 @@ _RANDOM = (
 
 
 def draws_by_name(name: str) -> bool:
-    """Whether a function or method of this name draws random numbers, as far as names tell."""
+    """Whether a function or method draws random numbers, judging by its name."""
     last = name.rpartition(".")[2]
     return any(part in last for part in _RANDOM) or last == "normal"
 
 
 def draws(function: ast.AST, others: Mapping[str, ast.FunctionDef], depth: int = 3) -> bool:
-    """Whether a function calls something that draws random numbers, as far as names tell."""
+    """Whether a function calls something that draws random numbers, judging by names."""
     names = _called(function)
     return any(map(draws_by_name, names)) or (
         depth > 0 and any(draws(others[n], others, depth - 1) for n in names if n in others)

@@ -1,4 +1,4 @@
-"""Whether statements around a branch may stand in its arms, where they do the same."""
+"""Decides whether statements around a branch can move into its arms without changing results."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from slapo_rewrite.code.sinking import Sunk, is_alone
 from slapo_rewrite.code.text import within
 
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
-# How many statements that are no part of the match may go along with it.
+# The greatest number of statements outside of the match that may move as well.
 _OTHERS = 2
 
 
 def drawn(
     file: SourceFile, function: ast.FunctionDef, branch: ast.If, wanted: Iterable[ast.stmt]
 ) -> Sunk | str | None:
-    """The statements that have to stand in the arms of a branch, for some to stand in one.
+    """The statements to move into the arms of a branch, so that the wanted ones are together.
 
-    In words why that would change what is computed, or be hard to read, where it would; None where
-    the branch does not lie between them.
+    Words if that would change results or be hard to read; None if the branch does not separate the
+    wanted statements.
     """
     block = next(b for b in every_block(function) if branch in b)
     wanted = list(wanted)
@@ -50,7 +50,7 @@ def drawn(
 
 
 def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
-    """What to write where a branch goes one way only, as an argument of the function says."""
+    """The hint for a branch whose condition reads arguments of the function."""
     if not isinstance(node, ast.If) or function is None:
         return None
     arguments = {*parameters(function)} - {"self"}
@@ -61,7 +61,7 @@ def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
 
 
 def _is_plain(file: SourceFile, branch: ast.If) -> bool:
-    """Whether both arms stand on lines of their own, below `if` and `else`."""
+    """Whether both arms are on lines of their own, below `if` and `else`."""
     if not file.segment(branch).startswith("if") or branch.body[0].lineno == branch.lineno:
         return False
     if not branch.orelse:
@@ -76,7 +76,7 @@ def _is_plain(file: SourceFile, branch: ast.If) -> bool:
 
 
 def _lost(file: SourceFile, test: ast.expr, before: Sequence[ast.stmt]) -> str | None:
-    """What a condition reads that may be something else above some statements."""
+    """Something that a condition reads and that may differ above some statements."""
     bound = {n.id for s in before for n in ast.walk(s) if _is_store(n) and isinstance(n, ast.Name)}
     for node in ast.walk(test) if before else ():
         match node:
@@ -90,7 +90,7 @@ def _lost(file: SourceFile, test: ast.expr, before: Sequence[ast.stmt]) -> str |
 
 
 def _is_stored(file: SourceFile, name: str) -> bool:
-    """Whether an attribute of this name gets other values than those of a constructor."""
+    """Whether an attribute of this name is assigned outside of constructors."""
     made = {
         id(node)
         for cls in file.classes

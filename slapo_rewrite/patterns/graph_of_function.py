@@ -1,8 +1,8 @@
-"""Follows the statements of a function, and gives the graph of its values.
+"""Builds the value graph of a function by abstract interpretation of its statements.
 
-Branches are all followed, and a name that they leave with different values is a `choice` between
-them; a loop is followed once, and what it carries from turn to turn is opaque. Every spelling of an
-operation gives the same value, and calls are looked through.
+All branches are followed; a name with different values after them becomes a `choice` between these.
+A loop's body is followed once, and values carried from one iteration to the next are opaque. All
+spellings of an operation give the same value, and the bodies of called functions can be entered.
 """
 
 from __future__ import annotations
@@ -75,41 +75,41 @@ from slapo_rewrite.patterns.value_graph import (
 Scope = dict[str, Value]
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CONSTANTS = {"math.pi": 3.141592653589793, "math.e": 2.718281828459045}
-# Where rules are, whose functions their patterns may share.
+# The package of rules, whose patterns may call functions of their modules.
 RULES = "slapo_rewrite.rules."
-# Functions that compute from numbers, or look at a value without keeping it.
+# Built-in functions that compute numbers, or inspect a value without keeping it.
 _PLAIN = {"len", "int", "float", "bool", "str", "isinstance", "hasattr", "range", "min", "max"}
 _PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "getattr"}
 MAX_DEPTH = 4
-# Arguments as they stand in a call: keyword, '' for a position, and value.
+# The arguments of a call in order: keyword ('' for a positional one) and value.
 Given = Sequence[tuple[str, Value]]
 _FOLDED: dict[str, Callable[..., float]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "pow", "neg")},
     **{"div": operator.truediv, "math.sqrt": math.sqrt},
 }
-# Values that are one of their arguments, or hold them.
+# Operations whose result is, or contains, one of their arguments.
 _HOLDERS = {"choice", "merge", "loop", "tuple", "item", "member", "element"}
 _SHAPES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad"}
-# The bases of what shares memory with nothing.
+# The bases of a value that shares memory with nothing.
 FREE: frozenset[object] = frozenset([("free",)])
 
 
 @dataclass(frozen=True)
 class Callee:
-    """What a call calls; one of these."""
+    """The callee of a call: one of these kinds."""
 
     function: str = ""  # the dotted name of a function
-    options: tuple[tuple[str, object], ...] = ()  # arguments that it already has
-    method: str = ""  # the name of a method of `on`, or of the module at `path` where `on` is None
-    on: Value | None = None  # the value whose method it is
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments that are bound already
+    method: str = ""  # the name of a method of `on`, or of the module at `path` if `on` is None
+    on: Value | None = None  # the object of the method
     path: str = ""  # the path of a submodule
-    module: Submodule | None = None  # that submodule, or a class whose new instance is called
+    module: Submodule | None = None  # the submodule
     value: Value | None = None  # anything else
 
 
 @dataclass(frozen=True, eq=False)
 class Called:
-    """A function of a source file that a call reaches."""
+    """A function of a source file that is called."""
 
     value: Value  # the call
     file: SourceFile  # the file of the function
@@ -128,13 +128,12 @@ def graph_of(
     pattern: bool = False,
     given: Mapping[str, object] | None = None,
 ) -> Graph:
-    """The values of a function.
+    """The value graph of a function.
 
-    The first parameter of a `method` is the module whose facts these are. `resolve` says what names
-    mean that it does not bind; without it they mean what they do at the file's module level. In a
-    `pattern` the module's own parameters stand for any. Arguments in `given` are taken as
-    constants; where it is not None, of a branch whose way is known only that way is followed, as if
-    the branch were not there.
+    The first parameter of a `method` is the module that `facts` describe. `resolve` resolves names
+    that the function does not bind; by default, at the file's module level. In a `pattern`, the
+    module's parameters are wildcards. Arguments in `given` count as constants; if it is not None,
+    only the taken arm of a branch with a known condition is followed, as if there were no branch.
     """
     graph = Graph(file, function)
     flow = Flow(graph, facts, resolve or names_of(file), pattern=pattern)
@@ -145,7 +144,7 @@ def graph_of(
 
 
 def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule) -> Graph:
-    """The values of an `nn.Sequential`, whose `forward` is torch's own."""
+    """The value graph of an `nn.Sequential`, whose `forward` is torch's own."""
     graph = Graph(file, None)
     flow = Flow(graph, facts, names_of(file))
     value = flow.chain("", module, flow.leaf("parameter", "input", node), node)
@@ -155,19 +154,19 @@ def chain_graph(file: SourceFile, node: ast.AST, facts: Facts, module: Submodule
 
 
 class Flow:
-    """Follows one function: makes its values, and keeps account of what reads and overwrites them.
+    """Interprets one function: creates its values, and records their uses and mutations.
 
     Attributes:
-        graph: What is made.
-        file: The file that the function stands in.
-        facts: Of the module whose method it is.
-        resolve: What the names mean that the function does not bind.
-        scope: What local names hold; assigned attributes stand in it as `self.path`.
-        through: The call through which another function is looked at; None for the function itself.
+        graph: The graph that is built.
+        file: The function's file.
+        facts: The facts about the module whose method it is.
+        resolve: Resolves names that the function does not bind.
+        scope: The values of local names; assigned attributes are in it as `self.path`.
+        through: The call whose callee's body is interpreted; None for the function itself.
         captured: Local names that inner functions read.
-        bindings: Every binding of a name so far.
-        exits: What names held where the loops around were left early.
-        stores: Whether an attribute of the module is given a value.
+        bindings: All bindings of names so far.
+        exits: For each enclosing loop, the scopes at its early exits.
+        stores: Whether an attribute of the module is assigned.
     """
 
     given: Mapping[str, object] | None = None  # as for `graph_of`
@@ -196,7 +195,7 @@ class Flow:
         self._count = 0
 
     def take_parameters(self, function: ast.FunctionDef, method: bool) -> None:
-        """Makes the function's parameters values."""
+        """Binds the function's parameters to values."""
         names = all_arguments(function)
         if method and first_parameter(function):
             self.scope[names.pop(0).arg] = self.leaf("self", "", function)
@@ -204,14 +203,14 @@ class Flow:
             self.scope[argument.arg] = self.leaf("parameter", argument.arg, argument)
 
     def run(self, function: ast.FunctionDef) -> None:
-        """Follows the statements of a function."""
+        """Interprets the statements of a function."""
         self.captured = captured(function)
         self._block(function.body)
 
     # Statements -----------------------------------------------------------------------------------
 
     def _block(self, body: Iterable[ast.stmt]) -> bool:
-        """Follows statements; whether what stands after them is reached."""
+        """Interprets statements; returns whether the statement after them is reached."""
         for statement in body:
             outer = self.statement
             if self.through is None:
@@ -270,7 +269,7 @@ class Flow:
                 for target in targets:
                     if isinstance(target, ast.Name):
                         self.read(self._name(target), target, "deleted")
-                        # What the name meant cannot be read by it further on.
+                        # Its value cannot be read by this name further on.
                         self.hold(target.id, self.opaque(target))
                         self.scope.pop(target.id)
                     elif isinstance(target, ast.Subscript):
@@ -278,7 +277,7 @@ class Flow:
         return True
 
     def leave(self, statement: ast.stmt) -> None:
-        """Notes that a statement leaves the function, or a turn of a loop."""
+        """Records that a statement leaves the function, or an iteration of a loop."""
         self.graph.exits.append(Exit(statement, self.next()))
 
     def _read_all(self, statement: ast.stmt, why: str) -> None:
@@ -339,7 +338,7 @@ class Flow:
         self._bind(target, value, statement)
 
     def _effect(self, expr: ast.expr) -> None:
-        """A call that stands as a statement: what it is a method of may change."""
+        """Interprets an expression statement: a call may change its arguments or object."""
         if isinstance(expr, ast.Constant):
             return
         value = self.expr(expr)
@@ -367,7 +366,7 @@ class Flow:
     # Branches -----------------------------------------------------------------------------------
 
     def _arm(self, node: ast.AST, arm: str, body: list[ast.stmt], before: Scope) -> Scope | None:
-        """Follows one way of a branch; what names hold after it, None where it leaves."""
+        """Interprets one arm of a branch; returns the scope after it, or None if it leaves."""
         self.scope = dict(before)
         with self.region(node, arm):
             return self.scope if self._block(body) else None
@@ -391,7 +390,7 @@ class Flow:
         return True
 
     def _join(self, node: ast.AST, scopes: list[Scope], test: Value | None = None) -> None:
-        """What names hold where several ways meet."""
+        """Merges the scopes of several paths."""
         joined_scope: Scope = {}
         for name in dict.fromkeys(name for scope in scopes for name in scope):
             values = [scope[name] for scope in scopes if name in scope]
@@ -407,7 +406,7 @@ class Flow:
     def _lazy(
         self, operation: str, arguments: list[tuple[str, Value]], node: ast.AST, name: str
     ) -> Value:
-        """A merge of values, which reads them only when it is read itself."""
+        """A merge of values, which uses them only when it is used itself."""
         value = self.make(operation, arguments, node, lazy=True, pure=operation == "choice")
         value.number = all(v.number for key, v in arguments if key != "test")
         self.bindings.append((name, value))
@@ -435,7 +434,7 @@ class Flow:
         ends = [*self.exits.pop(), *([self.scope] if fell else [])]
         for name, head in heads.items():
             for end in ends:
-                # Read in the next turn, unless nothing reads it there.
+                # A carried value that the next iteration reads counts as used.
                 if not head.lazy and end.get(name, head) is not head:
                     self.read(end[name], statement, "read in the next turn")
         self._join(statement, [before, *ends])
@@ -494,7 +493,7 @@ class Flow:
     # Expressions, in the order in which Python evaluates them ------------------------------------
 
     def hold(self, name: str, value: Value, walrus: ast.NamedExpr | None = None) -> None:
-        """Binds a local name, or an attribute as `self.path`."""
+        """Binds a local name, or an attribute by the name `self.path`."""
         self.scope[name] = value
         self.bindings.append((name, value))
         self.stores = self.stores or name.startswith("self.")
@@ -505,7 +504,7 @@ class Flow:
 
     @contextmanager
     def region(self, node: ast.AST, arm: str) -> Iterator[None]:
-        """A body of a branch, a loop or a block."""
+        """Enters a body of a branch, loop or block."""
         outer = self.regions
         self.regions = (*outer, (node, arm))
         try:
@@ -514,7 +513,7 @@ class Flow:
             self.regions = outer
 
     def expr(self, node: ast.expr) -> Value:
-        """What an expression gives."""
+        """The value of an expression."""
         match node:
             case ast.Constant(value=literal):
                 return self.constant(literal, node)
@@ -597,7 +596,7 @@ class Flow:
         return self.make("item", arguments, node, number=base.number)
 
     def binary(self, name: str, left: Value, right: Value, node: ast.AST) -> Value:
-        """What an operator gives."""
+        """The value of an operator."""
         value = self.named_operation(f"operator.{name}", [("", left), ("", right)], node)
         assert value is not None, name
         return value
@@ -632,7 +631,7 @@ class Flow:
         return self.make(name, counted(values), node, number=all(v.number for v in values))
 
     def opaque(self, node: ast.AST) -> Value:
-        """What is not looked into: a comprehension, a lambda, an inner function or class."""
+        """The value of something opaque: a comprehension, a lambda, an inner function or class."""
         values = [self.scope[name] for name in names_in(node) if name in self.scope]
         random = any(isinstance(n, ast.Call) for n in ast.walk(node))
         value = self.make("opaque", counted(values), node, random=random, pure=False)
@@ -643,7 +642,7 @@ class Flow:
     # What is called ---------------------------------------------------------------------------
 
     def call(self, node: ast.Call) -> Value:
-        """What a call gives."""
+        """The value of a call."""
         callee = self._callee(node.func)
         given = [("*" if isinstance(a, ast.Starred) else "", self.expr(a)) for a in node.args]
         given += [(k.arg or "**", self.expr(k.value)) for k in node.keywords]
@@ -670,7 +669,7 @@ class Flow:
         return Callee(method=func.attr, on=on)
 
     def callee_of(self, value: Value) -> Callee:
-        """What is called where a value is."""
+        """The callee if a value is called."""
         if value.operation == "name":
             return Callee(function=str(value.literal))
         if value.operation == "attribute":
@@ -678,7 +677,7 @@ class Flow:
         return Callee(value=value)
 
     def _held(self, path: str) -> Callee | None:
-        """The submodule or function that an attribute holds."""
+        """The submodule or function in an attribute, as a callee."""
         match self.facts.look(path):
             case Submodule() as module:
                 return Callee(path=path, module=module)
@@ -689,7 +688,7 @@ class Flow:
         return None
 
     def load_attribute(self, path: str, node: ast.AST) -> Value:
-        """What an attribute of the module holds."""
+        """The value of an attribute of the module."""
         if f"self.{path}" in self.scope:
             return self.scope[f"self.{path}"]
         if path.rpartition(".")[2] == "training":
@@ -699,12 +698,12 @@ class Flow:
             return self.constant(fact.value, node)
         if isinstance(fact, Property):
             return self.make("property", [], node, literal=path, pure=False)
-        if isinstance(fact, Submodule | Function):  # it is to be called, in a pattern as well
+        if isinstance(fact, Submodule | Function):  # something to call, also in a pattern
             return self.leaf("attribute", path, node)
         return self.attribute(path, node, isinstance(fact, Constant))
 
     def called(self, callee: Callee, given: Given, node: ast.AST) -> Value:
-        """What a call of this gives."""
+        """The value of a call of this callee."""
         given = [*given, *((n, self.constant(v, node)) for n, v in callee.options)]
         if callee.module is not None:
             return self._module(callee.path, callee.module, given, node)
@@ -766,7 +765,7 @@ class Flow:
         return value
 
     def _defining(self, home: str) -> SourceFile | None:
-        """The file of a module whose functions are looked through: for patterns, rules' as well."""
+        """The file whose functions are entered: this file, and in patterns also files of rules."""
         if home == self.file.name:
             return self.file
         return imported_file(home) if self.pattern and home.startswith(RULES) else None
@@ -786,7 +785,7 @@ class Flow:
         overwrites: Value | None = None,
         pure: bool = False,
     ) -> Value:
-        """An operation that is known by its name alone; as a method, whose it is is not known."""
+        """The value of an operation that is not listed, known by its name only."""
         random = draws_by_name(name)
         value = self.make(
             name,
@@ -802,7 +801,7 @@ class Flow:
         return value
 
     def _written(self, value: Value, given: Given, node: ast.AST) -> None:
-        """Notes what a call writes into: its `out`, or its first operand if told `inplace`."""
+        """Records what a call writes into: its `out`, or its first operand if `inplace`."""
         for name, argument in given:
             if name == "out":
                 self.overwrite(argument, node)
@@ -860,19 +859,19 @@ class Flow:
         return value
 
     def _inputs(self, known: Operation, given: Given, node: ast.AST) -> dict[str, Value] | None:
-        """What a call of a module of `torch.nn` is given; None where that is not what it takes."""
+        """The inputs of a call of a `torch.nn` module by name; None if they do not fit."""
         taken = Operation(known.name, known.parameters[: known.inputs])
         return self.bound(taken, given, node)
 
     def _is(self, path: str, name: str, value: object) -> bool:
-        """Whether an attribute of a module, where it has it, has a certain value."""
+        """Whether an attribute of a module has a certain value, or does not exist."""
         fact = self.facts.look(f"{path}.{name}")
         return fact is None or (isinstance(fact, Constant) and equal(fact.value, value))
 
     def _option(
         self, path: str, known: Operation, name: str, default: object, node: ast.AST
     ) -> Value:
-        """What a module of `torch.nn` gives for a parameter of its operation."""
+        """The value that a `torch.nn` module passes for a parameter of its operation."""
         if name == "training":
             return self.leaf("training", None, node, number=True, path=f"{path}.training")
         fact = self.facts.look(f"{path}.{name}")
@@ -887,7 +886,7 @@ class Flow:
         return self.leaf("constant", fact.value, node, number=True, path=f"{path}.{name}")
 
     def chain(self, path: str, module: Submodule, value: Value, node: ast.AST) -> Value:
-        """The modules of a `Sequential`, called one after the other."""
+        """The value of a `Sequential`: its modules called in order."""
         for name in module.children:
             inner = joined_path(path, name)
             fact = self.facts.look(inner)
@@ -897,7 +896,7 @@ class Flow:
         return value
 
     def _instance(self, new: Value, given: Given, node: ast.AST) -> Value:
-        """`nn.GELU()(x)`: a module that is made only to be called, as it is made."""
+        """The value of `nn.GELU()(x)`: a call of a module that was just constructed."""
         known = by_module()[new.operation.removeprefix("new ")]
         options = [p for p in known.parameters[known.inputs :] if p[0] != "training"]
         maker = Operation(known.name, tuple(options))
@@ -916,7 +915,7 @@ class Flow:
     # What the called function returns, and what it does besides ----------------------------------
 
     def _inner(self, value: Value, file: SourceFile) -> Flow:
-        """A builder for what is reached through a call; nothing in it counts as a use."""
+        """An interpreter for the body of a call; nothing in it counts as a use."""
         return Flow(
             Graph(file, None),
             self.facts,
@@ -927,13 +926,13 @@ class Flow:
         )
 
     def look_into(self, called: Called, effects: bool = True) -> None:
-        """Has a call be looked through, and notes what it does besides."""
+        """Lets a call's body be entered on demand, and records its side effects."""
         called.value.look_through = lambda: self._through(called)
         if effects:
             self._effects(called)
 
     def _through(self, called: Called) -> Value | None:
-        """What a function returns for these arguments; None where that is not one value."""
+        """The value that a function returns for these arguments; None if it is not one value."""
         if not is_expression(called.function):
             return None
         inner = self._followed(called)
@@ -945,7 +944,7 @@ class Flow:
         return returned if all(each.pure and not each.random for each in idle) else None
 
     def _followed(self, called: Called) -> Flow | None:
-        """The builder that has followed a function; None where its arguments are not known."""
+        """The interpreter after running a function; None if its arguments are not known."""
         if self.depth >= MAX_DEPTH or any(key in ("*", "**") for key, _ in called.given):
             return None
         inner = self._inner(called.value, called.file)
@@ -955,12 +954,12 @@ class Flow:
         return inner
 
     def _effects(self, called: Called) -> None:
-        """Notes what a call writes to: its arguments' memory, attributes of the module."""
+        """Records what a call writes to: memory of its arguments, attributes of the module."""
         value = called.value
         reached = list(self._reached(called.file, called.function, called.owner))
         for method, path in reached:
             for name in stored(method) if path is not None else ():
-                # Not what the call gives, whose name it would pass for.
+                # A value of its own: it must not be taken for the call's result.
                 left = self.make(
                     "member", [("input", value)], value.node, literal=name, pure=False, lazy=True
                 )
@@ -978,9 +977,9 @@ class Flow:
     def _reached(
         self, file: SourceFile, function: ast.FunctionDef, owner: str | None
     ) -> Iterator[tuple[ast.FunctionDef, str | None]]:
-        """A function, the functions of its file and the methods of its module that it calls.
+        """A function, and the functions of its file and methods of its module that it calls.
 
-        With each method comes the path of its module, with each plain function None.
+        Each method comes with the path of its module, each plain function with None.
         """
         pending: list[tuple[SourceFile, ast.FunctionDef, str | None]] = [(file, function, owner)]
         seen: set[int] = set()
@@ -998,7 +997,7 @@ class Flow:
             pending += [(*place, path) for place in located if place is not None]
 
     def bind_parameters(self, function: ast.FunctionDef, given: Given, owner: str | None) -> bool:
-        """Gives a call's arguments to the parameters of a function; False where they do not fit."""
+        """Binds a call's arguments to the parameters of a function; False if they do not fit."""
         takes = Signature.of(function, bound=owner is not None)
         bound = takes.bind(given)
         if bound.rest or bound.extra or bound.repeated:
@@ -1007,7 +1006,7 @@ class Flow:
         if owner is not None and me is not None:
             self.scope[me] = self.leaf("self", owner, function)
         for star, literal in ((function.args.vararg, ()), (function.args.kwarg, None)):
-            if star is not None:  # what is left over for them is nothing
+            if star is not None:  # no arguments are left for them
                 self.scope[star.arg] = self.make("rest", [], star, literal=literal)
         for name in bound.missing:
             if name not in takes.defaults:
@@ -1017,13 +1016,13 @@ class Flow:
         return True
 
     def read(self, value: Value, node: ast.AST, why: str) -> None:
-        """Notes that a statement reads a value."""
+        """Records that a statement reads a value."""
         self.use(value, Use(node, None, why, self.next()))
 
     # Listed operations ---------------------------------------------------------------------------
 
     def named_operation(self, name: str, given: Given, node: ast.AST) -> Value | None:
-        """A listed operation called as a function; None where it is none, or called oddly."""
+        """The value of a listed operation called as a function; None if it is none, or misfits."""
         home, _, last = name.rpartition(".")
         if home not in ("torch", "torch.nn.functional", "operator", "torch.Tensor"):
             return None
@@ -1059,7 +1058,7 @@ class Flow:
     def bound(
         self, known: Operation, given: Given, node: ast.AST, signature: str | None = None
     ) -> dict[str, Value] | None:
-        """Arguments by the names of an operation's parameters; None where they do not fit."""
+        """The arguments of an operation by parameter name; None if they do not fit."""
         parameters, positional = (
             parse(signature) if signature else (known.parameters, known.positional)
         )
@@ -1086,13 +1085,13 @@ class Flow:
         return {name: found[name] for name in known.names}
 
     def _packed(self, values: list[Value], node: ast.AST) -> Value:
-        """`view(2, 3)` takes the same as `view((2, 3))`."""
+        """One value for variadic arguments: `view(2, 3)` is the same as `view((2, 3))`."""
         if len(values) == 1 and not isinstance(values[0].literal, int):
             return values[0]
         return self.tuple_of(values, node)
 
     def tuple_of(self, values: list[Value], node: ast.AST) -> Value:
-        """A tuple, or a list, which torch takes as well; a constant where all of it is."""
+        """The value of a tuple or list; a constant if all of its elements are."""
         if all(value.operation == "constant" for value in values):
             return self.constant(tuple(value.literal for value in values), node)
         number = all(value.number for value in values)
@@ -1155,7 +1154,7 @@ class Flow:
                 arguments |= {"dim0": other, "dim1": one}
 
     def folded(self, name: str, values: list[Value], node: ast.AST) -> Value | None:
-        """Arithmetic on constants, carried out."""
+        """The result of arithmetic on constants, if it can be folded."""
         function = _FOLDED.get(name)
         numbers = [v.literal for v in values if v.operation == "constant"]
         # `alpha` and `rounding_mode`, where an operation has them
@@ -1172,14 +1171,14 @@ class Flow:
     # Values --------------------------------------------------------------------------------------
 
     def next(self) -> tuple[int, ...]:
-        """The next moment."""
+        """The next position in the order of evaluation."""
         self._count += 1
         return (*self._prefix, self._count)
 
     def make(
         self, operation: str, arguments: Iterable[tuple[str, Value]], node: ast.AST, **more: Any
     ) -> Value:
-        """A value that is computed here and now."""
+        """Creates a computed value."""
         value = self._value(operation, tuple(arguments), node, **more)
         if not value.bases:
             value.bases = self._bases(value)
@@ -1190,7 +1189,7 @@ class Flow:
         return value
 
     def leaf(self, operation: str, literal: object, node: ast.AST, **more: Any) -> Value:
-        """A value that is there already: a constant, a parameter, an attribute, a name."""
+        """Creates a value that is not computed: a constant, a parameter, an attribute, a name."""
         value = self._value(operation, (), node, literal=literal, **more)
         if operation == "parameter":
             value.bases = frozenset([(operation, literal)])
@@ -1212,13 +1211,13 @@ class Flow:
         return self.leaf("constant", literal, node, number=True)
 
     def attribute(self, path: str, node: ast.AST, number: bool = False) -> Value:
-        """An attribute of the module; in a pattern, whatever stands in its place."""
+        """An attribute of the module; in a pattern, a wildcard."""
         if self.pattern:
             return self.wildcard(path, node)
         return self.leaf("attribute", path, node, number=number)
 
     def wildcard(self, name: str, node: ast.AST) -> Value:
-        """What a pattern leaves open: always the same value for one name."""
+        """A wildcard of a pattern: always the same value for one name."""
         if name not in self.scope:
             self.scope[name] = self.leaf("parameter", name, node)
         return self.scope[name]
@@ -1231,17 +1230,17 @@ class Flow:
         return shared if value.operation in _HOLDERS else shared | own
 
     def use(self, value: Value, use: Use) -> None:
-        """Notes that a value is read."""
-        if self.through is not None:  # the call that is looked through reads it
+        """Records that a value is used."""
+        if self.through is not None:  # inside a call's body: the call itself uses it
             return
-        if value.lazy:  # a merge that nobody reads uses nothing
+        if value.lazy:  # an unused merge does not use its values
             value.lazy = False
             for _, argument in value.arguments:
                 self.use(argument, Use(value.node, value, "", value.order))
         value.uses.append(use)
 
     def overwrite(self, value: Value, node: ast.AST) -> None:
-        """Notes that the memory of a value is written to."""
+        """Records that the memory of a value is written to."""
         self.graph.mutations.append(Mutation(value, node, self.next()))
 
     def member(self, value: Value, name: str, node: ast.AST) -> Value:
@@ -1259,7 +1258,7 @@ def _is_starred(node: ast.expr) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def captured(function: ast.FunctionDef) -> frozenset[str]:
-    """Names that functions inside read, whenever they are called."""
+    """The names that inner functions read, whenever they are called."""
     inner = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return frozenset(
         name.id
@@ -1271,28 +1270,28 @@ def captured(function: ast.FunctionDef) -> frozenset[str]:
 
 
 def counted(values: Iterable[Value]) -> list[tuple[str, Value]]:
-    """Values as arguments by their position."""
+    """Values as arguments named by position."""
     return [(str(number), value) for number, value in enumerate(values)]
 
 
 def imported_file(name: str) -> SourceFile | None:
-    """The file of a module that is imported; None where it has none."""
+    """The source file of an imported module; None if it has none."""
     path = getattr(sys.modules.get(name), "__file__", None)
     return read_once(Path(path), name) if path else None
 
 
 def joined(value: Value, name: str) -> str:
-    """The path of an attribute of the module, or of an attribute of it."""
+    """The path of an attribute of the module, or of one of its attributes."""
     return joined_path(str(value.literal or ""), name)
 
 
 def _is_device(given: tuple[str, Value]) -> bool:
-    """Whether an argument of `to` says where, and not as what."""
+    """Whether an argument of `to` is a device, not a dtype."""
     key, value = given
     text = value.operation == "constant" and isinstance(value.literal, str)
     return key == "device" or text or (value.operation == "member" and value.literal == "device")
 
 
 def numbered(given: Given) -> list[tuple[str, Value]]:
-    """Arguments as they stand: positions by number, keywords by name."""
+    """Arguments in order: positional ones named by index, others by keyword."""
     return [(key if key.isidentifier() else f"{key}{n}", v) for n, (key, v) in enumerate(given)]

@@ -1,4 +1,4 @@
-"""Whether a match may stand at one place, as one call, and what that takes the place of."""
+"""Decides whether a match can become one call at one place, and what that call replaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo_rewrite.patterns.value_graph import Arm, Graph, Use, Value, described
 
 
 class Judge(Standing):
-    """Judges one pairing at one place."""
+    """Checks one set of bindings at one place."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Judge(Standing):
         self.start, self.end = min(moments), max(moments)
 
     def stop(self) -> Mismatch | None:
-        """Why the match cannot be one call at the place of its result; None where it can."""
+        """Why the match cannot become one call at the place; None if it can."""
         checks = (
             self._hidden, self._within, self._idle, self._nameless, self._written,
             self._used_elsewhere, self._branched, self._random, self._rebound, self._repeated,
@@ -73,7 +73,7 @@ class Judge(Standing):
         return None
 
     def _within(self) -> Mismatch | None:
-        """All of it in the call of one module that holds state: it is that module's own."""
+        """Refuses a match inside the call of a module with state: it belongs to that module."""
         site = self.place.value.site
         if not site.stateful or any(v.site is not site for v in self.nodes):
             return None
@@ -85,7 +85,7 @@ class Judge(Standing):
         return replace(stop, hint="look for it in that module")
 
     def _idle(self) -> Mismatch | None:
-        """One of several results that nobody else reads."""
+        """Refuses a match with several results if one of them is not used."""
         if len(self.results) == 1:
             return None
         ours = {id(node) for node in (*self.pairing.nodes, *self.pairing.calls)}
@@ -99,7 +99,7 @@ class Judge(Standing):
         return None
 
     def _nameless(self) -> Mismatch | None:
-        """Results that no names can be found for."""
+        """Refuses results for which there is no single name."""
         names = [target.name for target in self.targets if target.name != "_"]
         for target in self.targets:
             if target.several or names.count(target.name) > 1:
@@ -153,12 +153,12 @@ class Judge(Standing):
         return None
 
     def _expected(self, wanted: Value) -> tuple[Arm, ...]:
-        """The branches of the model around what stands for a value of the pattern."""
+        """The branches of the model expected around the match of a pattern's value."""
         arms = {id(ours): theirs for ours, theirs in self.pairing.arms}
         return tuple((arms[id(node)], arm) for node, arm in wanted.regions if id(node) in arms)
 
     def _written(self) -> Mismatch | None:
-        """Memory written between the first operation and the last."""
+        """Refuses writes to the match's memory between its first and last operation."""
         values = [*self.pairing.held.values(), *self.nodes]
         own = {id(node.node) for node in self.nodes}
         for mutation in self.graph.mutations:
@@ -185,7 +185,7 @@ class Judge(Standing):
 
     @staticmethod
     def _last_use(value: Value, node: ast.AST) -> bool:
-        """Whether nobody sees that a value is overwritten: it is fresh, and read by nobody else."""
+        """Whether overwriting a value is invisible: it is new memory with no other use."""
         return value.bases == {("made", value.order)} and all(
             use.by is not None and use.by.node is node for use in value.uses
         )
@@ -236,7 +236,7 @@ class Judge(Standing):
         return None
 
     def _repeated(self) -> Mismatch | None:
-        """What stays where it is, and would be computed or bound once more at the place."""
+        """Refuses operands whose old text stays, so that the place would evaluate them again."""
         for value in self.operands:
             if id(value.site.node) not in self.covered:
                 names = [b.name for b in self.graph.bound if b.value is value]
@@ -249,7 +249,7 @@ class Judge(Standing):
         return None
 
     def _changed(self) -> Mismatch | None:
-        """An operand that is read later than before, and may hold something else then."""
+        """Refuses operands that would be read later than before, and may have changed by then."""
         held = self.pairing.held.items()
         read = [v for w, v in held if w.operation == "parameter" and v.operation == "attribute"]
         for value in (*self.operands, *(v for v in read if "." in str(v.literal))):
@@ -264,7 +264,7 @@ class Judge(Standing):
         return None
 
     def _changes(self, value: Value) -> Iterator[ast.AST]:
-        """What may change an operand between where it is read now and the place."""
+        """The nodes that may change an operand between its current read and the place."""
         computed = value.operation == "property"
         for other in self.graph.values:
             between = value.order < other.order <= self.end and other not in self.moved
@@ -276,7 +276,7 @@ class Judge(Standing):
                 yield bound.statement
 
     def _left(self) -> Mismatch | None:
-        """What is computed earlier, past a way out; and what changes all that follows."""
+        """Refuses exits in between, and statements that affect everything after them."""
         for way in self.graph.exits:
             early = self.place.moment < way.order < self.end
             if early or (way.total and self.start < way.order < self.end):
@@ -289,7 +289,7 @@ class Judge(Standing):
         return None
 
     def _bound_inside(self) -> Mismatch | None:
-        """A name given by `:=` in what goes, which others read."""
+        """Refuses `:=` in removed text if other code reads its name."""
         for bound in self.graph.bound:
             if bound.walrus is None or id(bound.walrus) not in self.covered:
                 continue
@@ -306,7 +306,7 @@ class Judge(Standing):
         return None
 
     def _moved(self, operands: Iterable[Value]) -> list[Value]:
-        """What is computed in the texts of operands that move with the match."""
+        """The values computed in the texts of operands that move to the place."""
         found: list[Value] = []
         pending = [value for value in operands if self.moves(value)]
         while pending:
@@ -316,7 +316,7 @@ class Judge(Standing):
         return found
 
     def _lost(self, value: Value) -> tuple[str, ast.AST] | None:
-        """A name that an operand needs and that holds something else at the place of the result."""
+        """A name that an operand reads and that has another value at the place of the result."""
         if value.inside is not None or self.name_of(value) is not None:
             return None
         now = self.held
@@ -336,7 +336,7 @@ class Judge(Standing):
 
 
 def _is_readable(value: Value) -> bool:
-    """Whether what is read inside a call can be written outside of it."""
+    """Whether a value read inside a call's body can be written outside of it."""
     of_file = value.operation == "name" and not str(value.literal).startswith("torch.")
     return value.is_leaf and not of_file
 
@@ -346,7 +346,7 @@ def _spot(value: Value, note: str) -> Note:
 
 
 def given_by(call: Value) -> list[Value]:
-    """What a call that is looked through gives, and the calls that it is reached through."""
+    """A call, followed by the results of the nested calls whose bodies can be entered."""
     found = [call]
     while found[-1].inner is not None:
         found.append(found[-1].inner)

@@ -1,4 +1,4 @@
-"""Matches a pattern's values with a model's, by the way the data goes."""
+"""Matches the value graph of a pattern with that of a model's function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_rewrite.patterns.value_graph import Graph, Value, described, equal, r
 
 @dataclass(frozen=True)
 class Note:
-    """A node of a file, and what is to be said of it."""
+    """A node of a file with a message about it."""
 
     file: SourceFile
     node: ast.AST
@@ -24,60 +24,60 @@ class Note:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a pattern does not match somewhere."""
+    """The reason why a pattern does not match at a place."""
 
-    reason: str  # in words
-    spots: tuple[Note, ...]  # the places in the model, the one that stopped it first
+    reason: str  # the reason, in words
+    spots: tuple[Note, ...]  # the places in the model, the decisive one first
     wanted: Note | None = None  # the place in the pattern
-    hint: str | None = None  # what can be done
+    hint: str | None = None  # what the user can do
     matched: int = 0  # how many of the pattern's operations matched
-    # Whether all of the pattern matched, and what stopped it is what lies between.
+    # Whether the whole pattern matched, but code in between prevents the replacement.
     complete: bool = False
-    # Whether a branch or a loop lies between that might hold what is looked for.
+    # Whether a branch or loop in between may contain the rest.
     between: bool = False
-    hidden: bool = False  # whether it was inside a call that is looked through
+    hidden: bool = False  # whether it is inside the body of a called function
 
     @property
     def reach(self) -> tuple[int, bool, bool, bool]:
-        """How far it came; further is greater, and what a call hides counts less."""
+        """Sort key of progress: greater is further; mismatches inside calls count less."""
         return self.matched, self.complete, self.between, not self.hidden
 
 
 @dataclass(frozen=True)
 class Bindings:
-    """Which value of the model stands for which of the pattern, so far."""
+    """A partial match: values of the model for values of the pattern."""
 
     held: dict[Value, Value]  # the model's value for each of the pattern's
-    nodes: tuple[Value, ...] = ()  # the model's values that are computed by the match
-    calls: tuple[Value, ...] = ()  # the calls that were looked through
+    nodes: tuple[Value, ...] = ()  # the model's values that the match computes
+    calls: tuple[Value, ...] = ()  # the calls whose bodies were entered
     arms: tuple[tuple[ast.AST, ast.AST], ...] = ()  # the model's branch for each of the pattern's
 
     def hold(self, wanted: Value, value: Value) -> Bindings:
-        """One pair more."""
+        """The bindings with one more pair."""
         computed = () if wanted.is_leaf or value in self.nodes else (value,)
         held = self.held if wanted in self.held else {**self.held, wanted: value}
         return replace(self, held=held, nodes=(*self.nodes, *computed))
 
     @property
     def matched(self) -> int:
-        """How many of the pattern's operations have a value."""
+        """The number of the pattern's operations that are bound."""
         return sum(not wanted.is_leaf for wanted in self.held)
 
 
-# Values of which there are several, by where the program went.
+# Operations that merge values of several paths.
 _SEVERAL = ("choice", "merge", "loop")
 
 
 class Matcher:
-    """Matches one pattern in one graph, and remembers how far it came."""
+    """Matches one pattern in one graph, and records the nearest miss."""
 
     def __init__(self, pattern: Pattern, graph: Graph) -> None:
         self.pattern, self.graph = pattern, graph
-        self.nearest: Mismatch | None = None  # why the attempt that came furthest ended
-        self.branched = False  # whether one may have ended at a branch
+        self.nearest: Mismatch | None = None  # the mismatch of the attempt that came furthest
+        self.branched = False  # whether an attempt may have ended at a branch
 
     def starts(self) -> list[Value]:
-        """The values that may be the pattern's first result, or that one may hide in."""
+        """The values that may be, or contain, the pattern's first result."""
         first = self.pattern.first
         if "call_module" in first:
             found = list(self.graph.values)
@@ -93,13 +93,13 @@ class Matcher:
         return found
 
     def at(self, value: Value) -> Iterator[Bindings]:
-        """The ways in which the pattern's first result may be this value."""
+        """The bindings with which the pattern's first result is this value."""
         first, *others = self.pattern.roots
         for pairing in self._pairs(first, value, Bindings({})):
             yield from self._others(others, pairing)
 
     def _others(self, roots: list[Value], so_far: Bindings) -> Iterator[Bindings]:
-        """The ways in which the pattern's other results may be values of the function."""
+        """The bindings extended by the pattern's other results."""
         if not roots:
             yield so_far
             return
@@ -121,13 +121,13 @@ class Matcher:
 
     @staticmethod
     def _may_be(wanted: Value, value: Value, so_far: Bindings) -> bool:
-        """Whether it is worth looking closer whether a value is a further result."""
+        """A quick test whether a value may be a further result."""
         through = wanted.inner is not None or value.look_through is not None
         alike = wanted.operation in (value.operation, "call_module")
         return (through or alike) and value not in so_far.nodes
 
     def stop(self, stop: Mismatch) -> None:
-        """Notes why an attempt ended; the one that came furthest is kept."""
+        """Records why an attempt ended; keeps the one that came furthest."""
         self.branched |= stop.complete
         if self.nearest is None or stop.reach > self.nearest.reach:
             self.nearest = stop
@@ -183,7 +183,7 @@ class Matcher:
         return pairing
 
     def _operands(self, wanted: Value, value: Value) -> Iterable[list[tuple[Value, Value]]]:
-        """The pairs of operands, in each order that means the same."""
+        """The pairs of operands, in each equivalent order."""
         if wanted.operation != value.operation or not equal(wanted.literal, value.literal):
             return
         if [name for name, _ in wanted.arguments] != [name for name, _ in value.arguments]:
@@ -192,14 +192,14 @@ class Matcher:
         if not (wanted.commutes and value.commutes):
             yield list(zip(ours, theirs, strict=True))
             return
-        # The answer must not depend on which operand is written first.
+        # The result must not depend on which operand is written first.
         ours[:2], theirs[:2] = sorted(ours[:2], key=_rank), sorted(theirs[:2], key=_rank)
         yield list(zip(ours, theirs, strict=True))
         theirs[:2] = theirs[1::-1]
         yield list(zip(ours, theirs, strict=True))
 
     def _module_call(self, wanted: Value, value: Value) -> Iterable[list[tuple[Value, Value]]]:
-        """`call_module(regex, x)`: a call of a submodule of such a path, with such operands."""
+        """The pairs for `call_module(regex, x)`, if the value calls a submodule that matches."""
         regex, *operands = wanted.arguments
         if value.called is None or not re.match(str(regex[1].literal), value.called):
             return
@@ -250,12 +250,12 @@ class Matcher:
 
 
 def outermost(wanted: Value, pairing: Bindings) -> Value:
-    """A result of the pattern, or what stands for it where its own call is looked through."""
+    """A result of the pattern, or the inner value that was bound in place of a call."""
     while wanted not in pairing.held and wanted.inner is not None:
         wanted = wanted.inner
     return wanted
 
 
 def _rank(value: Value) -> tuple[bool, tuple[int, ...]]:
-    """What comes first of two commutative operands: what is computed, then by the time of it."""
+    """Sort key of commutative operands: computed ones first, then in order of evaluation."""
     return value.operation in ("attribute", "constant"), value.order

@@ -1,4 +1,4 @@
-"""What is looked for: a function or a module class whose body is the computation."""
+"""Patterns: functions or module classes whose body is the computation to search for."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ _REFUSED = {
 
 
 def call_module(path: str, *operands: Any) -> Any:
-    """Stands, in a pattern, for the call of a submodule whose path matches a regular expression."""
+    """In a pattern: the call of a submodule whose path matches a regular expression."""
     raise NotImplementedError("`call_module` has a meaning only inside a pattern")
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A computation to look for."""
+    """A computation to search for."""
 
-    name: str  # of the function or class
-    parameters: tuple[str, ...]  # what may stand for anything, in order
-    graph: Graph  # its values
-    roots: tuple[Value, ...]  # what it returns: one value, or those of a tuple
-    results: tuple[str, ...]  # the local names of what it returns; '' where that has none
+    name: str  # the name of the function or class
+    parameters: tuple[str, ...]  # its parameters, which match anything
+    graph: Graph  # its value graph
+    roots: tuple[Value, ...]  # the values that it returns: one, or those of a tuple
+    results: tuple[str, ...]  # the local names of these values; '' without a name
 
     @property
     def wildcards(self) -> dict[str, Value]:
-        """Everything that may stand for anything: parameters, and what a class holds."""
+        """All values that match anything: parameters, and tensors and sizes of a class."""
         found = {str(v.literal): v for v in walk(self.roots) if v.operation == "parameter"}
         first = {name: found[name] for name in self.parameters if name in found}
         return first | dict(sorted((found.items() - first.items()), key=lambda item: item[0]))
 
     @functools.cached_property
     def size(self) -> int:
-        """How many operations it has, those of functions that it calls among them."""
+        """The number of its operations, including those of functions that it calls."""
         every = walk(self.roots, through=True)
         return sum(not value.is_leaf and value.inner is None for value in every)
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        """The operations that stand wherever it matches."""
+        """The operations that every match contains."""
         every = walk(self.roots, through=True)
         own = (v for v in every if not v.is_leaf and v.inner is None)
         return frozenset(v.operation for v in own) - {"call_module"}
 
     @functools.cached_property
     def first(self) -> frozenset[str]:
-        """What the first result may be: an operation, or the call of a function that gives it."""
+        """The possible operations of the first result: its own, or a call that returns it."""
         found: set[str] = set()
         value: Value | None = self.roots[0]
         while value is not None:
@@ -77,7 +77,7 @@ class Pattern:
 
 
 def pattern_of(value: Any, facts: Facts | None = None) -> Pattern:
-    """Reads a pattern from its source; `BadPattern` where it is no pure computation."""
+    """Reads a pattern from its source; raises `BadPattern` if it is not a pure computation."""
     function = value if isinstance(value, types.FunctionType) else type(value).forward
     file, node, name = located(inspect.unwrap(function))
     if not isinstance(value, types.FunctionType):
@@ -97,13 +97,13 @@ def pattern_of(value: Any, facts: Facts | None = None) -> Pattern:
 
 
 def names_around(function: types.FunctionType) -> dict[str, Any]:
-    """What the names that a function does not bind mean, by name."""
+    """The global and nonlocal names of a function, with their values."""
     closed = inspect.getclosurevars(function)
     return {**function.__globals__, **closed.nonlocals}
 
 
 def located(function: types.FunctionType) -> tuple[SourceFile, ast.FunctionDef, str]:
-    """Where a live function is defined: the file, its definition, and what to call it."""
+    """The file and definition of a live function, and its name for messages."""
     code = function.__code__
     path = Path(code.co_filename)
     if not path.is_file():
@@ -124,7 +124,7 @@ def located(function: types.FunctionType) -> tuple[SourceFile, ast.FunctionDef, 
 
 @functools.lru_cache(maxsize=64)
 def _functions(file: SourceFile) -> dict[tuple[str, int], list[ast.FunctionDef]]:
-    """The functions of a file by what their code objects say: the name and the first line."""
+    """The functions of a file, by name and first line as in code objects."""
     found: dict[tuple[str, int], list[ast.FunctionDef]] = {}
     pending: list[ast.AST] = [file.tree]
     while pending:
@@ -137,7 +137,7 @@ def _functions(file: SourceFile) -> dict[tuple[str, int], list[ast.FunctionDef]]
 
 
 def _lambdas(file: SourceFile, line: int) -> list[ast.FunctionDef]:
-    """The lambdas of a line as functions."""
+    """The lambdas of a line, converted to function definitions."""
     found = []
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Lambda) and node.lineno == line:
@@ -148,7 +148,7 @@ def _lambdas(file: SourceFile, line: int) -> list[ast.FunctionDef]:
 
 
 def _check(file: SourceFile, function: ast.FunctionDef) -> None:
-    """Refuses what is no pure computation by its syntax alone."""
+    """Raises for syntax that is not a pure computation."""
 
     def refuse(node: ast.AST, what: str, hint: str | None = None) -> errors.BadPattern:
         return errors.BadPattern(
@@ -182,7 +182,7 @@ def _check(file: SourceFile, function: ast.FunctionDef) -> None:
 
 
 def _check_names(file: SourceFile, function: ast.FunctionDef, known: dict[str, Any]) -> None:
-    """Refuses a name that means nothing: no model has what it would be."""
+    """Raises for undefined names."""
     names = [n for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name)]
     own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
     own |= {argument.arg for argument in all_arguments(function)}
@@ -214,7 +214,7 @@ def _said(statement: ast.stmt) -> str:
 def _checked(
     name: str, file: SourceFile, function: ast.FunctionDef, graph: Graph, method: bool
 ) -> Pattern:
-    """Refuses what is no pure computation by what it computes."""
+    """Raises for value graphs that are not a pure computation, or not connected."""
     returned = graph.returned[0]
     roots = (
         tuple(v for _, v in returned.arguments) if returned.operation == "tuple" else (returned,)
@@ -254,7 +254,7 @@ def _checked(
 
 
 def _connected(roots: tuple[Value, ...]) -> bool:
-    """Whether each of several results has an operand in common with one before it."""
+    """Whether each of several results shares an operand with an earlier one."""
     seen = {id(value) for value in roots[0].walk()}
     for root in roots[1:]:
         own = {id(value) for value in root.walk() if value.operation != "constant"}
@@ -266,10 +266,10 @@ def _connected(roots: tuple[Value, ...]) -> bool:
 
 @functools.cache
 def named_operations(pattern: types.FunctionType) -> frozenset[str]:
-    """Operations that stand wherever a pattern matches: those that it calls by their names.
+    """Operations that every match of a pattern contains, from the names in its code object.
 
-    Functions of rules that it calls are followed. Names that mean something else too, of Python or
-    of `math`, are left out, and so are operators.
+    Functions of rules that it calls are included. Operators are left out, and so are names with
+    another meaning in Python or `math`.
     """
     certain = {name for name, known in operations().items() if not known.number} - _FOLDED
     found: set[str] = set()
@@ -284,7 +284,7 @@ def named_operations(pattern: types.FunctionType) -> frozenset[str]:
         closed = {name: cell.cell_contents for name, cell in cells}
         for name in (*code.co_names, *code.co_freevars):
             value = closed.get(name, function.__globals__.get(name))
-            # A function does not call itself: `def silu(x): return F.silu(x)`.
+            # Not a recursive call: `def silu(x): return F.silu(x)`.
             if isinstance(value, types.FunctionType) and value is not function:
                 ours = value.__module__ == pattern.__module__
                 pending += [value] if ours or value.__module__.startswith(RULES) else []

@@ -1,4 +1,4 @@
-"""Where one call may stand for a match, and what it takes the place of there."""
+"""Places where one call can replace a match, and the text that it replaces there."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a call takes the place of."""
+    """The text that a call replaces."""
 
-    node: ast.AST  # the expression that gives the match's result, or a statement
-    # The text before the call where it is a statement: `scores = `, `out, weights = `.
+    node: ast.AST  # the expression that computes the match's result, or a statement
+    # The text before the call if it becomes a statement: `scores = `, `out, weights = `.
     target: str = ""
-    removed: tuple[ast.stmt, ...] = ()  # the statements that compute nothing else: they go
-    # Statements that compute parts of the match among other things: they stay as they are, and a
-    # call alone cannot take the match's place.
+    removed: tuple[ast.stmt, ...] = ()  # the statements that compute nothing else, to be removed
+    # Statements that compute parts of the match and something else: they stay, so that a call alone
+    # cannot replace the match.
     kept: tuple[ast.stmt, ...] = ()
-    # Whether `node` stays as well, and the call is a statement of its own above it.
+    # Whether `node` stays, and the call becomes a statement above it.
     above: bool = False
-    # Expressions that give a result, and the name of it that they become.
+    # Expressions that compute a result, each with the name that replaces it.
     reads: tuple[tuple[ast.AST, str], ...] = ()
 
     @property
     def whole(self) -> bool:
-        """Whether one call does it."""
+        """Whether one call replaces the whole match."""
         return not self.kept
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a call may stand."""
+    """A place for the call."""
 
-    node: ast.AST  # the expression or statement that it takes the place of, or that it stands above
-    value: Value  # what is computed there now: a result, or the tuple of them
-    moment: tuple[int, ...]  # when the call would run
-    outer: tuple[Value, ...]  # the values that others may use
-    named: bool = False  # whether the call is an assignment that names several results
+    node: ast.AST  # the expression or statement that it replaces, or is inserted above
+    value: Value  # the value computed there now: a result, or the tuple of results
+    moment: tuple[int, ...]  # the call's position in the order of evaluation
+    outer: tuple[Value, ...]  # the values that other code may use
+    named: bool = False  # whether the call becomes an assignment of several results
     above: bool = False  # whether it is a statement of its own above `node`
 
     @property
     def statement(self) -> ast.stmt | None:
-        """The statement that it is part of."""
+        """The statement that contains it."""
         return self.value.site.statement
 
 
 def places(graph: Graph, results: Sequence[Value]) -> Iterator[Place]:
-    """The places where a call that gives some results may stand, the best first."""
+    """The possible places for a call that returns these results, the best first."""
     if len(results) == 1:
         (root,) = results
         yield Place(root.site.node, root, root.order, (root,))
@@ -83,18 +83,18 @@ def places(graph: Graph, results: Sequence[Value]) -> Iterator[Place]:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """How a result is called where the call stands."""
+    """The name of a result at the call's place."""
 
     result: Value
-    name: str  # its name; `_` where nobody reads it
+    name: str  # its name; `_` if nothing reads it
     read: ast.AST | None = None  # the expression that becomes that name
-    several: bool = False  # whether others read it by several names, of which this is one
+    several: bool = False  # whether it is read by several names, of which this is one
 
 
 class Standing:
-    """What changes where a call stands at one place for a match.
+    """The changes if a call at one place replaces a match.
 
-    Results may be called by `names` that have no name yet.
+    `names` are suggestions for results without a name.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Standing:
 
     @functools.cached_property
     def replaced(self) -> Replaced:
-        """What one call would take the place of."""
+        """The text that one call would replace."""
         node, target = self.place.node, ""
         removed = self._removed
         if self.place.named:
@@ -134,7 +134,7 @@ class Standing:
 
     @functools.cached_property
     def _statements(self) -> list[ast.stmt]:
-        """The statements, but for the place's own, that compute the match or name a part of it."""
+        """The statements that compute or name parts of the match, without the place's own."""
         early = [*self.place.outer] if self.place.named else []
         found = [value.site.statement for value in (*self.inner, *early)]
         always, before = ({id(v.site) for v in values} for values in (self.inner, early))
@@ -146,14 +146,14 @@ class Standing:
         return list(dict.fromkeys(s for s in found if s is not None and s is not own))
 
     def _runs_before(self, statement: ast.stmt) -> bool:
-        """Whether a statement stands above the place."""
+        """Whether a statement is above the place."""
         own = self.place.statement
         assert own is not None
         return statement.lineno < own.lineno
 
     @functools.cached_property
     def _removed(self) -> list[ast.stmt]:
-        """The statements that go."""
+        """The statements to be removed."""
         given = [*self.inner, *(target.result for target in self.targets if target.read is None)]
         own = {id(value.site) for value in (*self.inner, *self.place.outer)}
         named = [target.result for target in self.targets if target.read is not None]
@@ -172,14 +172,14 @@ class Standing:
         return sorted(removed, key=lambda s: s.lineno)
 
     def _kept(self, gone: Sequence[ast.stmt]) -> list[ast.stmt]:
-        """The statements that compute or name parts of the match and do not go."""
+        """The statements that compute or name parts of the match and are not removed."""
         covered = {id(node) for statement in gone for node in ast.walk(statement)}
         read = [t for t in self.targets if t.read is not None]
         covered |= {id(t.result.site.statement) for t in read if self._is_read_only(t)}
         return [s for s in self._statements if id(s) not in covered]
 
     def _is_read_only(self, target: Target) -> bool:
-        """Whether a statement has to do with the match by the result that it reads alone."""
+        """Whether a statement's only part of the match is the expression of a result."""
         assert target.read is not None
         inside = {id(node) for node in ast.walk(target.read)}
         statement = target.result.site.statement
@@ -191,7 +191,7 @@ class Standing:
 
     @staticmethod
     def _chooses(branch: ast.If, removed: list[ast.stmt]) -> bool:
-        """Whether a branch does nothing but choose a value of the match."""
+        """Whether a branch only chooses a value of the match."""
         inside = [*branch.body, *branch.orelse]
         names = {name for statement in inside for name in bound_in(statement)}
         return len(names) == 1 and all(s in removed or is_alias(s) for s in inside)
@@ -200,7 +200,7 @@ class Standing:
 
     @functools.cached_property
     def targets(self) -> list[Target]:
-        """How each of several results is called."""
+        """The name of each of several results."""
         if not self.place.named:
             return []
         fresh = self._fresh()
@@ -223,7 +223,7 @@ class Standing:
         return Target(result, held[0] if held else "_", several=len(held) > 1)
 
     def _holding(self, result: Value) -> list[str]:
-        """The names that hold a result once the call has been made."""
+        """The names of a result after the call."""
         own = self.place.statement
         assert own is not None
         names = self.graph.names if self.place.above else self.graph.after
@@ -232,7 +232,7 @@ class Standing:
         return list(dict.fromkeys([*found, *inner]))
 
     def _is_read(self, name: str, result: Value) -> bool:
-        """Whether anything but the match reads a result by this name."""
+        """Whether anything outside of the match reads a result by this name."""
         return any(
             node.id == name and id(node) not in self._own and self.may_be(value, result.site)
             for node, value in self.graph.loads.items()
@@ -240,13 +240,13 @@ class Standing:
 
     @functools.cached_property
     def _own(self) -> set[int]:
-        """The nodes of the text of the match, and of what gives its results other names."""
+        """The ids of nodes in the match's text, and in statements that alias its results."""
         computed = [v.site.node for v in self.nodes if not isinstance(v.site.node, ast.Tuple)]
         return {id(inner) for node in (*computed, *self._aliases) for inner in ast.walk(node)}
 
     @functools.cached_property
     def _aliases(self) -> list[ast.stmt]:
-        """The statements above the place that only give results other names."""
+        """The statements above the place that only alias results."""
         results = {id(value.site) for value in self.place.outer}
         return [
             b.statement
@@ -255,7 +255,7 @@ class Standing:
         ]
 
     def may_be(self, value: Value, result: Value) -> bool:
-        """Whether a name that holds one value where it is read may hold the result by that."""
+        """Whether a value that a name has where it is read may be the result."""
         around = [node for node, _ in self.place.value.regions if isinstance(node, _LOOPS)]
         seen: set[int] = set()
         pending = [value]
@@ -269,7 +269,7 @@ class Standing:
         return False
 
     def _is_free(self, name: str, until: ast.stmt) -> bool:
-        """Whether a name may be bound at the place already, and not only further down."""
+        """Whether a name can be bound at the place already, instead of further down."""
         own, function = self.place.statement, self.graph.function
         assert own is not None and function is not None
         end = own.end_lineno or own.lineno
@@ -278,7 +278,7 @@ class Standing:
         )
 
     def _fresh(self) -> list[str]:
-        """Names that the function does not have yet."""
+        """Names that the function does not use yet."""
         function = self.graph.function
         assert function is not None
         taken = {*names_in(function), *parameters_in(function)}
@@ -290,7 +290,7 @@ class Standing:
 
     @functools.cached_property
     def covered(self) -> set[int]:
-        """All nodes of the text that goes: of statements and expressions."""
+        """The ids of all nodes in removed statements and replaced expressions."""
         gone = [*self.replaced.removed, *(node for node, _ in self.replaced.reads)]
         gone += [] if self.place.above else [self.place.node]
         return {id(inner) for node in gone for inner in ast.walk(node)}
@@ -299,10 +299,10 @@ class Standing:
 
     @functools.cached_property
     def held(self) -> dict[str, Value]:
-        """What names hold at the place, once what is removed is gone."""
+        """The values of names at the place, after the removals."""
         last = self.place.statement
         names = dict(self.graph.names.get(last, {})) if last is not None else {}
-        for bound in self.graph.bound:  # by `:=`, in the same statement
+        for bound in self.graph.bound:  # bound by `:=` in the same statement
             if bound.statement is last and bound.walrus and bound.order < self.place.moment:
                 names[bound.name] = bound.value
         for statement in reversed(self._removed):
@@ -314,14 +314,14 @@ class Standing:
         return names
 
     def name_of(self, value: Value) -> str | None:
-        """The local name, or attribute, that holds a value at the place."""
+        """The local name, or attribute, of a value at the place."""
         read = value.node.id if isinstance(value.node, ast.Name) else None
         holding = [name for name, held in self.held.items() if held is value]
         plain = [name for name in holding if not name.startswith("self.")]
         return read if read in plain else next(iter([*plain, *holding]), None)
 
     def moves(self, value: Value) -> bool:
-        """Whether an operand's text has to go to the place, since no name holds it there."""
+        """Whether an operand's text must move to the place, since it has no name there."""
         statement = value.site.statement
         if value.is_leaf or statement is None or value.inside is not None:
             return False
@@ -329,18 +329,18 @@ class Standing:
         return not stays and self.name_of(value) is None
 
     def text(self, value: Value) -> str:
-        """An operand as it may be written at the place."""
+        """The text of an operand at the place."""
         return self.name_of(value) or text_of(value)
 
 
 def is_nested(result: Value, results: Iterable[Value]) -> bool:
-    """Whether the text of a result is part of that of another, and goes with it."""
+    """Whether the text of a result is part of that of another, and is replaced with it."""
     others = (each.site.node for each in results if each is not result)
     return any(within(other, result.site.node) for other in others)
 
 
 def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:
-    """Whether a statement only gives a name to one of some values."""
+    """Whether a statement only binds a name to one of the values."""
     match statement:
         case (
             ast.Assign(targets=[ast.Name()], value=given)
@@ -353,7 +353,7 @@ def gives(statement: ast.stmt, values: Iterable[Value]) -> bool:
 
 
 def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
-    """Whether a statement only gives names to some values: `first, rest = x[:n], x[n:]`."""
+    """Whether a statement only binds names to some of the values: `first, rest = x[:n], x[n:]`."""
     match statement:
         case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=given)):
             sites = [value.site.node for value in values]
@@ -363,12 +363,12 @@ def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
 
 
 def given_name(statement: ast.stmt) -> str:
-    """The name that such a statement gives."""
+    """The name that such a statement binds."""
     return next(iter(bound_in(statement)))
 
 
 def is_alias(statement: ast.stmt) -> bool:
-    """Whether a statement only gives a value another name."""
+    """Whether a statement only assigns one variable to another."""
     match statement:
         case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
             return isinstance(target, ast.Name) and isinstance(value, ast.Name)
@@ -376,7 +376,7 @@ def is_alias(statement: ast.stmt) -> bool:
 
 
 def text_of(value: Value) -> str:
-    """A value as it is written where it is computed."""
+    """The text of a value where it is computed."""
     written = value.inside is None and isinstance(value.node, ast.expr)
     match value.operation:
         case "constant":

@@ -1,4 +1,4 @@
-"""Looks for patterns in the functions of a module, and keeps what was found and what nearly was."""
+"""Searches the functions of a module for patterns; returns matches and near misses."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ SEQUENTIAL = "torch.nn.Sequential"
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A function of a module in which patterns are looked for."""
+    """A function of a module to be searched."""
 
     path: str  # the module's path
     function: str  # the function's name
-    graph: Graph  # its values
+    graph: Graph  # its value graph
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A place where a pattern was found."""
+    """A match of a pattern."""
 
     path: str  # the module's path
-    function: str  # the function of the module's class, or of its file: `forward`, as a rule
+    function: str  # the function of the module's class or file: usually `forward`
     file: SourceFile  # the file of the function
-    values: dict[str, Value]  # what stands for each of the pattern's parameters
-    operands: dict[str, str]  # the same as text that may be written at the place of the call
-    nodes: tuple[Value, ...]  # what is computed, in order; the last is the result, or one of them
-    replaced: Replaced  # what one call would take the place of
-    results: tuple[Value, ...]  # what the pattern returns: one value, or those of its tuple
-    # What has to stand in the arms of a branch first, where one lies between whose way is known.
+    values: dict[str, Value]  # the value of each of the pattern's parameters
+    operands: dict[str, str]  # the text of each of these at the place of the call
+    nodes: tuple[Value, ...]  # the computed values in order; the last is a result
+    replaced: Replaced  # the text that one call would replace
+    results: tuple[Value, ...]  # the values that the pattern returns: one, or those of its tuple
+    # Statements to sink into the arms of a branch first, if one with a known condition intervenes.
     drawn: Sunk | None = None
-    # Says whether more may stand there; None for a call that was found by itself.
+    # Checks extensions of the match; None for a call that a predicate found.
     judge: Judge | None = None
 
     def with_call(self, name: str) -> Match | None:
-        """The match with the call that gives an operand, of what that is given, if it may have it.
+        """The match extended by the call that computes an operand, or None if that is not legal.
 
-        The operand becomes the call's one argument.
+        The operand becomes the call's only argument.
         """
         call, judge = self.values[name], self.judge
         if judge is None or call.site is not call or [key for key, _ in call.given] != [""]:
@@ -70,24 +70,24 @@ class Match:
 
     @property
     def root(self) -> Value:
-        """The result; of several, the one at whose place the call stands, or their tuple."""
+        """The result; of several, the one at the call's place, or their tuple."""
         return self.nodes[-1]
 
     @property
     def calls(self) -> list[str]:
-        """The submodules that are called, by their paths relative to the module."""
+        """The paths, relative to the module, of the submodules that it calls."""
         paths = [node.called for node in self.nodes if node.called is not None]
         return list(dict.fromkeys(paths))
 
     @property
     def lines(self) -> list[int]:
-        """The lines of the file that the match stands on, 1-based."""
+        """The lines of the match in the file, 1-based."""
         sites = [node.site.node for node in self.nodes]
         return sorted({line for site in sites for line in _lines(site)})
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The character offsets of each operation in the text of the file, in order."""
+        """The character offsets of each operation in the file, in order."""
         sites = [node.site for node in self.nodes]
         return sorted({site.file.span(site.node) for site in sites if site.file is self.file})
 
@@ -99,7 +99,7 @@ class Match:
 
     @property
     def place(self) -> errors.Span:
-        """The result as a place in a diagnostic."""
+        """The place of the result for a diagnostic."""
         return self.file.at(self.root.site.node)
 
     def __str__(self) -> str:
@@ -115,12 +115,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """The place where a pattern came nearest to a match, and what stopped it."""
+    """The nearest miss of a pattern: its place, and what stopped it."""
 
     path: str  # the module's path
     function: str
     pattern: str  # the pattern's name
-    size: int  # how many operations the pattern has
+    size: int  # the number of the pattern's operations
     stop: Mismatch  # what stopped it
 
     def render(self) -> str:
@@ -140,12 +140,12 @@ class Miss:
 
 @dataclass(frozen=True, eq=False)
 class Matches(Sequence[Match]):
-    """What was found: a sequence of matches, false where it is empty."""
+    """The results of a search: a sequence of matches, false if empty."""
 
     found: tuple[Match, ...]  # the matches, in the order of the tree and of the text
     misses: tuple[Miss, ...] = ()  # the nearest miss of each module without a match
     first: str = ""  # the pattern's first parameter
-    branched: tuple[Scope, ...] = ()  # the functions in which a branch may have been in the way
+    branched: tuple[Scope, ...] = ()  # the functions in which a branch may have prevented a match
 
     @overload
     def __getitem__(self, index: int) -> Match: ...
@@ -164,7 +164,7 @@ class Matches(Sequence[Match]):
 
     @property
     def groups(self) -> list[tuple[Match, ...]]:
-        """Matches that work on one operand side by side, those of query, key and value say."""
+        """Groups of matches with the same operand, such as query, key and value projections."""
         groups: dict[tuple[object, ...], list[Match]] = {}
         for match in self.found:
             operand = match.values.get(self.first)
@@ -184,17 +184,17 @@ class Matches(Sequence[Match]):
 
 @dataclass(frozen=True)
 class CallSite:
-    """One call, for a predicate."""
+    """A call, for a predicate."""
 
     operation: str  # its canonical name: `gelu`, `matmul`, `softmax`
-    path: str  # the path of the submodule that is called, relative to the module; '' for a function
-    # The text of each argument, by the name of the parameter where that is known.
+    path: str  # the relative path of the called submodule; '' for a function
+    # The text of each argument, by parameter name if known.
     arguments: dict[str, str] = field(default_factory=dict)
-    line: int = 1  # of the file, 1-based
+    line: int = 1  # its line in the file, 1-based
 
 
 def scopes_of(path: str, facts: Facts) -> list[Scope]:
-    """The functions to look in: a module's `forward`, and what that names of its class and file."""
+    """The functions to search: a module's `forward`, and methods and functions that it mentions."""
     own = facts.look("")
     if isinstance(own, Submodule) and own.cls == SEQUENTIAL:
         places = [place for name in own.children if (place := facts.place(name)) is not None]
@@ -225,7 +225,7 @@ def scopes_of(path: str, facts: Facts) -> list[Scope]:
 
 
 def _named(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
-    """The methods and functions of the file that a function names, in the order of the text."""
+    """The methods and functions of the file that a function mentions, in the order of the text."""
     for node in ast.walk(function):
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Load()):
@@ -235,7 +235,7 @@ def _named(file: SourceFile, function: ast.FunctionDef) -> Iterator[tuple[str, b
 
 
 def find_pattern(pattern: Pattern, scopes: Sequence[Scope]) -> Matches:
-    """Every place in some functions where a pattern stands."""
+    """All matches of a pattern in some functions."""
     found: list[Match] = []
     misses: list[Miss] = []
     branched: list[Scope] = []
@@ -267,7 +267,7 @@ def _matches(matcher: Matcher, scope: Scope) -> Iterator[Match]:
 
 
 def _judged(matcher: Matcher, graph: Graph, pairing: Bindings) -> Judge | None:
-    """A pairing at the best place for a call; None where there is no place for one."""
+    """The bindings at the best place for a call; None if there is no place."""
     results = [pairing.held[outermost(root, pairing)] for root in matcher.pattern.roots]
     partly: Judge | None = None
     for place in places(graph, results):
@@ -301,7 +301,7 @@ def _match(scope: Scope, pattern: Pattern, judge: Judge) -> Match:
 
 
 def find_calls(scopes: Sequence[Scope], wanted: Callable[[str, CallSite], bool]) -> Matches:
-    """Every call that a predicate takes."""
+    """All calls that a predicate accepts."""
     found = [
         match
         for scope in scopes
@@ -334,9 +334,9 @@ def _call_match(
 
 
 def path_predicate(regex: re.Pattern[str], base: str) -> Callable[[str, CallSite], bool]:
-    """Takes the calls of submodules whose path, relative to a module, begins as an expression says.
+    """A predicate for calls of submodules whose path, relative to a module, matches a regex.
 
-    As in Slapo, the expression is matched from the beginning and need not reach the end.
+    As in Slapo, the regex must match at the beginning and need not reach the end.
     """
 
     def wanted(path: str, call: CallSite) -> bool:

@@ -1,8 +1,8 @@
-"""What a function computes, as a graph of values.
+"""Value graphs: the data flow of a function.
 
-A value is what one expression gives: an operation on other values. Local names, temporaries and
-rebinding are gone from the graph; what is left of them is which statement a value stands in, and
-which name holds it there.
+A value is the result of one expression: an operation on other values. Local names, temporaries and
+rebinding do not appear in the graph; the graph only records the statement of each value, and the
+names that have it there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from slapo_rewrite.code.file import SourceFile
 
-# A statement or conditional expression with a body of its own, and which of its bodies.
+# A compound statement or conditional expression, and the name of one of its bodies.
 Arm = tuple[ast.AST, str]
 Arguments = tuple[tuple[str, "Value"], ...]
 
@@ -23,72 +23,72 @@ LEAVES = {"constant", "parameter", "attribute", "name", "self", "training"}
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A place that reads a value."""
+    """A use of a value."""
 
     node: ast.AST  # the expression or statement that reads it
-    by: Value | None  # the value made of it; None where a statement itself reads it
-    why: str  # what a statement does with it
-    order: tuple[int, ...]  # when
+    by: Value | None  # the value computed from it; None if a statement itself reads it
+    why: str  # what the statement does with it
+    order: tuple[int, ...]  # its position in the order of evaluation
 
 
 @dataclass(eq=False)
 class Value:
-    """What one expression gives."""
+    """The result of one expression."""
 
     operation: str  # the canonical name of the operation, or one of `LEAVES`
-    arguments: Arguments  # its operands and options by name, defaults filled in
+    arguments: Arguments  # its operands and options by name, including defaults
     file: SourceFile  # the file of the expression
     node: ast.AST  # the expression, or the statement of an augmented assignment or a branch
-    order: tuple[int, ...]  # when it is computed; later ones compare greater
+    order: tuple[int, ...]  # its position in the order of evaluation; later ones compare greater
     literal: object = None  # a constant's value; the name or path of another leaf
     # The branches, loops and `with` blocks around it, from the outside in.
     regions: tuple[Arm, ...] = ()
-    statement: ast.stmt | None = None  # the statement that it stands in
-    bases: frozenset[object] = frozenset()  # names what it may share memory with
-    uses: list[Use] = field(default_factory=list)  # where it is read
-    overwrites: Value | None = None  # the operand that it is written into
+    statement: ast.stmt | None = None  # the statement that contains it
+    bases: frozenset[object] = frozenset()  # identifies the memory that it may share
+    uses: list[Use] = field(default_factory=list)  # its uses
+    overwrites: Value | None = None  # the operand that it overwrites in place
     random: bool = False  # whether it draws random numbers, or may do so
     pure: bool = True  # whether equal operands always give an equal value
-    number: bool = False  # whether it is a number, a shape or a flag: certainly no tensor
-    called: str | None = None  # the path of the submodule that is called
+    number: bool = False  # whether it is a number, a shape or a bool: certainly not a tensor
+    called: str | None = None  # the path of the called submodule
     # The attribute of the module that a constant, or the training flag, is read from.
     path: str | None = None
-    given: Arguments = ()  # the arguments of that call as they stand: keyword, or '', and value
-    # Gives what the called function returns, in terms of the arguments.
+    given: Arguments = ()  # the arguments of that call in order: keyword, or '', and value
+    # Returns the called function's result, in terms of the arguments.
     look_through: Callable[[], Value | None] | None = None
-    # The call in the function's own text through whose body this value was reached.
+    # If the value is in the body of a called function: the call in the outermost function.
     inside: Value | None = None
-    commutes: bool = False  # whether the first two arguments may change places
-    lazy: bool = False  # whether nothing has read it yet: a merge of values
-    stateful: bool = False  # whether it is the call of a module that holds parameters or buffers
+    commutes: bool = False  # whether the first two arguments commute
+    lazy: bool = False  # whether it is a merge of values that nothing has used so far
+    stateful: bool = False  # whether it is a call of a module with parameters or buffers
 
     def __repr__(self) -> str:
         return f"<{self.operation} {self.literal!r}>" if self.is_leaf else f"<{self.operation}>"
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing is computed."""
+        """Whether it is not computed: a constant, parameter, attribute or name."""
         return self.operation in LEAVES
 
     @property
     def site(self) -> Value:
-        """The value, or the call in the function's own text that it was reached through."""
+        """The value, or the call in the outermost function whose body contains it."""
         return self.inside or self
 
     @functools.cached_property
     def inner(self) -> Value | None:
-        """What the called function returns, where that is one value that can be followed."""
+        """The value that the called function returns, if it can be determined."""
         return self.look_through() if self.look_through is not None else None
 
     def walk(self) -> Iterator[Value]:
-        """The value and everything it is computed from, each once."""
+        """The value and all values it is computed from, each once."""
         return walk([self])
 
 
 def walk(values: Iterable[Value], through: bool = False) -> Iterator[Value]:
-    """Some values and everything they are computed from, each once.
+    """Some values and all values they are computed from, each once.
 
-    With `through` what calls among them give when looked through counts as well.
+    With `through`, the results of called functions' bodies are included.
     """
     seen: set[int] = set()
     pending = [*reversed([*values])]
@@ -103,65 +103,65 @@ def walk(values: Iterable[Value], through: bool = False) -> Iterator[Value]:
 
 @dataclass(frozen=True, eq=False)
 class Mutation:
-    """Memory that is written to."""
+    """A write to a value's memory."""
 
-    target: Value  # the value whose memory it is
-    node: ast.AST  # the expression or statement that does it
-    order: tuple[int, ...]  # when
+    target: Value  # the value
+    node: ast.AST  # the expression or statement that writes
+    order: tuple[int, ...]  # its position in the order of evaluation
 
 
 @dataclass(frozen=True, eq=False)
 class Exit:
-    """A statement after which others may not run, or run otherwise."""
+    """A statement after which others may not run, or may behave differently."""
 
     node: ast.AST  # the statement, or the call
-    order: tuple[int, ...]  # when
-    # Whether all that follows may compute otherwise: gradients are turned off, say.
+    order: tuple[int, ...]  # its position in the order of evaluation
+    # Whether everything after it may behave differently, as after turning gradients off.
     total: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """A local name, or an attribute as `self.path`, is given a value."""
+    """A binding of a local name, or of an attribute by the name `self.path`."""
 
     name: str
     value: Value
-    statement: ast.stmt  # the statement that does it
-    order: tuple[int, ...]  # when
-    walrus: ast.NamedExpr | None = None  # the `:=` that does it, where it is one
+    statement: ast.stmt  # the statement that binds it
+    order: tuple[int, ...]  # its position in the order of evaluation
+    walrus: ast.NamedExpr | None = None  # the `:=` that binds it, if it is one
 
 
 @dataclass(eq=False)
 class Graph:
-    """The values of one function."""
+    """The value graph of one function."""
 
     file: SourceFile  # the function's file
     # The function; None for a module whose `forward` is torch's own.
     function: ast.FunctionDef | None
-    values: list[Value] = field(default_factory=list)  # in the order in which they are computed
-    mutations: list[Mutation] = field(default_factory=list)  # likewise
-    returned: list[Value] = field(default_factory=list)  # what each `return` gives
-    # What each name holds before a statement.
+    values: list[Value] = field(default_factory=list)  # the values in order of evaluation
+    mutations: list[Mutation] = field(default_factory=list)  # the writes, likewise
+    returned: list[Value] = field(default_factory=list)  # the value of each `return`
+    # The values of names before each statement.
     names: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
-    # What each name holds after a statement.
+    # The values of names after each statement.
     after: dict[ast.stmt, dict[str, Value]] = field(default_factory=dict)
-    # Each binding of a name to a value, in order.
+    # All bindings of names, in order.
     bound: list[Binding] = field(default_factory=list)
-    # Each way out of the function, or out of a turn of a loop, in order.
+    # All exits from the function, or from an iteration of a loop, in order.
     exits: list[Exit] = field(default_factory=list)
-    # What each name that is read holds there.
+    # The value of each name where it is read.
     loads: dict[ast.Name, Value] = field(default_factory=dict)
-    # The branches whose way is known, and which it is.
+    # The branches with known conditions, and these conditions' values.
     decided: dict[ast.If, bool] = field(default_factory=dict)
 
     def where(self, operations: Collection[str]) -> list[Value]:
-        """The values that carry out one of some operations, or do so when looked through."""
+        """The values with one of these operations, also in the bodies of called functions."""
         places = {n for name in operations for n in self._places.get(name, ())}
         return [self.values[n] for n in sorted(places)]
 
     @functools.cached_property
     def _places(self) -> dict[str, list[int]]:
-        """Positions in `values` by what the values carry out; of a function also its last name."""
+        """Indices in `values` by operation; for a function, also by the last part of its name."""
         found: dict[str, list[int]] = {}
         for number, value in enumerate(self.values):
             inside: Value | None = value
@@ -173,13 +173,13 @@ class Graph:
 
     @functools.cached_property
     def operations(self) -> frozenset[str]:
-        """Every operation that is carried out, in calls that can be looked through as well."""
+        """All operations, including those in the bodies of called functions."""
         return frozenset(value.operation for value in walk(self.values, through=True))
 
     def overwritten(
         self, values: list[Value], after: tuple[int, ...], before: tuple[int, ...] | None = None
     ) -> Mutation | None:
-        """The first write, between two moments, to what one of the values may share memory with."""
+        """The first write, between two positions, to memory that one of the values may share."""
         bases = frozenset().union(*(v.bases for v in values))
         for mutation in self.mutations:
             in_time = after < mutation.order and (before is None or mutation.order < before)
@@ -188,7 +188,7 @@ class Graph:
         return None
 
     def same(self, one: Value, other: Value) -> bool:
-        """Whether two values are equal whatever the inputs: one value, or computed alike."""
+        """Whether two values are always equal: they are one value, or computed in the same way."""
         if one is other:
             return True
         alike = (
@@ -218,7 +218,7 @@ def equal(one: object, other: object) -> bool:
 
 
 def region(node: ast.AST) -> str:
-    """What has a body of its own, in words."""
+    """The kind of a compound statement, in words."""
     match node:
         case ast.For() | ast.AsyncFor() | ast.While():
             return "a loop"
@@ -230,7 +230,7 @@ def region(node: ast.AST) -> str:
 
 
 def described(value: Value) -> str:
-    """A value in a word or two."""
+    """A value in words, for messages."""
     match value.operation:
         case "constant":
             return repr(value.literal)
