@@ -9,11 +9,11 @@ from math import inf
 
 
 def stage_ends(costs: Sequence[float], n: int) -> list[int]:
-    """Where to cut a sequence into `n` stages: for each the index behind its last element.
+    """Where to cut a sequence into `n` stages: for each, the index after its last element.
 
-    No other cut has a cheaper dearest stage. Of the cuts that have none dearer, it is the one whose
-    stages differ the least (by the sum of their squares). A `ValueError` where there are fewer
-    elements than stages, or a cost is below zero.
+    The cost of the dearest stage is minimized; among the cuts that reach this minimum, the one
+    with the least sum of the stages' squared costs is taken. Raises `ValueError` if there are fewer
+    elements than stages, or a cost is negative.
     """
     if not 1 <= n <= len(costs):
         raise ValueError(f"{len(costs)} elements cannot be cut into {n} stages")
@@ -41,7 +41,7 @@ def stage_ends(costs: Sequence[float], n: int) -> list[int]:
 
 
 def _dearest_stage(totals: Sequence[float], n: int) -> float:
-    """The least cost that the dearest of `n` stages can have."""
+    """The minimum, over all cuts into `n` stages, of the dearest stage's cost."""
 
     def fits(most: float) -> bool:
         end = 0

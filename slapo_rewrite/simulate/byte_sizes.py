@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write them."""
+"""Reads and writes byte sizes in the form that people use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNITS = {
 
 
 def byte_size(text: str) -> float | None:
-    """Bytes of `80GiB`, `80GB` or plain bytes; None where it is none of these."""
+    """Bytes of a text such as `80GiB`, `80GB` or `1000`; None for any other text."""
     unit = next((unit for unit in UNITS if text.endswith(unit)), "")
     try:
         value = float(text.removesuffix(unit)) * UNITS.get(unit, 1.0)
@@ -19,11 +19,11 @@ def byte_size(text: str) -> float | None:
 
 
 def gib(size: float) -> str:
-    """A number of bytes, to be read beside others in GiB; one that would be none is not."""
+    """A byte size for output beside others in GiB; one that would read 0.0 in another unit."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 20 else shown_size(size)
 
 
 def shown_size(size: float) -> str:
-    """A number of bytes of any order, to be read."""
+    """A byte size for output, in the largest unit that fits it."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= UNITS[unit]), None)
     return f"{size / UNITS[unit]:.2f} {unit}" if unit else f"{size:.0f} B"

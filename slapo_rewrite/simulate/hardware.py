@@ -1,6 +1,6 @@
-"""What GPUs and the links between them do, by the table `hardware.toml`, and take for a step.
+"""Speeds of GPUs and links, from the table `hardware.toml`, and the time a step takes on them.
 
-Links are modelled by a start-up time and a bandwidth.
+A link is modelled by a latency and a bandwidth.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the processes of one axis."""
+    """The connection between the processes of one mesh axis."""
 
-    latency: float = 0.0  # seconds that an operation takes however little it moves
-    bandwidth: float = math.inf  # bytes a second that one process sends, or receives
+    latency: float = 0.0  # seconds that every transfer takes, whatever its size
+    bandwidth: float = math.inf  # bytes per second that one process sends, or receives
 
     def __post_init__(self) -> None:
         if not self.latency >= 0 or not self.bandwidth > 0:
@@ -38,11 +38,11 @@ class Link:
         return self.latency + size / self.bandwidth
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds that `ranks` processes take to sum `size` bytes in a ring; none for one."""
+        """Seconds of a ring all-reduce of `size` bytes among `ranks` processes; 0 for one."""
         return self._ring(2 * size, ranks)
 
     def all_gather(self, size: float, ranks: int) -> float:
-        """Seconds that they take to give one another their parts of `size` bytes."""
+        """Seconds of a ring all-gather whose result is `size` bytes; 0 for one process."""
         return self._ring(size, ranks)
 
     def _ring(self, size: float, ranks: int) -> float:
@@ -53,37 +53,37 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What one GPU does, as a model's operators get it."""
+    """The speed of one GPU that a model's operators reach."""
 
-    flops: float  # of matrix products, a second
-    bandwidth: float  # bytes of memory read or written, a second
-    # Likewise of those in half and in single precision, where these are not what `flops` is of.
+    flops: float  # per second, of matrix products
+    bandwidth: float  # bytes of memory read or written per second
+    # Like `flops`, for products in half and in single precision; None: `flops` holds.
     half: float | None = None
     single: float | None = None
-    # How fast products of some kinds (`Product`) are beside others.
+    # Speed of the kinds of products (`Product`), relative to `flops`.
     attention: float = 1.0
     masked: float = 1.0
     unaligned: float = 1.0
     plain: float = 1.0
-    operator: float = 0.0  # seconds that the host takes to start one
+    operator: float = 0.0  # seconds that the host takes to start an operator
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs in nodes."""
+    """A cluster: nodes with GPUs of one kind."""
 
-    name: str  # what `--gpu` calls them
+    name: str  # the GPU's name for `--gpu`
     title: str
-    device: Device  # what one does
-    memory: float  # bytes that one has
-    inside: Link  # what connects those of a node
-    outside: Link  # what connects those of different nodes
-    precision: str  # what matrix products are computed in: `bf16`, `fp16`, `fp32` or `tf32`
-    said: tuple[str, ...] = ()  # where the figures are from, and what is assumed of them, in words
+    device: Device  # speed of one GPU
+    memory: float  # bytes of one GPU
+    inside: Link  # between GPUs of a node
+    outside: Link  # between GPUs of different nodes
+    precision: str  # of matrix products: `bf16`, `fp16`, `fp32` or `tf32`
+    said: tuple[str, ...] = ()  # lines for output: the figures' source and the assumptions
 
 
 def no_such_products(title: str, precision: str) -> errors.UsageError:
-    """The refusal of a precision that a device computes nothing in."""
+    """The refusal of a precision that a device does not support."""
     return errors.UsageError(f"{title} computes nothing in {precision}", hint="--precision fp32")
 
 
@@ -93,7 +93,7 @@ def _table() -> dict[str, Any]:
 
 
 def own_table(path: Path) -> dict[str, Any]:
-    """A table of somebody's own, of one GPU; what it says nothing of is as in the tool's."""
+    """Reads a user's table of one GPU; what it leaves out is filled in from the tool's table."""
     try:
         own = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -120,7 +120,7 @@ def own_table(path: Path) -> dict[str, Any]:
     return {key: {**table[key], **own.get(key, {})} for key in table} | {"gpus": {name: row}}
 
 
-# What a model gets a share of.
+# Kinds of products whose share of the peak differs from the usual one, `flops`.
 SLOWER = ("attention", "masked", "unaligned")
 REACHED = {
     "flops": "of flops",
@@ -130,11 +130,11 @@ REACHED = {
     "bandwidth": "of bandwidth",
     "link": "of link",
 }
-OPTIONAL = ("fp32", "tf32", "source")  # of a row
+OPTIONAL = ("fp32", "tf32", "source")  # keys that a GPU's row may leave out
 
 
 def _check_row(path: Path, where: str, row: Any, like: dict[str, Any], hint: str) -> None:
-    """Refuses what is missing, unknown, or of another kind than in the tool's own table."""
+    """Refuses keys that are missing or unknown, and values of another type than in `like`."""
     if not isinstance(row, dict):
         raise errors.BadHardware(f"`{path}`: `{where}` is no table", hint=hint)
     for key, value in row.items():
@@ -159,22 +159,22 @@ def _check_row(path: Path, where: str, row: Any, like: dict[str, Any], hint: str
 
 
 def known_gpus() -> list[str]:
-    """The names in the table."""
+    """The names of the GPUs in the tool's table."""
     return list(_table()["gpus"])
 
 
 @functools.cache
 def hardware(name: str, precision: str | None = None) -> Hardware:
-    """A row of the table.
+    """The hardware of a row of the tool's table.
 
-    Without a precision of matrix products it is the half precision that models are trained in on
-    such a GPU.
+    The precision of matrix products defaults to the row's own: the half precision in which models
+    are trained on such a GPU.
     """
     return _of_table(_table(), name, precision)
 
 
 def own_hardware(path: Path, precision: str | None = None) -> Hardware:
-    """The one GPU of a table of somebody's own, which computes in this precision."""
+    """The hardware of a user's own table, with matrix products in this precision."""
     table = own_table(path)
     return _of_table(table, next(iter(table["gpus"])), precision)
 
@@ -215,12 +215,12 @@ def _device(flops: float, bandwidth: float, table: dict[str, Any]) -> Device:
 
 
 def own_device(flops: float, bandwidth: float) -> Device:
-    """A GPU whose products and memory were measured, and that is else as those of the table."""
+    """A GPU with measured speeds of products and memory; the rest comes from the tool's table."""
     return _device(flops, bandwidth, _table())
 
 
 def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
-    """Seconds of a part of a step that go into products, and into other operators."""
+    """Seconds that a part of a step takes for matrix products, and for memory traffic."""
     of_width = {2: device.half, 4: device.single}
     seconds = 0.0
     for product, amount in part.products.items():
@@ -230,7 +230,7 @@ def part_seconds(part: Part, rows: int, device: Device) -> tuple[float, float]:
 
 
 def sent_seconds(part: Part, rows: int, link: Link, ranks: int) -> float:
-    """Seconds of its collectives, among so many ranks."""
+    """Seconds that the collectives of a part of a step take among so many ranks."""
     sent = 0.0
     for kind, size in part.sent.items():
         # A reduce-scatter takes as long as an all-gather.
@@ -242,8 +242,8 @@ def sent_seconds(part: Part, rows: int, link: Link, ranks: int) -> float:
 
 
 def step_seconds(costs: Sequence[Cost], device: Device) -> list[float]:
-    """Seconds that each element takes for a micro-batch: what to cut stages by.
+    """Seconds that each element takes for a micro-batch; stages are cut by these.
 
-    Its backward pass is twice the work of the one forward.
+    The backward pass is counted as twice the work of the forward pass.
     """
     return [3 * (cost.flops / device.flops + cost.moved / device.bandwidth) for cost in costs]

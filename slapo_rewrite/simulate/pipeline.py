@@ -1,9 +1,9 @@
-"""One training step of a pipeline: the instructions that DeepSpeed's engine runs, timed.
+"""Simulates the time of one training step of a pipeline in DeepSpeed's engine.
 
-Every stage carries out the instructions of `deepspeed.runtime.pipe.schedule.TrainSchedule` one
-after the other, as the engine does. A transfer starts when both stages have come to it, and both go
-on when it ends: that is what the engine's blocking `send` and `recv` do, over gloo, and over NCCL
-on the stream on which the stage computes.
+Every stage executes the instructions of `deepspeed.runtime.pipe.schedule.TrainSchedule` in order,
+as the engine does. A transfer starts when both stages have reached it, and both continue when it
+ends: so do the engine's blocking `send` and `recv`, over gloo, and over NCCL on the stream on
+which the stage computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from slapo_rewrite.simulate.hardware import Link
 
-# Each half of a transfer: what is moved, and whether with the stage before or the one after.
+# For each instruction of a transfer: what is moved; 1 if to or from the next stage, -1 the previous
 TRANSFERS = {
     "SendActivation": ("activation", 1),
     "RecvActivation": ("activation", -1),
@@ -28,13 +28,13 @@ TRANSFERS = {
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage costs."""
+    """The costs of one stage."""
 
-    forward: float  # seconds for one micro-batch
-    backward: float  # likewise; what it recomputes included
-    # Bytes that one micro-batch sends on to the next stage. Their gradient comes back.
+    forward: float  # seconds of one micro-batch's forward pass
+    backward: float  # seconds of its backward pass, recomputation included
+    # Bytes of activations per micro-batch to the next stage; as many of gradients come back.
     sent: float = 0.0
-    optimizer: float = 0.0  # seconds for what follows the last micro-batch
+    optimizer: float = 0.0  # seconds of what follows the last micro-batch
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -43,25 +43,25 @@ class Stage:
 
 
 class Event(NamedTuple):
-    """What one stage does for a while."""
+    """One operation of a stage, with its time."""
 
     what: str  # `forward`, `backward`, a transfer (`activation`, `gradient`), or `optimizer`
-    number: int  # which micro-batch
-    start: float  # seconds since the step's beginning
+    number: int  # the micro-batch's number
+    start: float  # seconds since the step began
     end: float  # likewise
 
 
 @dataclass
 class Timeline:
-    """One stage's step."""
+    """What one stage does in a step."""
 
-    # What it does, in order; between them it waits.
+    # In order; between two events the stage waits.
     events: list[Event] = field(default_factory=list)
-    live: int = 0  # the most micro-batches that it holds activations of
+    live: int = 0  # the most micro-batches whose activations it holds at once
 
     @property
     def busy(self) -> float:
-        """Seconds in which it does not wait."""
+        """Seconds in which the stage does not wait."""
         return sum(event.end - event.start for event in self.events)
 
 
@@ -69,12 +69,12 @@ class Timeline:
 class Step:
     """A simulated step."""
 
-    seconds: float  # from the first instruction of any stage to the last
-    stages: list[Timeline]  # every stage's part
+    seconds: float  # from the start of the first instruction to the end of the last
+    stages: list[Timeline]
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they wait for one another."""
+        """The share of all stages' time that is spent waiting."""
         if not self.seconds:
             return 0.0
         busy = sum(timeline.busy for timeline in self.stages)
@@ -82,7 +82,7 @@ class Step:
 
 
 def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | None = None) -> Step:
-    """Runs one training step; without DeepSpeed an `ImportError`."""
+    """Simulates one training step; raises `ImportError` if DeepSpeed is not installed."""
     if not stages or micro_batches < 1:
         raise ValueError("a pipeline has at least one stage and one micro-batch")
     run = _Run(stages, micro_batches, pipeline or Link())
@@ -91,21 +91,21 @@ def simulate(stages: Sequence[Stage], micro_batches: int, *, pipeline: Link | No
 
 
 def live_micro_batches(stage: int, stages: int, micro_batches: int) -> int:
-    """How many micro-batches a stage holds activations of at most."""
+    """The most micro-batches whose activations a stage holds at once."""
     return min(stages - stage, micro_batches)
 
 
 def pipelined_seconds(
     stages: Sequence[Stage], micro_batches: int, pipeline: Link | None = None
 ) -> float:
-    """Seconds of all micro-batches by a formula: what `simulate` comes to, in microseconds.
+    """Seconds of all micro-batches, by a formula that agrees with `simulate` and is faster.
 
-    What follows is left out: sums over replicas, the optimizer. The slowest stage goes through all
-    its micro-batches without waiting, but for the first one's way there through the stages before
-    it, and the way back of the last. Arguments are those of `simulate`.
+    What follows the micro-batches is left out: sums over replicas and the optimizer. The slowest
+    stage waits only until its first micro-batch arrives from the stages before it, and at the end
+    for the backward pass of the last one there. The arguments are those of `simulate`.
     """
     link = pipeline or Link()
-    sends = [2 * link.send(stage.sent) for stage in stages[:-1]]  # there, and the gradient back
+    sends = [2 * link.send(stage.sent) for stage in stages[:-1]]  # activations, gradients
     before, after = [0.0, *sends], [*sends, 0.0]
     busy = [s.forward + s.backward for s in stages]
     through = sum(busy) + sum(sends)
@@ -117,7 +117,7 @@ def pipelined_seconds(
 
 @dataclass
 class _Run:
-    """The state of a simulation: every stage's clock, and who waits for whom."""
+    """The state of a simulation: every stage's clock, and the transfers where one stage waits."""
 
     stages: Sequence[Stage]
     micro_batches: int
@@ -130,7 +130,7 @@ class _Run:
         self._arrived: dict[_Operation, int] = {}
 
     def to_the_end(self) -> None:
-        """Lets every stage go on until it has to wait, and then those that have met."""
+        """Runs every stage until it has to wait, and again when the other one has arrived."""
         ready = list(range(len(self.stages)))
         while ready:
             number = ready.pop()
@@ -155,7 +155,7 @@ class _Run:
             self.timelines[number].events.append(event)
 
     def _program(self, number: int) -> Iterator[_Operation]:
-        """What a stage does, in the order of the engine's instructions."""
+        """The operations of a stage, in the order of the engine's instructions."""
         stage, timeline = self.stages[number], self.timelines[number]
         done: Counter[str] = Counter()
         schedule = _train_schedule()(self.micro_batches, len(self.stages), number)
@@ -177,7 +177,7 @@ class _Run:
 
 
 class _Operation(NamedTuple):
-    """What the stages named do together, as soon as all of them have come to it."""
+    """An operation of one or two stages, which starts when all of them have reached it."""
 
     what: str
     number: int
@@ -188,6 +188,6 @@ class _Operation(NamedTuple):
 @functools.cache
 def _train_schedule() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its imports use what torch will take away
+        warnings.simplefilter("ignore")  # DeepSpeed imports deprecated parts of torch
         from deepspeed.runtime.pipe.schedule import TrainSchedule
     return TrainSchedule

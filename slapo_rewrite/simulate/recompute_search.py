@@ -1,8 +1,8 @@
-"""Which layers to recompute, and what of them, so that a step fits at the least time: exactly.
+"""Finds exactly which layers to recompute, and how, so that a step fits in memory and is fastest.
 
-On the way there a layer meets what those before it keep, and on the way back it meets the same
-again. So what is kept up to a layer is all that matters of the choices before it: layer by layer,
-those sums of kept bytes and of seconds are carried on of which no other has less of both.
+In the forward and the backward pass, a layer's peak depends on the choices for earlier layers only
+by the bytes that these keep. So a dynamic program over the layers carries pairs of kept bytes and
+time, without those that another pair beats in both.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from slapo_rewrite.simulate.step_memory import Piece, States, Unfolded, in_runs
 if TYPE_CHECKING:
     from slapo_rewrite.model.step_profile import Amount, Part
 
-# Seconds are added up as whole numbers of these: sums of the same are the same then.
+# Seconds are summed as whole numbers of ticks, so that equal sums compare equal.
 TICK = 1e-15
-# For each layer of each list by the list's path, the number of a way to recompute it.
+# By the path of a list: for each of its layers the number of the way in which it is recomputed.
 Ways = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way for one layer."""
+    """One way to recompute a layer, with what it costs."""
 
-    way: int  # its number
-    net: int  # bytes that it keeps until the way back
-    need: int  # bytes that there must be room for where it begins
-    ticks: int  # what it takes, there and back
+    way: int  # the way's number
+    net: int  # bytes that the layer keeps until its backward pass
+    need: int  # bytes that must be free beside what earlier layers keep
+    ticks: int  # time of its forward and backward passes
 
 
 @dataclass(frozen=True)
 class Found:
-    """An answer."""
+    """A choice of ways, with what the step takes."""
 
-    ways: Ways  # for each layer, what is recomputed
-    peak: float  # bytes that the step holds at most, all in all
-    seconds: float  # of the step's operators
+    ways: Ways
+    peak: float  # the most bytes that the step holds at once, in all
+    seconds: float  # time of the step's operators
 
 
 class RecomputeSearch:
-    """Looks for what to recompute.
+    """Searches for the layers to recompute.
 
     Args:
-        unfolded: The parts of a step, as counted in each way.
-        may_be: By list and number, whether a layer may be recomputed.
-        seconds: What a part of a step takes.
-        kept: Bytes for each parameter.
-        parameters: How many there are.
-        rows: Rows of a micro-batch.
-        micro_batches: How many make up a step.
+        unfolded: The pieces of a step, counted in each way.
+        may_be: By list and layer number, whether a layer may be recomputed.
+        seconds: Gives the time of a part of a step.
+        kept: Bytes per parameter.
+        parameters: The number of parameters.
+        rows: The number of rows of a micro-batch.
+        micro_batches: The number of micro-batches of a step.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RecomputeSearch:
         self._known: dict[tuple[int, ...], tuple[int, int, int, int]] = {}
 
     def least(self, budget: float) -> Found | None:
-        """What fits a budget at the least time; None where nothing does."""
+        """The fastest choice within a budget of bytes; None if there is none."""
         hoped = self._searched(budget, min)
         if hoped is None:
             return None
@@ -87,17 +87,17 @@ class RecomputeSearch:
             if (sure := self._searched(budget, max)) is not None:
                 found += self._judged(sure)
         fits = [each for each in found if each.peak <= budget]
-        # Of what takes as long, the one in which the layers' order is the plainest comes first.
+        # Of equally fast ones the first is taken: `_judged` puts the plainest order first.
         return min(fits, key=lambda each: round(each.seconds / TICK), default=None)
 
     def _judged(self, ways: Ways) -> list[Found]:
         return [self.judged(self._in_order(ways)), self.judged(ways)]
 
     def smallest(self) -> float:
-        """The least bytes that any choice holds at most, to a thousandth."""
+        """The lowest peak of any choice, in bytes, to a thousandth."""
         high = min(self.judged(ways).peak for ways in self._uniform())
         low = 0.0
-        for _ in range(40):  # halves, whatever rounding does
+        for _ in range(40):  # bisection; the bound keeps rounding from looping
             if high - low <= 1e-3 * high:
                 break
             middle = (low + high) / 2
@@ -108,20 +108,20 @@ class RecomputeSearch:
         return high
 
     def judged(self, ways: Ways) -> Found:
-        """What a choice takes."""
+        """A choice with its peak and its time."""
         pieces = self.unfolded.chosen(ways)
         most = self.kept.most(in_runs(pieces), self.parameters, self.rows, 1, self.micro_batches)
         seconds = sum(self.seconds(p.forward) + self.seconds(p.backward) for p in pieces)
         return Found(ways, self.outside + most, seconds)
 
     def same(self, way: int) -> Ways:
-        """One way for all layers that may be recomputed."""
+        """The same way for all layers that may be recomputed."""
         return {listed: [way if may else 0 for may in own] for listed, own in self.may_be.items()}
 
     def shares(self) -> list[Ways]:
-        """The last way, whole layers, for as many of the first layers of each list as can be.
+        """Choices that recompute the first layers of each list as a whole (the last way).
 
-        From one of the longest list on to all, and of others the same share.
+        Of the longest list it is one layer, two and so on up to all; of others the same share.
         """
         last = len(self.unfolded.counted) - 1
         longest = max(map(sum, self.may_be.values()), default=0)
@@ -142,7 +142,7 @@ class RecomputeSearch:
         return [*map(self.same, ways), *self.shares()]
 
     def _in_order(self, ways: Ways) -> Ways:
-        """The same, where of layers of one kind the first ones are those that keep the least."""
+        """The same ways, reordered among layers of one kind so that the first keep the least."""
         found: Ways = {}
         for listed, own in ways.items():
             kinds = self.unfolded.plain.stands_for[listed]
@@ -160,10 +160,10 @@ class RecomputeSearch:
         return pieces[0].forward.net.of(self.rows)
 
     def _searched(self, budget: float, leaves: Callable[[Iterable[int]], int]) -> Ways | None:
-        """The least time that fits.
+        """The ways that fit in the least time, by the dynamic program; None if none fit.
 
-        `leaves` says what is counted on of what the ways of later layers leave where a layer's way
-        back begins. With the least, what is found may need more, and is the best if not.
+        Later layers leave bytes when a layer's backward pass begins; `leaves` picks one amount
+        from those of all ways: with `min` the result may not fit, but if it does it is the best.
         """
         import numpy as np
 
@@ -203,9 +203,9 @@ class RecomputeSearch:
         return {listed: own[::-1] for listed, own in ways.items()}
 
     def _steps(self, leaves: Callable[[Iterable[int]], int]) -> list[tuple[list[Option], int]]:
-        """For each layer what may be done, and what it and those behind it leave on the way back.
+        """For each layer its options, and the bytes that it and later layers leave.
 
-        That is their gradients; and what of their way there is let go later than on their way back.
+        Those are their gradients, and what their backward pass does not free of their forward pass.
         """
         found: list[tuple[list[Option], int]] = []
         left = 0
@@ -226,7 +226,7 @@ class RecomputeSearch:
         return part.kept_peaks if self._stays else part.peaks
 
     def _option(self, pieces: Sequence[Piece], way: int, left: int) -> Option:
-        """One or several pieces, one after the other."""
+        """The option of consecutive pieces, where later layers leave `left` bytes."""
         key = (*map(id, pieces),)
         if key not in self._known:
             self._known[key] = self._weighed(pieces)
@@ -234,7 +234,7 @@ class RecomputeSearch:
         return Option(way, net, max(there, back + left), ticks)
 
     def _weighed(self, pieces: Sequence[Piece]) -> tuple[int, int, int, int]:
-        """Bytes that are kept, that are needed on the way there and back, and ticks."""
+        """Bytes kept, bytes needed in the forward and in the backward pass, and ticks."""
         net = there = back = seconds = 0.0
         for number, piece in enumerate(pieces):
             later = sum(map(self._leaves, pieces[number + 1 :]))
@@ -247,7 +247,7 @@ class RecomputeSearch:
 
 
 def _paying(options: Sequence[Option]) -> list[Option]:
-    """Those than which no other keeps, needs and takes as little."""
+    """The options without those that another one matches or beats in bytes and time."""
     found: list[Option] = []
     for one in sorted(options, key=lambda o: (o.ticks, o.net, o.need)):
         if not any(o.net <= one.net and o.need <= one.need for o in found):
