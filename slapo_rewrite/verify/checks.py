@@ -1,4 +1,4 @@
-"""What is compared between original and rewritten, in the order in which it is."""
+"""The comparisons of original and rewritten model, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from .pair import Pair
 from .probes import tie_groups, watching
 
 STEPS = 3
-LABELS = ("labels", "targets", "target", "label")  # without them a model computes no loss
-DROPOUT = 0.1  # for layers whose own is 0 in the twin
+LABELS = ("labels", "targets", "target", "label")  # inputs of which a model computes its loss
+DROPOUT = 0.1  # the rate for dropout layers whose own rate is 0 in the small model
 
 
 class Checks:
-    """Runs the checks on one pair."""
+    """Runs the checks on one pair of models."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.done: list[Check] = []  # what was checked so far
-        # The first module, in the order of the calls, whose output differs, and how much.
+        self.done: list[Check] = []
+        # The first module in call order whose output differs, and its error.
         self.module: tuple[str, float] | None = None
-        # Modules whose outputs on this rank are as large as the original's.
+        # Paths of modules whose outputs on this rank have the original's shapes.
         self.whole: set[str] = set()
-        self.joined: list[str] = []  # outputs of which a rank has a part in training
+        self.joined: list[str] = []  # names of outputs that are sharded over the ranks in training
 
     def run(self) -> None:
-        """All of them, up to one after whose failure others mean nothing (`StoppedError`)."""
+        """Runs all checks; a failure that makes the rest meaningless raises `StoppedError`."""
         self.built()
         with casts_left_out(self.pair):
             self.start()
@@ -72,9 +72,9 @@ class Checks:
             self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))
 
     def built(self) -> None:
-        """The rewritten model is made of the rewritten classes, of each that there is.
+        """Checks that the rewritten model has an instance of every rewritten class.
 
-        Or of parts that one of them made, and was not kept itself.
+        A part that such an instance created counts too, if the instance itself was not kept.
         """
         pair, words = self.pair, []
         pair.stage("looking for the rewritten classes")
@@ -97,7 +97,7 @@ class Checks:
         self.done.append(Check("builds what was rewritten", not words, detail="\n".join(words)))
 
     def decide(self) -> None:
-        """Where a difference may be rounding, the same comparison in float64 tells."""
+        """Repeats the comparisons in float64 if a difference may be rounding, to decide it."""
         pair = self.pair
         rounding = rounding_of(self.done)
         doubtful = {check.name for check in self.done if may_be_rounding(check, rounding)}
@@ -121,9 +121,9 @@ class Checks:
             settle(check, rounding, exact.get(check.name))
 
     def start(self) -> None:
-        """From the same seed it starts with the same weights.
+        """Checks that both models start with the same weights when built from the same seed.
 
-        Modules that the schedule brings along draw theirs by themselves.
+        Modules that the schedule substitutes are left out: they initialize in their own way.
         """
         pair = self.pair
         if pair.start is None:
@@ -134,7 +134,7 @@ class Checks:
         self.done.append(compare_start(want, pair.start))
 
     def _brought(self) -> Iterator[str]:
-        """Where the schedule put a module of another class."""
+        """Paths at which the schedule put a module of another class."""
         others = dict(self.pair.rewritten.named_modules())
         for path, module in self.pair.original.named_modules():
             asked = any(re.fullmatch(pattern, path) for pattern in self.pair.job["replaced"])
@@ -142,7 +142,7 @@ class Checks:
                 yield path
 
     def state(self) -> None:
-        """The original's weights go in, come back bit for bit, and are tied as they were."""
+        """Checks that the original's weights load, come back bit for bit, and stay tied."""
         pair, name = self.pair, "loads the original's weights"
         pair.stage("loading the original's state dict")
         try:
@@ -178,7 +178,7 @@ class Checks:
         )
 
     def first_step(self) -> None:
-        """Outputs, loss and every gradient; and where the first module's output differs."""
+        """Compares outputs, loss, gradients and buffers; finds the first module that differs."""
         pair = self.pair
         pair.make_inputs()
         seen: dict[tuple[str, int], Tensor] = {}
@@ -213,9 +213,9 @@ class Checks:
             self.done.append(compare("buffers", LIMITS["weights"], own, buffers, exact))
 
     def _compare_in_training(self, name: str, got: Named, want: Named, exact: Named) -> Check:
-        """Outputs without those that the schedule asked to leave out in training.
+        """Compares outputs, except those that the schedule asked to leave out in training.
 
-        Logits of which the loss takes a part on each rank are joined.
+        Logits that are sharded over the ranks, as the loss takes them, are joined first.
         """
         absent = [key for key in want if key in self.pair.job["absent"] and key not in got]
         kept = {key: tensor for key, tensor in want.items() if key not in absent}
@@ -232,7 +232,7 @@ class Checks:
         if missing:
             return Check(name, False, detail=some("missing:", missing))
         check = compare(name, LIMITS["outputs"], got, want, exact)
-        check.differs = []  # those are no parameters
+        check.differs = []  # only names of parameters belong there
         return check
 
     def _compare_gradients(self, name: str, exact: nn.Module | None) -> list[Check]:
@@ -242,7 +242,7 @@ class Checks:
         return compare_gradients(name, full, gradients_of(pair.original), known, pair.aliases)
 
     def eval_mode(self) -> None:
-        """Outputs in eval mode."""
+        """Compares the outputs in eval mode."""
         pair = self.pair
         pair.stage("the original in eval mode")
         want, exact = pair.evaluate(pair.original), pair.exactly(pair.evaluate) or {}
@@ -254,13 +254,13 @@ class Checks:
             self._without(label)
 
     def _without(self, label: str) -> None:
-        """Outputs that no loss is computed of: they are whole on every rank."""
+        """Compares the outputs without this input, so without a loss: they are not sharded."""
         pair, name = self.pair, f"outputs without {label}"
         pair.stage(f"the original without {label}")
         try:
             want = pair.evaluate(pair.original, without=label)
         except Exception:
-            return  # it cannot do without
+            return  # the original needs the input
         pair.stage(f"the rewritten model without {label}")
         got = pair.evaluate(pair.rewritten, without=label)
         check = compare(name, LIMITS["outputs"], got, want, {})
@@ -268,10 +268,10 @@ class Checks:
         self.done.append(check)
 
     def dropout(self) -> None:
-        """Gradients with dropout, where both draw the same random numbers in the forward pass.
+        """Compares gradients with dropout, if both draw the same numbers in the forward pass.
 
-        A recomputed forward that draws others shows in the gradients only. Layers that work on
-        parts of tensors draw others by their nature, and stay switched off.
+        A recomputed forward pass that draws other numbers shows in the gradients only. Layers that
+        work on sharded tensors necessarily draw other numbers, and stay switched off.
         """
         pair, name = self.pair, "gradients with dropout"
         if not pair.rates:
@@ -283,13 +283,13 @@ class Checks:
             self.done.append(Check(name, True, detail=words))
             return
         rates = {path: pair.rates[path] or DROPOUT for path in active}
-        rates[""] = DROPOUT if pair.world == 1 else 0.0  # what is no layer may work on parts
+        rates[""] = DROPOUT if pair.world == 1 else 0.0  # functional dropout may see shards
         pair.stage("the original with dropout")
         try:
             with _buffers_kept(pair.original):
                 outputs, loss = self._with_dropout(rates)
         except Exception:
-            # What was built without dropout may have no layer for it.
+            # A model built with a rate of 0 may lack what it needs for dropout.
             with _buffers_kept(pair.original):
                 outputs, loss = self._with_dropout({**rates, "": 0.0})
         pair.stage("the rewritten model with dropout")
@@ -311,12 +311,12 @@ class Checks:
         pair.set_dropout(lambda path: 0.0, configs=False)
 
     def _with_dropout(self, rates: Mapping[str, float]) -> tuple[Named, Tensor]:
-        """The original's outputs and loss, at rates for both models."""
+        """Sets the rates in both models; returns the original's outputs and loss."""
         self.pair.set_dropout(lambda path: rates.get(path, 0.0), configs=False)
         return self.pair.step(self.pair.original, seed=11)
 
     def training(self) -> None:
-        """Losses and weights over some steps of SGD with momentum."""
+        """Compares losses and weights over several steps of SGD with momentum."""
         pair = self.pair
         optimisers = [_optimiser(model) for model in pair.models()]
         names = ("original", "rewritten model", "original in float64")
@@ -338,7 +338,7 @@ class Checks:
         self.done.append(self._compare_weights())
 
     def _buffers(self) -> tuple[Named, Named]:
-        """The buffers of both models, whole; of those in no state dict, the ones of one shape."""
+        """Full buffers of both models; non-persistent ones only where the shapes are equal."""
         pair = self.pair
         state, full = pair.original.state_dict(), pair.full_state()
         want = dict(pair.original.named_buffers())
@@ -348,7 +348,7 @@ class Checks:
         return got, {name: b for name, b in want.items() if name in state or name in got}
 
     def _compare_weights(self) -> Check:
-        """Parameters through `to_full`, and the buffers."""
+        """Compares all full parameters and buffers."""
         pair = self.pair
         want = dict(parameters_of(pair.original))
         got = find(pair.to_full(parameters_of(pair.rewritten)), want, pair.aliases)
@@ -361,7 +361,7 @@ class Checks:
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, a step has no lasting effect on buffers: running means of other random numbers."""
+    """Restores the buffers at the end: running means depend on the random numbers of a step."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -372,7 +372,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _optimiser(model: nn.Module) -> torch.optim.Optimizer | None:
-    """SGD with momentum; None where each `backward` of the model is a step of it."""
+    """SGD with momentum; None if it runs inside each `backward` of the model."""
 
     def over(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
@@ -387,9 +387,9 @@ def _optimiser(model: nn.Module) -> torch.optim.Optimizer | None:
 def _first_difference(
     got: dict[tuple[str, int], Tensor], want: dict[tuple[str, int], Tensor]
 ) -> tuple[str, float] | None:
-    """The first module, in the order of the original's calls, with another output.
+    """The first module, in the original's call order, whose output differs; and its error.
 
-    Outputs of another shape are parts of the original's, and say nothing.
+    Outputs of another shape are shards of the original's, and are not compared.
     """
     for key, tensor in want.items():
         if key in got and got[key].shape == tensor.shape:

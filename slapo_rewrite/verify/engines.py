@@ -1,4 +1,4 @@
-"""What runs the stages of an output."""
+"""The engines that run the pipeline stages of an output."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .figures import Named, gradients_of
 from .original import from_all_ranks
 from .rank_layout import Layout, Training
 
-MICRO_BATCHES = 4  # of a step, all replicas together, as far as they share them out evenly
-# The smaller ones are for what a larger one takes beyond all numbers, or makes rounding grow in.
+MICRO_BATCHES = 4  # of a step, over all replicas, if this divides evenly among them
+# A smaller rate is used if at a larger one losses overflow or rounding errors grow too much.
 RATES, MOMENTUM = (0.05, 5e-4, 5e-6), 0.9
 Batch = dict[str, Any]
 
 
 def micro_batches(layout: Layout) -> int:
-    """How many micro-batches each replica adds up: several, and about as many for all alike."""
+    """The number of micro-batches whose gradients each replica accumulates: at least 2."""
     return max(2, MICRO_BATCHES // layout.data)
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """What trains the original as well as the stages."""
+    """The optimizer for the original as well as for the stages."""
     return torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM)
 
 
 class Engine(ABC):
-    """Runs stages. Every rank calls all of the methods, in the order in which they stand here.
+    """Runs stages. Every rank calls all methods, in the order in which they are defined here.
 
     Attributes:
-        replica: Which replica this rank is part of.
-        pipeline: The output's `pipeline.py`, once the stages are built.
-        built: What it has built.
-        stage: The stage that this rank holds.
+        replica: The number of this rank's replica.
+        pipeline: The module `pipeline.py` of the output, once the stages are built.
+        built: The result of that module's `build`.
+        stage: The stage on this rank.
         rate: The learning rate.
     """
 
@@ -49,31 +49,31 @@ class Engine(ABC):
 
     def __init__(self, layout: Layout, training: Training, rank: int) -> None:
         self.layout, self.training, self.rate = layout, training, RATES[0]
-        self.replica = rank // layout.tensor % layout.data  # of pipe, data and tensor
+        self.replica = rank // layout.tensor % layout.data  # in order (pipe, data, tensor)
 
     @abstractmethod
     def build(self, pipeline: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Builds the stages, once this process is in its group."""
+        """Builds the stages; the process group exists by then."""
 
     def load(self, full: Named) -> None:
-        """Takes the original's state dict, by the output's own function."""
+        """Loads the original's state dict with the output's own `load_full`."""
         self.pipeline.load_full(self.built, full)
 
     def full(self) -> Named:
-        """The original's state dict, from all stages, likewise; also at any later time."""
+        """The state dict in the original's form, gathered from all stages; may be called again."""
         return dict(self.pipeline.to_full(self.built))
 
     @abstractmethod
     def start(self, before_update: Callable[[], None]) -> None:
-        """Gets ready to train; `before_update` is called once a step's gradients are there."""
+        """Prepares training; `before_update` runs before each optimizer step."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The loss of this replica's micro-batches in eval mode, the mean of all replicas'."""
+        """The loss in eval mode, as the mean over all replicas' micro-batches."""
 
     @abstractmethod
     def step(self, batches: Iterable[Batch]) -> float:
-        """Trains on this replica's micro-batches; the loss, the mean of all replicas'."""
+        """Trains on this replica's micro-batches; returns the mean loss of all replicas."""
 
 
 class DeepSpeed(Engine):
@@ -92,7 +92,7 @@ class DeepSpeed(Engine):
         """Builds a `PipelineModule`."""
         deepspeed = importlib.import_module("deepspeed")
         topologies = importlib.import_module("deepspeed.runtime.pipe.topology")
-        # For collectives in shared memory, which would be compiled here and now.
+        # Otherwise DeepSpeed compiles its collectives in shared memory at this point.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="gloo")
         layout = self.layout
@@ -121,11 +121,11 @@ class DeepSpeed(Engine):
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """By `eval_batch`, which fits before training only."""
+        """Calls `eval_batch`, which works before training only."""
         return float(self.engine.eval_batch(self._pairs(batches), compute_loss=True))
 
     def step(self, batches: Iterable[Batch]) -> float:
-        """By `train_batch`."""
+        """Calls `train_batch`."""
         return float(self.engine.train_batch(self._pairs(batches)))
 
     def _pairs(self, batches: Iterable[Batch]) -> Any:
@@ -133,10 +133,10 @@ class DeepSpeed(Engine):
 
 
 class Torch(Engine):
-    """Runs stages on torch's own pipelining, one forward and one backward in turn.
+    """Runs stages on `torch.distributed.pipelining`, with the schedule 1F1B.
 
-    Replicas have the mean of their gradients taken here: torch's `DistributedDataParallel` fails
-    around a stage with no more micro-batches than stages.
+    This class averages the replicas' gradients itself: torch's `DistributedDataParallel` fails
+    around a stage if there are no more micro-batches than stages.
     """
 
     def __init__(self, layout: Layout, training: Training, rank: int) -> None:
@@ -154,7 +154,7 @@ class Torch(Engine):
         self.stage = self.built[0].submod
 
     def start(self, before_update: Callable[[], None]) -> None:
-        """Makes a schedule."""
+        """Creates the optimizer and the schedule."""
         self.optimizer = optimizer_of(self.stage.parameters(), self.rate)
         self.optimizer.register_step_pre_hook(lambda *_: before_update())
         schedules = importlib.import_module("torch.distributed.pipelining")
@@ -162,14 +162,14 @@ class Torch(Engine):
         self.schedule = self.pipeline.schedule(self.built, schedules.Schedule1F1B, count)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """By the schedule's `eval`."""
+        """Calls the schedule's `eval`."""
         self.stage.eval()
         _, losses = self.schedule.eval(**self._joined(batches))
         self.stage.train()
         return _mean_of_all(losses)
 
     def step(self, batches: Iterable[Batch]) -> float:
-        """By the schedule's `step`."""
+        """Calls the schedule's `step` and then the optimizer."""
         losses = self.schedule.step(**self._joined(batches))
         group = self.mesh.get_group("dp")
         for gradient in gradients_of(self.stage).values():
@@ -179,7 +179,7 @@ class Torch(Engine):
         return _mean_of_all(losses)
 
     def _joined(self, batches: Iterable[Batch]) -> Batch:
-        """All micro-batches as one batch, which the schedule divides again."""
+        """All micro-batches as one batch, which the schedule splits again."""
         first, *rest = batches
         joined = {
             name: torch.cat([value, *(batch[name] for batch in rest)])
@@ -191,7 +191,7 @@ class Torch(Engine):
 
 
 def _mean_of_all(losses: list[Tensor]) -> float:
-    """The mean over the ranks that have losses, of which each has as many."""
+    """The mean over the ranks that have losses, all equally many."""
     known = [loss for each in from_all_ranks([float(loss) for loss in losses]) for loss in each]
     return sum(known) / len(known)
 

@@ -1,4 +1,4 @@
-"""How far two tensors differ, and whether that is too far."""
+"""Measures how much tensors differ, and decides whether that is too much."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LIMITS = {
     "later losses": 1e-4,
     "weights": 1e-3,
 }
-ROUNDING = 4  # times the original's own error: what summing in another order may cost
-LARGEST_ROUNDING = 0.05  # an original whose own error is larger tells nothing
-# A number in bfloat16 has 8 bits.
+ROUNDING = 4  # allowed multiple of the original's rounding error: sums in another order
+LARGEST_ROUNDING = 0.05  # with a larger rounding error the original is no reference
+# Larger, since a bfloat16 number has 8 significant bits.
 LIMITS_BF16 = {"loss": 2e-2, "later losses": 2e-2, "weights": 2e-2}
 
 Named = dict[str, Tensor]
@@ -32,7 +32,7 @@ Aliases = Mapping[str, list[str]]
 
 
 class StoppedError(Exception):
-    """A check failed after which nothing else can be compared."""
+    """A check failed, and without it no further comparison is possible."""
 
 
 def difference(got: Tensor, want: Tensor) -> float:
@@ -41,13 +41,13 @@ def difference(got: Tensor, want: Tensor) -> float:
 
 
 def tensors_in(value: Any) -> Named:
-    """Every tensor in a model's output by name, without caches."""
+    """All tensors in a model's output by name, without caches."""
     parts = result_pairs(value, value, "")
     return {name or "output": part for name, part, _ in parts if isinstance(part, Tensor)}
 
 
 def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> Check:
-    """Compares what both have, up to a relative error, with the original's in float64 if known."""
+    """Compares the tensors that both have; `exact` has the original's in float64, if known."""
     errors = {key: difference(got[key], want[key]) for key in want if key in got}
     if not errors:
         return Check(name, False, detail="nothing to compare")
@@ -66,7 +66,7 @@ def compare(name: str, limit: float, got: Named, want: Named, exact: Named) -> C
 
 
 def compare_all(name: str, limit: float, got: Named, want: Named, exact: Named) -> Check:
-    """Compares likewise, where both have to have all of it."""
+    """Like `compare`, but fails if `got` lacks a tensor of `want`."""
     check = compare(name, limit, got, want, exact)
     if missing := [key for key in want if key not in got]:
         check.ok, check.detail = False, some("missing:", missing)
@@ -74,18 +74,18 @@ def compare_all(name: str, limit: float, got: Named, want: Named, exact: Named) 
 
 
 def rounding_of(checks: Iterable[Check]) -> float:
-    """The largest rounding error that the original showed anywhere."""
+    """The largest rounding error of the original in any check."""
     return max((c.own for c in checks if c.own is not None and math.isfinite(c.own)), default=0.0)
 
 
 def may_be_rounding(check: Check, rounding: float) -> bool:
-    """Whether a difference is too large, and as small as rounding may be where numbers cancel."""
+    """Whether a failed check's error is small enough to be rounding where numbers cancel."""
     most = max(ROUNDING * rounding, LARGEST_ROUNDING)
     return not check.ok and check.error is not None and 0 < check.error <= most
 
 
 def settle(check: Check, rounding: float, exact: Check | None) -> None:
-    """Decides a comparison that `may_be_rounding`: by float64, else by the original's error."""
+    """Decides a check that `may_be_rounding`: by float64, else by the original's own error."""
     if not may_be_rounding(check, rounding):
         return
     assert check.error is not None
@@ -104,7 +104,7 @@ def settle(check: Check, rounding: float, exact: Check | None) -> None:
 
 
 def some(label: str, names: list[str]) -> str:
-    """The first of `names` behind a label, and how many there are besides."""
+    """A label, the first of `names`, and the number of the others."""
     if not names:
         return ""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -112,7 +112,7 @@ def some(label: str, names: list[str]) -> str:
 
 
 def gradients_of(model: nn.Module) -> Named:
-    """The gradients that there are, by the parameters' names."""
+    """The existing gradients, by the parameters' names."""
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -122,7 +122,7 @@ def parameters_of(model: nn.Module) -> Named:
 
 
 def find(named: Named, names: Iterable[str], aliases: Aliases) -> Named:
-    """What `named` has of `names`, by whichever name of a tied parameter."""
+    """The tensors of `named` for these names, or for an alias if the parameter is tied."""
     found = {}
     for name in names:
         known = [n for n in (name, *aliases.get(name, [])) if n in named]
@@ -134,9 +134,9 @@ def find(named: Named, names: Iterable[str], aliases: Aliases) -> Named:
 def compare_gradients(
     name: str, full: Named, want: Named, exact: Named, aliases: Aliases
 ) -> list[Check]:
-    """That every parameter has a gradient as in the original, and how far they differ.
+    """Checks that the same parameters have gradients as in the original, and compares these.
 
-    `full` has the rewritten model's, whole; `aliases` all names of each tied parameter.
+    `full` has the rewritten model's full gradients, `aliases` all names of each tied parameter.
     """
     got = find(full, want, aliases)
     missing = [n for n in want if n not in got]
@@ -153,7 +153,7 @@ def compare_gradients(
 
 
 def compare_state(want: Named, got: Named) -> Check:
-    """That a state dict has the same names, and each tensor the same bits."""
+    """Checks that a state dict has the same names, and tensors equal bit for bit."""
     wrong = {}
     for name in want.keys() & got.keys():
         a, b = got[name], want[name]
@@ -175,7 +175,7 @@ def compare_state(want: Named, got: Named) -> Check:
 
 
 def compare_start(want: Named, got: Named) -> Check:
-    """That a model starts with the weights that the original draws from the same seed."""
+    """Checks that a model starts with the original's weights from the same seed."""
     both = [name for name in want if name in got]
     check = compare_state({n: want[n] for n in both}, {n: got[n] for n in both})
     check.name = "starts with the original's weights"

@@ -1,10 +1,10 @@
-"""A process that has imported what every rank needs, and from which ranks are forked.
+"""A process that imports what every rank needs, and forks the ranks.
 
     python -P fork_server.py MODULE...
 
-Each line of its input asks for one rank, as a JSON object: `run` is the script, `arguments` are
-its own, `log` is the file it prints to, `state` the file that says what became of it: its process
-number, and its exit status once it has ended. It ends with its input.
+Each line of its standard input asks for one rank, as a JSON object: `run` is the script,
+`arguments` are the script's, `log` is the file for its output, `state` the file that gets its
+process id and later also its exit status. The server exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 
 def main(modules: list[str]) -> None:
-    """Imports the modules, those that there are, and forks what is asked for."""
+    """Imports the modules that can be imported, and forks the ranks that are asked for."""
     for name in modules:
-        with contextlib.suppress(Exception):  # the rank says why, where it needs it
+        with contextlib.suppress(Exception):  # a rank that needs the module reports the error
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a rank that looked for garbage here would copy all of it
+    gc.freeze()  # otherwise garbage collection in a rank would copy all these pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         if os.fork() == 0:
@@ -35,7 +35,7 @@ def main(modules: list[str]) -> None:
 
 
 def attend(asked: dict[str, Any]) -> None:
-    """Forks a rank, waits for its end and tells of both; never returns."""
+    """Forks a rank, waits for its end and records both; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
@@ -43,13 +43,13 @@ def attend(asked: dict[str, Any]) -> None:
     state = Path(asked["state"])
     tell(state, str(pid))
     _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(OSError):  # nobody waits for it any more
+    with contextlib.suppress(OSError):  # the folder may be gone by now
         tell(state, f"{pid} {os.waitstatus_to_exitcode(status)}")
     os._exit(0)
 
 
 def run(asked: dict[str, Any]) -> None:
-    """Is a rank, and ends with it."""
+    """Runs the rank's script in this process, and exits."""
     os.setsid()
     log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -61,11 +61,11 @@ def run(asked: dict[str, Any]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)  # not back into the server's own loop
+    os._exit(0)  # must not return into the server's loop
 
 
 def tell(path: Path, text: str) -> None:
-    """Writes a file that another process reads at any time."""
+    """Writes a file atomically, since another process may read it at any time."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)

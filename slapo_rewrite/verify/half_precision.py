@@ -1,9 +1,9 @@
-"""What rounding to half precision does, beside what `torch.autocast` does to the original.
+"""Compares the errors of half precision with those of the original under `torch.autocast`.
 
-All else is compared with the casts left out, so that the two models have to be equal; with them,
-what is left of a difference is rounding. Where both round the same values it is the same to the
-last bit. Where they do not, two gradients are as wrong as two draws of one error: the sum over all
-of them tells less than a tenth apart, a single one of a few numbers may be half as large or twice.
+All other checks run without the casts, so the two models have to be equal there; what differs with
+the casts is rounding. If both round the same values, the errors agree to the last bit. If not, they
+are like two draws from one distribution: summed over all gradients they differ by less than a
+tenth, while the error of a single gradient of few numbers may be half as large or twice.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .one_check import Check
 from .pair import Pair
 
 ALL, EACH = 1.1, 2.0
-# What ranks add up is rounded before that, which is once more.
+# With several ranks: partial sums are rounded once more before they are summed.
 ALL_ON_RANKS = 1.25
-# Batches over which errors are taken in the mean.
+# Number of batches over which errors are averaged.
 DRAWS = 4
 TINY = 1e-30
-# Gradients that are this small beside the largest are rounding as a whole.
+# Gradients smaller than this share of the largest may be rounding entirely.
 FLOOR = 1e-4
 
 
 def casts_left_out(pair: Any) -> contextlib.AbstractContextManager[None]:
-    """What an output that computes in half precision is compared in; nothing for others."""
+    """Switches off the casts of an output in half precision; does nothing for others."""
     left_out: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if pair.job["half"]:
         left_out = pair.twin.casts_left_out()
@@ -39,7 +39,7 @@ def casts_left_out(pair: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def compare_with_autocast(pair: Pair) -> list[Check]:
-    """The loss and the gradients in half precision, beside those under `torch.autocast`."""
+    """Compares the errors of loss and gradients in half precision with `torch.autocast`'s."""
     name = str(pair.job["half"])
     pair.stage(f"comparing gradients in {name}")
     for model in pair.models():
@@ -68,14 +68,14 @@ def compare_with_autocast(pair: Pair) -> list[Check]:
 
 
 class Errors:
-    """How far gradients are from the true ones, in the mean over several batches."""
+    """The errors of gradients, averaged over several batches."""
 
     def __init__(self) -> None:
-        # The square of each gradient's error, and of its length, summed over the batches.
+        # By gradient: the squared norms of its error and of itself, summed over the batches.
         self.squares: dict[str, tuple[float, float]] = {}
 
     def add(self, got: Named, exact: Named) -> None:
-        """Takes in the gradients of one batch."""
+        """Adds the gradients of one batch."""
         lengths = {key: float(tensor.norm()) for key, tensor in exact.items()}
         floor = FLOOR * max(lengths.values(), default=0.0)
         for key in got.keys() & exact.keys():
@@ -90,7 +90,7 @@ class Errors:
         return math.sqrt(error / length)
 
     def of_all(self) -> float:
-        """The relative error of all gradients as one."""
+        """The relative error of all gradients as one vector."""
         errors, lengths = zip(*self.squares.values(), strict=True)
         return math.sqrt(sum(errors) / sum(lengths))
 
@@ -101,7 +101,7 @@ def _compared(name: str, ours: Errors, theirs: Errors, world: int) -> list[Check
     total = own / max(other, TINY)
     words = f"{own:.1e}, at most {limit} times that under torch.autocast, {other:.1e}"
     both = ours.squares.keys() & theirs.squares.keys()
-    # An error far below the others' is none that anybody sees.
+    # Errors far below the total error under `torch.autocast` do not matter.
     seen = [key for key in sorted(both) if ours.of(key) > 0.1 * other]
     ratios = {key: ours.of(key) / max(theirs.of(key), TINY) for key in seen}
     worst = max(ratios, key=lambda key: ratios[key], default="")

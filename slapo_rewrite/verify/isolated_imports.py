@@ -1,4 +1,4 @@
-"""Imports schedule, original and output by what they are, and keeps the tool out."""
+"""Imports schedule, original and output, and keeps them from importing the tool."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 
 class ToolBlocker:
-    """Refuses to import the tool, and remembers which files of the output tried."""
+    """Refuses imports of the tool, and records which files of the output tried."""
 
     def __init__(self, tool: str, out: Path) -> None:
         self.tool, self.out = tool, out
         self.tried: list[str] = []
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Answers `import`: an error for the tool, no opinion on anything else."""
+        """The import hook: raises for the tool, and leaves other modules to other finders."""
         if name.split(".")[0] != self.tool:
             return
         for frame in reversed(traceback.extract_stack()[:-1]):
@@ -32,14 +32,14 @@ class ToolBlocker:
         raise ImportError(f"an output must not need the tool, yet `{name}` is imported")
 
     def install(self) -> None:
-        """From now on the tool cannot be imported, not even what of it is loaded already."""
+        """Blocks imports of the tool from now on, also of modules that are loaded already."""
         for name in [n for n in sys.modules if n.split(".")[0] == self.tool]:
             del sys.modules[name]
         sys.meta_path.insert(0, self)
 
 
 def load_file(path: Path, name: str, search: list[str] | None = None) -> types.ModuleType:
-    """Imports the file at `path` as module `name`; as a package where it is given a `search`."""
+    """Imports the file at `path` as module `name`; as a package if `search` is given."""
     spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=search)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -50,12 +50,12 @@ def load_file(path: Path, name: str, search: list[str] | None = None) -> types.M
 
 
 def load_beside(path: Path) -> types.ModuleType:
-    """Imports the file at `path` as part of a package, in which it finds the files beside it."""
+    """Imports the file at `path` in a package with the files beside it."""
     return importlib.import_module(f"{_package('slapo_twin', path.parent)}.{path.stem}")
 
 
 def load_schedule(path: Path) -> types.ModuleType:
-    """Runs a schedule file, which may import what lies beside it."""
+    """Imports a schedule file, which may import files beside it."""
     sys.path.insert(0, str(path.resolve().parent))
     try:
         return load_file(path, "slapo_schedule")
@@ -64,7 +64,7 @@ def load_schedule(path: Path) -> types.ModuleType:
 
 
 def free_name(wanted: str, otherwise: str) -> str:
-    """`wanted` where it can name a module and names none yet."""
+    """`wanted` if it can be a module's name and no module has it; else `otherwise`."""
     if not wanted.isidentifier() or wanted in sys.modules or wanted in sys.stdlib_module_names:
         return otherwise
     with contextlib.suppress(ImportError, ValueError):
@@ -74,7 +74,7 @@ def free_name(wanted: str, otherwise: str) -> str:
 
 
 def import_original(source: Mapping[str, str]) -> types.ModuleType:
-    """The original: a module by its name, or a file, within its package where it has one."""
+    """Imports the original: a module by name, or a file, in its package if it has one."""
     if "module" in source:
         return importlib.import_module(source["module"])
     path = Path(source["file"])
@@ -82,7 +82,7 @@ def import_original(source: Mapping[str, str]) -> types.ModuleType:
     while (folder / "__init__.py").exists() and folder.name.isidentifier():
         names.insert(0, folder.name)
         folder = folder.parent
-    # As where it is run in its own folder; at the end, so that it hides nothing.
+    # As if it ran in its own folder; appended last, so that it hides no other module.
     sys.path.append(str(folder))
     if len(names) == 1:
         return load_file(path, f"original_{path.stem}")
@@ -90,7 +90,7 @@ def import_original(source: Mapping[str, str]) -> types.ModuleType:
 
 
 def _package(wanted: str, folder: Path) -> str:
-    """A package of what lies in a folder, under that name if it is free."""
+    """Creates a package of a folder's files, with the wanted name if it is free."""
     module = types.ModuleType(free_name(wanted, "rewritten_output"))
     module.__path__ = [str(folder)]
     sys.modules[module.__name__] = module
@@ -100,9 +100,9 @@ def _package(wanted: str, folder: Path) -> str:
 def import_output(
     out: Path, stem: str, support: str | None = None
 ) -> tuple[types.ModuleType, types.ModuleType | None]:
-    """The rewritten model's module, and the module that joins its weights, if it has one.
+    """Imports the rewritten model's module, and the one that gathers full weights, if any.
 
-    `support` is the name of the folder beside the output that holds its helpers.
+    `support` is the name of the folder beside the output with its helpers.
     """
     if support is not None:
         package = _package(out.parent.name, out.parent)

@@ -1,7 +1,7 @@
-"""Starts one process a rank, watches them, and says what became of them.
+"""Starts one process per rank, watches the processes, and reports how they ended.
 
-The ranks are forked from a process that has imported what all of them need, since importing torch
-and transformers takes longer than most comparisons.
+The ranks are forked from a process that has already imported the slow modules: importing torch and
+transformers takes longer than most comparisons.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from slapo_rewrite.verify.report import Failure
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 SERVER = WORKER.with_name("fork_server.py")
-GRACE_S = 3.0  # for the other ranks to say what they saw, once one failed
-LATE_S = 10.0  # after its time a rank that has not ended itself is killed
+GRACE_S = 3.0  # for the other ranks to write their results after one has failed
+LATE_S = 10.0  # so long after the deadline, a rank that still runs is killed
 POLL_S = 0.05
-MOST_FRAMES = 4  # of a traceback that are told
+MOST_FRAMES = 4  # frames of a traceback that are reported
 PEER_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out wait", re.I)
-# A launcher around this process means its own ranks, not ours.
+# If a launcher started this process, these variables are about the launcher's ranks, not ours.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ForkServer:
-    """Starts processes that have some modules imported, those that can be.
+    """Starts processes in which the given modules are imported, if they can be.
 
-    It may be shared by processes that were forked from the one that made it, and ends with the last
-    of them, or is told to.
+    Processes forked from its creator may share it. It ends with the last of them, or at the end of
+    a `with` block.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -48,27 +48,27 @@ class ForkServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=environment(),
-            start_new_session=True,  # an interrupt reaches us alone, and we end them
+            start_new_session=True,  # an interrupt reaches this process only, which ends the ranks
         )
         assert self.process.stdin is not None
         self.input = self.process.stdin
 
     def start(self, script: Path, arguments: Sequence[str], log: Path) -> ForkedProcess:
-        """Runs a script in a new process, which leads a process group of its own.
+        """Runs a script in a new process with a process group of its own.
 
-        It prints into `log`, beside which lies what tells of its end.
+        Its output goes to `log`; a file beside that gets its process id and exit status.
         """
         process = ForkedProcess(self, log.with_suffix(".process"))
         log.touch()
         asked = {"run": str(script), "arguments": list(arguments), "log": str(log)}
         line = json.dumps({**asked, "state": str(process.state)}) + "\n"
-        with contextlib.suppress(BrokenPipeError):  # it died, and so it says of the process
-            # One write, so that lines of several processes do not mix.
+        with contextlib.suppress(BrokenPipeError):  # the server died: `poll` reports it
+            # One write, so that the lines of several processes do not mix.
             os.write(self.input.fileno(), line.encode())
         return process
 
     def lives(self) -> bool:
-        """Whether it still reads what it is asked; any process that shares it may ask."""
+        """Whether the server still runs; any process that shares it may call this."""
         poll = select.poll()
         poll.register(self.input, 0)
         return not poll.poll(0)
@@ -77,13 +77,13 @@ class ForkServer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends it; what it started goes on."""
+        """Ends the server, but not the processes that it started."""
         self.input.close()
         self.process.wait()
 
 
 class ForkedProcess:
-    """A process that a `ForkServer` starts, as `subprocess.Popen` shows one."""
+    """A process of a `ForkServer`, with methods like those of `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, state: Path) -> None:
         self.server, self.state = server, state
@@ -91,29 +91,29 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its number; None before it runs."""
+        """The process id; None before the process runs."""
         words = self._words()
         return int(words[0]) if words else None
 
     def poll(self) -> int | None:
-        """Its exit status, or minus the signal that ended it; None while it runs."""
+        """The exit status, or minus the signal that ended the process; None while it runs."""
         words = self._words()
         if len(words) == 2:
             return int(words[1])
         return None if words or self.server.lives() else -signal.SIGKILL
 
     def kill(self) -> None:
-        """Ends it and what it started, once it runs."""
+        """Waits until the process runs, and kills its process group."""
         while self.pid is None and self.poll() is None:
             time.sleep(POLL_S)
         if self.pid is not None and self.poll() is None:
-            for end in (os.killpg, os.kill):  # it may not lead a group of its own as yet
+            for end in (os.killpg, os.kill):  # it may not have its own process group yet
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     end(self.pid, signal.SIGKILL)
                     return
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Waits for the end of the process; returns its exit status."""
         while (status := self.poll()) is None:
             time.sleep(POLL_S)
         return status
@@ -128,13 +128,13 @@ class Ranks:
     """The processes of one world.
 
     Args:
-        server: Starts them.
-        job: What every rank is told.
-        world: How many ranks there are, or their layout in a pipeline.
-        folder: A new folder for what they write.
-        timeout_s: How long they may take, from their start.
-        progress: Told what rank 0 is doing.
-        checked: Told of each check that is done, and whether it holds so far.
+        server: Starts the processes.
+        job: The settings for every rank.
+        world: The number of ranks, or their layout in a pipeline.
+        folder: A new folder for the files of the ranks.
+        timeout_s: The time limit for all ranks together.
+        progress: Called with what rank 0 is doing.
+        checked: Called with each check that is done and its result so far.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Ranks:
         self.killed: set[int] = set()
 
     def run(self) -> None:
-        """Runs them to their end; whatever happens, none is left behind."""
+        """Runs the processes to their end; none is left running, whatever happens."""
         deadline = time.time() + self.timeout_s
         job = {**self.job, "world": self.count, "folder": str(self.folder), "deadline": deadline}
         file = self.folder / "job.json"
@@ -182,13 +182,13 @@ class Ranks:
             if stage != shown:
                 shown = stage
                 self.progress(stage)
-                self._tell()  # checks are told as well when the next stage begins
+                self._tell()  # finished checks are written when the next stage begins
             time.sleep(POLL_S)
 
     def _tell(self) -> None:
-        """Tells of what rank 0 has checked, and once more where the answer is another one since.
+        """Reports the checks that rank 0 has done, again if the result of one has changed.
 
-        That comes of a rank that is behind, or of float64, which decides what may be rounding.
+        A slower rank may change it, and so may float64, which decides what may be rounding.
         """
         texts = (self._read(rank, "checks") for rank in range(self.count))
         done: list[dict[str, bool | None]] = [json.loads(text or "{}") for text in texts]
@@ -215,12 +215,12 @@ class Ranks:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """What the ranks wrote, as far as they got to it."""
+        """The results of the ranks that wrote any."""
         texts = {rank: self._read(rank, "json") for rank in range(self.count)}
         return {rank: json.loads(text) for rank, text in texts.items() if text}
 
     def failure(self, out: Path) -> Failure | None:
-        """What kept them from comparing everything: the first cause, not what followed from it."""
+        """Why not everything was compared: the first cause, not what followed from it; or None."""
         results = self.results()
         hung = [rank for rank in range(self.count) if self._read(rank, "hang")]
         if hung or (len(self.killed) == self.count):
@@ -229,7 +229,7 @@ class Ranks:
             if rank not in results and rank not in self.killed:
                 return self._death(rank, process.wait())
         if any(result["stopped"] for result in results.values() if "stopped" in result):
-            return None  # a check says why
+            return None  # a failed check says why
         errors = {rank: r["error"] for rank, r in results.items() if "error" in r}
         if not errors:
             return None
@@ -260,7 +260,7 @@ class Ranks:
         return Failure(self.world, headline, log or "it printed nothing", stage)
 
     def _printed(self, rank: int, most: int) -> list[str]:
-        """The last lines of what a rank printed."""
+        """The last lines of a rank's output."""
         return self._read(rank, "log").splitlines()[-most:]
 
     def _hang(self, ranks: list[int], out: Path) -> Failure:
@@ -277,16 +277,16 @@ class Ranks:
 
 
 def environment() -> dict[str, str]:
-    """What a rank finds around it."""
+    """The environment variables of a rank."""
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
     environment.update(
-        OBJC_DISABLE_INITIALIZE_FORK_SAFETY="YES",  # macOS would end what is forked after an import
+        OBJC_DISABLE_INITIALIZE_FORK_SAFETY="YES",  # else macOS kills forks made after imports
         OMP_NUM_THREADS="1",
         MKL_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
-        PYTHONDONTWRITEBYTECODE="1",  # the output folder stays as it is
+        PYTHONDONTWRITEBYTECODE="1",  # leaves the output folder unchanged
     )
-    # Not the address that the host's name resolves to, which need not be reachable.
+    # By default gloo takes the address of the host's name, which may be unreachable.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -294,7 +294,7 @@ def environment() -> dict[str, str]:
 
 
 def _frames(text: str, out: Path) -> list[str]:
-    """The innermost places of a traceback that lie in the output, else its last ones."""
+    """The innermost frames of a traceback that lie in the output, or of all if none does."""
     lines = text.splitlines()
     places = [
         (line.strip(), lines[number + 1].strip() if number + 1 < len(lines) else "")
@@ -306,7 +306,7 @@ def _frames(text: str, out: Path) -> list[str]:
 
 
 def _hang_frames(text: str, out: Path) -> list[str]:
-    """Where a rank hangs: faulthandler names the innermost place first."""
+    """The frames in which a rank hangs: faulthandler writes the innermost first."""
     places = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
     own = [place for place in places if f'"{out}{os.sep}' in place]
     return (own or places)[:MOST_FRAMES]

@@ -1,4 +1,4 @@
-"""The original model on one rank: what it is imported from, its weights and its steps."""
+"""The original model on one rank: how it is imported, built and run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SEED = 0
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """What each rank gives, in their order; every rank calls it."""
+    """The values of all ranks, in rank order; every rank has to call it."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -46,7 +46,7 @@ def from_all_ranks(value: T) -> list[T]:
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict, versions of its modules with it, in memory of its own."""
+    """A copy of a model's state dict, with the metadata of its modules' versions."""
     state = model.state_dict()
     state.update({name: tensor.clone() for name, tensor in state.items()})
     return state
@@ -56,31 +56,31 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 class Rewritten:
     """A class that the schedule changed or added."""
 
-    original: Any  # what it was; None where it was not
-    now: Any  # what it is in the output
+    original: Any  # the original's class; None if the schedule added the class
+    now: Any  # the output's class
     lines: tuple[str, ...]  # the schedule's lines
 
 
 class Original:
-    """The original, and itself in float64 as the reference for it and for what is compared.
+    """The original, and a copy in float64 as the reference for it and the rewritten model.
 
     Attributes:
-        original: Built from the original module.
-        classes: What the schedule changed.
-        exact: The original in float64; once it turned out not to run so, the original with weights
-            that are off by one rounding, which shows as well what rounding does to it. None where
-            nothing is known.
-        nudged: Whether it is that.
+        original: The model built from the original module.
+        classes: The classes that the schedule changed or added.
+        exact: The original in float64. If it does not run in float64, the original with weights
+            changed by one rounding, which also shows the effect of rounding. None if neither is
+            available.
+        nudged: Whether `exact` is the one with changed weights.
         doubled: Whether everything runs in float64.
-        drawn: The original's state dict as it was built from `SEED`.
-        redrawn: The names of those that come out otherwise when it is built so again.
-        full: The same, with a little noise where all is alike.
-        groups: Names of the same parameter in the original, for those that have several.
+        drawn: The original's state dict as built from `SEED`.
+        redrawn: The names of tensors that differ when it is built from `SEED` again.
+        full: Like `drawn`, with a little noise in constant tensors.
+        groups: The names of each tied parameter of the original.
         aliases: For each of these names, its group.
-        notes: What a reader of the report should know.
+        notes: Remarks for the report.
         source: The original's file and hash.
-        share: This rank's parameters, as a share of the original's; None before they are built.
-        put: The modules that were put into others as models were built, with what class those had.
+        share: This rank's share of the original's parameters; None before they are built.
+        put: Every module that was set in another one during building, with the other one's class.
     """
 
     def __init__(self, job: dict[str, Any], rank: int, stage: Stage) -> None:
@@ -94,12 +94,12 @@ class Original:
         self.nudged = self.doubled = False
 
     def note(self, words: str) -> None:
-        """Notes something once."""
+        """Adds a note, once."""
         if words not in self.notes:
             self.notes.append(words)
 
     def import_all(self) -> None:
-        """Imports schedule, original and output, and from the schedule on refuses the tool."""
+        """Imports schedule, original and output; after the schedule the tool is blocked."""
         job, stage = self.job, self.stage
         stage("loading the schedule")
         self.schedule = load_schedule(Path(job["schedule"]))
@@ -112,7 +112,7 @@ class Original:
         if file := getattr(self.original_module, "__file__", None):
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             self.source = {"file": file, "sha256": digest}
-        with contextlib.suppress(Exception):  # of the schedule's `model`, which says it soon
+        with contextlib.suppress(Exception):  # an error in the schedule's `model` recurs later
             smaller.supply(self.schedule, self.original_module, self.twin.LARGE)
         if hasattr(self.schedule, self.twin.SMALL_BUILD):
             self.note(
@@ -134,10 +134,10 @@ class Original:
         ]
 
     def misfit(self, ranks: int) -> str | None:
-        """What the rewritten model says where it is built as the first of so many ranks.
+        """The error of building the rewritten model as rank 0 of this many ranks, or None.
 
-        One process tells, in which the others are pretended: its words where a size does not fit,
-        None where all do, or where nothing can be said.
+        The other ranks are faked in this one process. The text is that of the output's own error
+        if a size does not fit; None if all fit, or if it cannot be found out in this way.
         """
         try:
             with _pretended(ranks), self.twin.on_meta():
@@ -148,15 +148,15 @@ class Original:
             if any(Path(frame.filename).parent == out for frame in frames):
                 return str(error)
         except Exception:
-            return None  # not every model can be built without memory; the ranks say what is wrong
+            return None  # not every model can be built on `meta`; the ranks report real errors
         return None
 
     def join_group(self) -> None:
-        """Joins the process group, where there is more than one process."""
+        """Joins the process group if there are several processes."""
         if self.world == 1:
             return
         self.stage("joining the process group")
-        # Longer than the job lasts: this process is ended by its own clock, which says where it is.
+        # Longer than the job's time: the worker's own timer ends it first and shows where it hangs.
         left_s = max(1.0, float(self.job["deadline"]) - time.time()) + 60
         store = dist.FileStore(  # type: ignore[attr-defined]
             str(Path(self.job["folder"]) / "store"), self.world
@@ -170,7 +170,7 @@ class Original:
         )
 
     def build_original(self, *, exactly: bool = True) -> None:
-        """Builds the original, and another in float64 if that is wanted."""
+        """Builds the original, and its copy in float64 if `exactly`."""
         self.stage("building the original")
         self.original = self.built(self.original_module, SEED)
         self.drawn = copied(self.original)
@@ -188,7 +188,7 @@ class Original:
             self.exact = exact.double()
 
     def built(self, module: Any, seed: int) -> nn.Module:
-        """The small model, made of the classes of a module."""
+        """Builds the small model from a module's classes."""
         torch.manual_seed(seed)
         watched = register_module_module_registration_hook(
             lambda holder, name, part: self.put.append((type(holder), part))
@@ -200,12 +200,12 @@ class Original:
         return model.double() if self.doubled else model
 
     def small(self, module: Any) -> nn.Module:
-        """The schedule's small model, or one made for it."""
+        """The schedule's own small model, or one that the tool makes."""
         model: nn.Module = self.twin.build_small(self.schedule, module, self.job["depth"])
         return model
 
     def given(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a step's inputs that `model` may change."""
+        """A copy of a step's inputs, in the dtype of `model`, which may change it."""
 
         def fresh(value: Any) -> Any:
             if isinstance(value, dict):
@@ -220,17 +220,17 @@ class Original:
         return {name: fresh(value) for name, value in inputs.items()}
 
     def outputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What a model returns for a step's inputs, and the copies of them that it was given."""
+        """A model's result for a step's inputs, and the copies of these that it got."""
         given = self.given(model, inputs)
         return model(**self.twin.model_inputs(self.schedule, model, given)), given
 
     def hold(self, model: nn.Module) -> None:
-        """Notes what share of the parameters a model on this rank has."""
+        """Records this rank's share of the parameters, given its model."""
         sizes = [sum(p.numel() for p in m.parameters()) for m in (model, self.original)]
         self.share = sizes[0] / max(1, sizes[1])
 
     def whole(self, model: nn.Module, named: Named) -> Named:
-        """Full tensors from tensors like a model's parameters; all ranks that share it call it."""
+        """Full tensors of tensors sharded like a model's parameters; all its ranks call it."""
         return named if self.loading is None else dict(self.loading.to_full(model, named))
 
     def is_double(self, model: nn.Module) -> bool:
@@ -238,7 +238,7 @@ class Original:
         return self.doubled or (model is self.exact and not self.nudged)
 
     def exactly(self, action: Callable[[nn.Module], Any]) -> Any:
-        """What `action` gives for the original in float64; None where nothing is known."""
+        """The result of `action` for `exact`, replacing that if it does not run; or None."""
         if self.exact is None:
             return None
         try:
@@ -262,7 +262,7 @@ class Original:
 
 @contextlib.contextmanager
 def _pretended(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is the first and only one."""
+    """A fake process group of this many ranks, in which this process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

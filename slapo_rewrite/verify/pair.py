@@ -1,4 +1,4 @@
-"""Original and rewritten model side by side on one rank."""
+"""The pair of original and rewritten model on one rank."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .probes import change_weights, dropouts, in_float64, is_dropout
 
 
 class Pair(Original):
-    """The two models, and the original in float64 as the reference for both.
+    """Both models, and the original in float64 as the reference for both.
 
     Attributes:
-        rewritten: Built from the output, then given other weights.
-        start: Its full state dict as it was built from the original's seed; None where that says
-            nothing, since the output has no `loading.build` and the ranks' parts are their own.
-        rates: The dropout layers of the original with their probabilities.
+        rewritten: The model built from the output; its weights are then overwritten.
+        start: Its full state dict as built from the original's seed; None with several ranks if
+            the output has no `loading.build`, since each rank then initializes its own shards.
+        rates: The probabilities of the original's dropout layers, by path.
     """
 
     start: Named | None = None
 
     def load(self) -> None:
-        """Imports everything, joins the process group, builds the models."""
+        """Imports the modules, joins the process group and builds the models."""
         self.import_all()
         self.join_group()
         self.build_original()
@@ -45,7 +45,7 @@ class Pair(Original):
         self.hold(self.rewritten)
 
     def double(self) -> None:
-        """Both models anew, with the same weights, in float64 from now on."""
+        """Rebuilds both models in float64, with the same weights."""
         self.stage("building both models in float64")
         self.doubled, self.exact = True, None
         self.original = self.built(self.original_module, 0)
@@ -55,15 +55,15 @@ class Pair(Original):
         self.set_dropout(lambda path: 0.0, configs=True)
 
     def models(self) -> list[nn.Module]:
-        """Original, rewritten, and the original in float64 while it runs."""
+        """Original, rewritten, and `exact` if there is one."""
         return [self.original, self.rewritten, *([] if self.exact is None else [self.exact])]
 
     def set_dropout(self, rate: Callable[[str], float], *, configs: bool) -> None:
         """Sets every dropout probability.
 
         Args:
-            rate: Gets a dropout layer's path, or "" for an attribute of another module.
-            configs: Whether the models' configs are set as well.
+            rate: Gives the probability for a dropout layer's path; other modules' path is "".
+            configs: Whether to set those in the models' configs too.
         """
         for model in self.models():
             paths = {id(module): path for path, module in model.named_modules()}
@@ -71,28 +71,28 @@ class Pair(Original):
                 setattr(holder, name, rate(paths[id(holder)] if is_dropout(holder) else ""))
 
     def agree(self, names: Iterable[str]) -> set[str]:
-        """What every rank names; every rank calls it."""
+        """The names that all ranks have in common; every rank has to call it."""
         first, *others = from_all_ranks(sorted(names))
         return set(first).intersection(*others)
 
     def any_of(self, names: Iterable[str]) -> bool:
-        """Whether any rank names anything; every rank calls it."""
+        """Whether any rank has a name; every rank has to call it."""
         return any(from_all_ranks(sorted(names)))
 
     def to_full(self, named: Named) -> Named:
-        """Full tensors from this rank's, on all ranks together; only what all ranks have."""
+        """Full tensors of those that all ranks have; every rank has to call it."""
         named = {name: tensor.detach() for name, tensor in named.items()}
         common = self.agree(named)
         return self.whole(self.rewritten, {name: named[name] for name in named if name in common})
 
     def full_state(self) -> Named:
-        """The rewritten model's state dict under the original's names."""
+        """The rewritten model's full state dict, with the original's names."""
         if self.loading is None:
             return dict(self.rewritten.state_dict())
         return dict(self.loading.full_state_dict(self.rewritten))
 
     def join_outputs(self, got: Named, want: Named) -> tuple[Named, list[str]]:
-        """Puts outputs together that are cut over the ranks, and names them."""
+        """Joins outputs that are sharded over the ranks; also returns the names of these."""
         if self.world == 1:
             return got, []
         got, joined = dict(got), []
@@ -108,12 +108,12 @@ class Pair(Original):
         return got, joined
 
     def make_inputs(self) -> None:
-        """Makes the inputs that every step gets."""
+        """Makes the inputs, the same for every step."""
         self.stage("making the inputs")
         self.inputs = self.twin.step_inputs(self.schedule, self.original)
 
     def step(self, model: nn.Module, seed: int = 0) -> tuple[Named, Tensor]:
-        """One forward and backward: all output tensors, and the loss."""
+        """Runs forward and backward; returns all output tensors and the loss."""
         model.zero_grad(set_to_none=True)
         with self.twin.drawing(seed), in_float64(self.is_double(model)):
             outputs, given = self.outputs(model, self.inputs)
@@ -122,7 +122,7 @@ class Pair(Original):
         return {k: v.detach() for k, v in tensors_in(outputs).items()}, loss.detach()
 
     def evaluate(self, model: nn.Module, without: str | None = None) -> Named:
-        """All output tensors in eval mode, without one of the inputs if that is named."""
+        """All output tensors in eval mode, without the input `without` if given."""
         inputs = {name: value for name, value in self.inputs.items() if name != without}
         model.eval()
         try:

@@ -1,4 +1,4 @@
-"""What verification changes in models, or reads from them, while it runs them."""
+"""Functions that change models for verification, or observe them while they run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DROPOUTS = (
 )
 
 
-# Attributes with the rate at which something is left out at random.
+# Words in the names of attributes with dropout rates.
 RATES = ("dropout", "pdrop", "layerdrop")
-# And those at which models of speech mask what they hear.
+# Attributes with the rates at which speech models mask their input.
 MASKS = ("mask_time_prob", "mask_feature_prob")
 
 
 def vary_constants(model: nn.Module) -> None:
-    """Adds a little noise to weights that are all alike, as biases and norms are at the start.
+    """Adds a little noise to constant tensors, such as the initial biases and norms' weights.
 
-    The parts of a constant tensor are equal, so a wrong part would not show.
+    All shards of a constant tensor are equal, so a wrong shard would not be noticed.
     """
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def vary_constants(model: nn.Module) -> None:
 
 
 def nudge(model: nn.Module) -> None:
-    """Makes every weight another by about one rounding in float32."""
+    """Changes every weight by about one rounding error in float32."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for tensor in model.parameters():
@@ -56,13 +56,13 @@ def nudge(model: nn.Module) -> None:
                 tensor.mul_(1 + signs * torch.finfo(torch.float32).eps / 2)
 
 
-# What draws numbers, and what fills a tensor with them.
+# Functions that draw random tensors, and methods that fill a tensor with random numbers.
 _DRAWING = ("rand", "randn", "rand_like", "randn_like")
 _FILLING = ("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_")
 
 
 class _Float64(TorchFunctionMode):
-    """Whatever asks for float32 gets float64; random numbers are those that float32 would get."""
+    """Replaces float32 by float64 in calls; random numbers are still drawn in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,7 +75,7 @@ class _Float64(TorchFunctionMode):
             return args[0].copy_(func(args[0].float(), *args[1:], **kwargs))
         if func is Tensor.float:
             func = Tensor.double
-        elif func is not Tensor.view:  # the same bits by another name
+        elif func is not Tensor.view:  # with a dtype it reinterprets the bits
 
             def wider(value: Any) -> Any:
                 return torch.float64 if value is torch.float32 else value
@@ -90,15 +90,15 @@ class _Reseeding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(self.seed)  # the CPU alone, and fast
+            torch.default_generator.manual_seed(self.seed)  # for the CPU only, which is fast
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def drawn_alike(seed: int) -> Iterator[None]:
-    """Whatever draws from torch's generator inside, draws what it would draw first.
+    """Reseeds torch's generator before each random operation inside.
 
-    Stages draw in processes of their own: none knows how much those before it have drawn.
+    Stages run in separate processes, and a stage does not know how much earlier ones have drawn.
     """
     mode = _Reseeding()
     mode.seed = seed
@@ -108,7 +108,7 @@ def drawn_alike(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float64(wanted: bool = True) -> Iterator[None]:
-    """What is computed inside has float64 where it would have float32."""
+    """Inside, float64 takes the place of float32, if `wanted`."""
     if not wanted:
         yield
         return
@@ -122,7 +122,7 @@ def in_float64(wanted: bool = True) -> Iterator[None]:
 
 
 def change_weights(model: nn.Module, seed: int) -> None:
-    """Gives a model other weights than it was built with."""
+    """Overwrites a model's weights with random numbers."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -138,7 +138,7 @@ def is_dropout(module: object) -> TypeGuard[nn.Dropout]:
 def dropouts(
     model: nn.Module, *, configs: bool, masks: bool = False
 ) -> Iterator[tuple[Any, str, float]]:
-    """Where dropout probabilities are kept, and those of masks: (object, attribute, value)."""
+    """All attributes with rates of dropout, or also of masks: (object, attribute, value)."""
     words = (*RATES, *MASKS) if masks else RATES
     seen: set[int] = set()
     for module in model.modules():
@@ -157,7 +157,7 @@ def dropouts(
 
 
 def tie_groups(model: nn.Module) -> list[list[str]]:
-    """Names of the same parameter, for every parameter that has several."""
+    """The names of each parameter that has several."""
     named = model.named_parameters(remove_duplicate=False)
     groups = grouped((id(parameter), name) for name, parameter in named)
     return [names for names in groups.values() if len(names) > 1]
@@ -165,7 +165,7 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 
 @contextlib.contextmanager
 def watching(model: nn.Module, seen: dict[tuple[str, int], Tensor]) -> Iterator[None]:
-    """Fills `seen` with each module's first output tensor, by path and number of the call."""
+    """Records each module's first output tensor in `seen`, by path and number of the call."""
     paths = {id(module): path for path, module in model.named_modules() if path}
     calls: dict[str, int] = {}
 
@@ -176,7 +176,7 @@ def watching(model: nn.Module, seen: dict[tuple[str, int], Tensor]) -> Iterator[
             for tensor in list(tensors_in(output).values())[:1]:
                 seen[path, number] = tensor.detach().clone()
 
-    # For all modules at once: one that has a hook of its own is fused no more.
+    # A global hook: torch skips its fused fast path for a module that has its own hook.
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
         yield

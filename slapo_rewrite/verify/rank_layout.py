@@ -1,4 +1,4 @@
-"""How many ranks run what: the whole model, or the stages of a pipeline."""
+"""Numbers and layouts of ranks, for the whole model or for the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a pipeline."""
+    """The layout of a pipeline's ranks."""
 
-    pipe: int  # its stages
-    tensor: int = 1  # ranks that share each stage's layers
-    data: int = 1  # replicas, each with data of its own
+    pipe: int  # number of stages
+    tensor: int = 1  # number of ranks among which each stage's layers are sharded
+    data: int = 1  # number of replicas, each with its own data
 
     @property
     def ranks(self) -> int:
-        """All ranks together."""
+        """The total number of ranks."""
         return self.pipe * self.tensor * self.data
 
     def __str__(self) -> str:
@@ -25,30 +25,30 @@ class Layout:
         return " ".join(sizes)
 
 
-World = int | Layout  # ranks that run the whole model, or its stages
+World = int | Layout  # number of ranks for the whole model, or the layout of its stages
 
 
 @dataclass(frozen=True)
 class Training:
-    """How DeepSpeed is told to train."""
+    """Settings of DeepSpeed's training."""
 
-    zero: int = 0  # the stage of ZeRO: 0, or 1 for optimizer states that replicas share out
-    clipping: float = 0.0  # the norm that gradients are clipped to; 0 for none
+    zero: int = 0  # the stage of ZeRO: 0, or 1, which shards optimizer states among replicas
+    clipping: float = 0.0  # the norm to which gradients are clipped; 0: no clipping
     bf16: bool = False  # whether the model computes in bfloat16
 
 
 def ranks_of(world: World) -> int:
-    """How many processes run it."""
+    """The number of processes of a world."""
     return world if isinstance(world, int) else world.ranks
 
 
 def named(world: World) -> str:
-    """A world in words."""
+    """A world as text for output."""
     return f"world size {world}" if isinstance(world, int) else f"pipeline {world}"
 
 
 def listed(worlds: Sequence[World]) -> str:
-    """Several worlds in words."""
+    """Several worlds as text for output."""
     sizes = [str(world) for world in worlds if isinstance(world, int)]
     words = [f"world size{'s' if len(sizes) > 1 else ''} {', '.join(sizes)}"] if sizes else []
     words += [named(world) for world in worlds if not isinstance(world, int)]
@@ -56,5 +56,5 @@ def listed(worlds: Sequence[World]) -> str:
 
 
 def recorded(world: World) -> int | str:
-    """A world as the record of an output holds it."""
+    """A world in the form that an output's record has."""
     return world if isinstance(world, int) else str(world)

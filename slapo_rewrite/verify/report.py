@@ -1,4 +1,4 @@
-"""What verification found, in words and as a record."""
+"""The result of a verification, as text and as a record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTPUTS = ("outputs", "loss", "outputs in eval mode", "loss in eval mode")
 
 @dataclass(kw_only=True)
 class Row(Check):
-    """One check in one world, as the worst rank sees it."""
+    """One check in one world, with the worst rank's result."""
 
     world: World  # the world size, or the layout of a pipeline
     rank: int  # the worst rank
@@ -29,24 +29,24 @@ class Row(Check):
 
 @dataclass(frozen=True)
 class Failure:
-    """A world that did not run to its end."""
+    """Why a world did not run to its end."""
 
     world: World  # the world size, or the layout of a pipeline
-    headline: str  # what happened, on which rank, while doing what
-    text: str  # the error's own words, or where each rank hangs
-    stage: str  # what was being done
+    headline: str  # one line: what happened, on which rank, in which step
+    text: str  # the error's message, or where each rank hangs
+    stage: str  # the step of the verification, as in the headline
 
 
 @dataclass(frozen=True)
 class Directive:
-    """What one line of the schedule asked for."""
+    """One line of the schedule, with the module paths that it changed."""
 
     place: str
     text: str
     paths: tuple[str, ...]
 
     def covers(self, module_path: str) -> int | None:
-        """How many segments lie between its nearest path and the module; None if none does."""
+        """The number of levels from the nearest path down to the module; None if not below any."""
         path = with_wildcards(module_path).split(".")
         distances = [
             len(path) - len(own)
@@ -60,19 +60,19 @@ class Directive:
 class Report:
     """The outcome of one verification."""
 
-    worlds: tuple[World, ...]  # the world sizes asked for, and the layouts of pipelines
-    rows: list[Row] = field(default_factory=list)  # every check in each of these worlds
+    worlds: tuple[World, ...]  # the requested world sizes and layouts of pipelines
+    rows: list[Row] = field(default_factory=list)  # one per check and world
     failures: list[Failure] = field(default_factory=list)  # worlds that did not run to their end
-    # The largest rank's share of the original's parameters, by world.
+    # By world: the largest share of the original's parameters that a rank holds.
     shares: dict[World, float] = field(default_factory=dict)
-    # The first module whose output differs, and how much, by world.
+    # By world: the first module whose output differs, and its error.
     modules: dict[World, tuple[str, float]] = field(default_factory=dict)
-    # The schedule's lines, as the output's record has them.
+    # The schedule's lines, from the output's record.
     directives: list[Directive] = field(default_factory=list)
-    # What makes the answer mean less than it seems to.
+    # Reasons why the verdict means less than it seems to.
     warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what else a reader should know
-    # Which of the recorded inputs are not what they were: "source", "schedule".
+    notes: list[str] = field(default_factory=list)  # further remarks
+    # The inputs that have changed since the output was written: "source", "schedule".
     changed: list[str] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The answer in one line."""
+        """The result in one line."""
         if self.ok:
             return f"verified: rewritten equals original at {listed(self.worlds)}"
         wrong = [row for row in self.rows if not row.ok]
@@ -96,7 +96,7 @@ class Report:
         return "NOT verified: nothing was compared"
 
     def render(self, width: int = WIDTH) -> str:
-        """Everything, as plain text."""
+        """The whole report as plain text."""
         parts = [_table(self.rows, width)] if self.rows else []
         for world, share in self.shares.items():
             if ranks_of(world) > 1:
@@ -110,7 +110,7 @@ class Report:
         return "\n".join([*parts, "", self.verdict]).strip("\n") + "\n"
 
     def _blame(self, world: World) -> list[str]:
-        """Where to look for what is wrong in this world."""
+        """Lines that say where to look for the cause of failed checks in this world."""
         wrong = [row for row in self.rows if row.world == world and not row.ok]
         lines = [f"at {named(world)}:", *map(_what, wrong)]
         if world in self.modules:
@@ -124,9 +124,9 @@ class Report:
         return lines
 
     def _parameters(self, row: Row, backward: bool) -> list[str]:
-        """The parameters to look at first, with the schedule's lines for their modules."""
+        """Lines on the parameters to look at first, with the schedule's lines for their modules."""
         roles = {"first": row.differs[0]}
-        if backward:  # it goes from the end of the model to its start
+        if backward:  # the backward pass starts with the last one
             roles["last, so the first that the backward pass gets wrong"] = row.differs[-1]
         roles["worst"] = max(row.differs, key=lambda pair: pair[1])
         count = f"the {len(row.differs)} parameters" if len(row.differs) > 1 else "one parameter"
@@ -151,7 +151,7 @@ class Report:
         return list(dict.fromkeys(lines)) or ["      no line of the schedule names it"]
 
     def record(self) -> dict[str, Any]:
-        """What `rewrite.json` keeps: figures are rounded up to powers of ten."""
+        """The record for `rewrite.json`, with errors rounded up to powers of ten."""
         verdict = "equal" if self.ok else "not equal" if self.rows else "not run"
         if self.failures:
             verdict = "failed"
@@ -174,19 +174,19 @@ def _record_row(row: Row) -> dict[str, Any]:
 
 
 def power_of_ten(value: float) -> float | str:
-    """The next power of ten that is not smaller: the same on machines that round differently."""
+    """The value rounded up to a power of ten, so that machines that round differently agree."""
     if not math.isfinite(value):
         return "inf"
     return 0.0 if value == 0 else float(f"1e{math.ceil(math.log10(value))}")
 
 
 def module_of(parameter: str) -> str:
-    """The module that holds a parameter."""
+    """The path of the module that holds a parameter."""
     return parameter.rpartition(".")[0]
 
 
 def merge(world: World, results: Mapping[int, Mapping[str, Any]]) -> list[Row]:
-    """The ranks' checks as one row each, with the worst rank's figures."""
+    """Merges the ranks' checks to one row per check, with the worst rank's figures."""
     rows: dict[str, Row] = {}
     for rank, result in sorted(results.items()):
         for check in result.get("checks", []):
@@ -228,7 +228,7 @@ def _table(rows: Iterable[Row], width: int) -> str:
 
 
 def _what(row: Row) -> str:
-    """One line on a check that does not hold."""
+    """One line on a failed check."""
     rank = f" (rank {row.rank})" if ranks_of(row.world) > 1 else ""
     amount = f"differs by {figure(row.error)}" if row.error is not None else ""
     words = [text for text in (row.detail.strip().replace("\n", "\n    "), amount) if text]
@@ -236,7 +236,7 @@ def _what(row: Row) -> str:
 
 
 def figure(value: float | None, digits: int = 1) -> str:
-    """A relative error for reading."""
+    """A relative error as text for output."""
     return "" if value is None else "0" if value == 0 else f"{value:.{digits}e}"
 
 

@@ -24,12 +24,12 @@ from slapo_rewrite.verify.rank_layout import Layout, Training, World, named, ran
 from slapo_rewrite.verify.report import Directive, Report, merge
 
 TWIN = Path(__file__).resolve().parents[1] / "model" / "small_model.py"
-# No other world gets further than one that fails here.
+# If one world fails in these steps, every other would fail there too.
 EARLY = ("starting", "importing", "loading the schedule", "building the original")
 ORIGINAL = ("building the original", "making the inputs", "the original")
 SLOW_IMPORTS = ("torch", "transformers", "deepspeed")
-MANY = 8  # with more ranks, what cannot be built is told before they are started
-# Where the record of a rule names outputs that are None in training, by the schedule's wish.
+MANY = 8  # with more ranks, one process first checks whether the model can be built
+# The key in a rule's record for outputs that the schedule makes None in training.
 ABSENT = "none in training"
 TWIN_HINT = (
     "the small model that verification makes does not run: define verify_model(m) in the "
@@ -53,22 +53,22 @@ def verify(
 
     Args:
         out: The output folder.
-        worlds: World sizes for the whole model, and layouts for its pipeline, one after another;
-            by default those of `chosen`.
-        training: How a pipeline is trained.
+        worlds: World sizes for the whole model and layouts for its pipeline, verified in this
+            order; by default those of `chosen`.
+        training: Settings for training a pipeline.
         source: The original, a module or a file; by default the recorded one.
         schedule: The schedule, a file or the name of a bundled one; by default the recorded one.
-        timeout_s: How long one world may take.
-        progress: Told in a few words what is being done.
-        checked: Told of each check, once it is done.
-        server: Starts the ranks; by default one that has imported what this output needs.
+        timeout_s: The time limit for one world.
+        progress: Called with a short text on what is being done.
+        checked: Called with a line on each check, once it is done.
+        server: Starts the ranks; by default a new one that imports what this output needs.
 
     Raises:
-        NotAnOutput: `out` has no readable record, or lacks the rewritten model.
-        SourceError: There is no such file.
-        ScheduleError: There is no such schedule.
-        UsageError: A world size is not a positive number, or the output does not fit it or a
-            layout.
+        NotAnOutput: `out` has no readable record, or no rewritten model.
+        SourceError: The source file does not exist.
+        ScheduleError: The schedule does not exist.
+        UsageError: A world size is not a positive number, or the output cannot run at a size or in
+            a layout.
     """
     out = Path(out).resolve()
     record = read_record(out)
@@ -105,7 +105,7 @@ def verify(
         ],
         "sys_path": [os.path.abspath(path) for path in sys.path],
         "training": asdict(training or Training()),
-        # Of several dtypes the one that rounds most, which is the first one by its name.
+        # Of several dtypes the one with the largest rounding error: bfloat16 before float16.
         "half": min(record.get("half", ()), default=None),
         "engine": "deepspeed" if needs_deepspeed(out) else "torch",
         "fits": None,
@@ -141,7 +141,7 @@ def verify(
 
 
 def _shared_imports(out: Path) -> list[str]:
-    """The modules that all ranks import, of the libraries whose import takes long."""
+    """The modules of slowly imported libraries that an output imports, and torch."""
     found = {"torch": None}
     for file in sorted(out.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -159,7 +159,7 @@ def _check_fits(
     timeout_s: float,
     progress: Callable[[str], None],
 ) -> None:
-    """Asks one process whether the model can be built on many, before these are started."""
+    """Checks in one process whether the model can be built on many ranks, before starting them."""
     ranks = world if isinstance(world, int) else world.tensor
     with tempfile.TemporaryDirectory(prefix="slapo-verify-") as folder:
         told = {**job, "layout": None, "fits": ranks}
@@ -189,10 +189,10 @@ def chosen(
     tensor: int | None = None,
     data: int | None = None,
 ) -> list[World]:
-    """The worlds to verify, of what a command line asks for.
+    """The worlds to verify, by the arguments of a command line.
 
-    Where it asks for nothing, the whole model at sizes 1 and 2, and the pipeline, if there is one,
-    on as many ranks as it has stages. Where it asks for one of the two kinds, only that.
+    By default the whole model at sizes 1 and 2, and the pipeline, if there is one, with one rank
+    per stage. If only one of the two kinds is asked for, only that.
     """
     stages = stages_of(out)
     asked = not (pipe is tensor is data is None)
@@ -209,7 +209,7 @@ def chosen(
 
 
 def stages_of(out: Path) -> int:
-    """How many pipeline stages an output has."""
+    """The number of an output's pipeline stages."""
     for node in _pipeline(out):
         if isinstance(node, ast.Assign) and is_name(node.targets[0], "STAGES"):
             return len(node.value.elts) if isinstance(node.value, ast.Tuple) else 0
@@ -217,7 +217,7 @@ def stages_of(out: Path) -> int:
 
 
 def needs_deepspeed(out: Path) -> bool:
-    """Whether the stages of an output are for DeepSpeed's engine, not for torch's own."""
+    """Whether the stages of an output are for DeepSpeed's engine, not for torch's pipelining."""
     imports = [n for n in _pipeline(out) if isinstance(n, ast.ImportFrom) and n.module]
     return any(str(n.module).rpartition(".")[2] == "deepspeed_pipeline" for n in imports)
 
@@ -250,13 +250,13 @@ def check_layout(out: Path, layout: Layout) -> None:
 
 
 def _helpers(out: Path) -> set[str]:
-    """The helper modules of an output, those among them that lie in its support folder."""
+    """The names of an output's modules, and of the helpers that it uses in its support folder."""
     record = read_record(out)
     return {path.stem for path in out.glob("*.py")} | {*record.get("support", {}).get("uses", ())}
 
 
 def read_record(out: Path) -> dict[str, Any]:
-    """The output's `rewrite.json`, as far as verification needs it (`NotAnOutput`)."""
+    """Reads an output's `rewrite.json`; raises `NotAnOutput` if an entry needed here is missing."""
     path = out / "rewrite.json"
     hint = "verify a folder that slapo-rewrite wrote"
     if not path.is_file():
@@ -277,11 +277,11 @@ def rewritten_classes(
 ) -> list[dict[str, Any]]:
     """The classes that the schedule changed or added in an output's copies of source files.
 
-    Not those that only import from another copy, in a method of theirs.
+    Classes are left out if only an import of another copy inside a method was changed.
 
     Returns:
-        For each its name, the file's stem, the module that the file is a copy of (None for the
-        model's own), and the schedule's lines.
+        For each class its name, its file's stem, the module of which the file is a copy (None for
+        the model's own file), and the schedule's lines.
     """
     copies = {record["source"]["file"]: None}
     copies |= {name: copy["module"] for name, copy in record.get("copies", {}).items()}
@@ -304,7 +304,7 @@ def rewritten_classes(
 
 
 def find_source(name: str) -> dict[str, str]:
-    """How a rank is told to import the original, which has to be there if `name` is a path."""
+    """How a rank imports the original: by module name or file, which has to exist."""
     if not name.endswith(".py") and os.sep not in name:
         return {"module": name}
     path = Path(name)
@@ -317,7 +317,7 @@ def find_source(name: str) -> dict[str, str]:
 
 
 def find_schedule(name: str) -> Path:
-    """The schedule's file."""
+    """The path of the schedule's file, for a path or the name of a bundled schedule."""
     if name.endswith(".py") or os.sep in name:
         path = Path(name)
         if not path.is_file():
@@ -326,7 +326,7 @@ def find_schedule(name: str) -> Path:
                 hint="verify from the folder in which the output was written, or name the schedule",
             )
         return path.resolve()
-    # Only bundled schedules need what reads schedules.
+    # Imported here because only bundled schedules need it.
     from slapo_rewrite.schedule.load import locate
 
     return locate(name).resolve()

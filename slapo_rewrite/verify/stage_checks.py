@@ -1,4 +1,4 @@
-"""What is compared between the original and the stages of its pipeline, in order."""
+"""The comparisons of the original and the stages of its pipeline, in the order they run."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .staged import STEPS, Staged, Trained
 
 
 class StageChecks:
-    """Runs the checks on one rank; the first one compares numbers, since all have the same."""
+    """Runs the checks on one rank; only rank 0 compares losses, gradients and weights."""
 
     def __init__(self, staged: Staged) -> None:
         self.staged = staged
-        self.done: list[Check] = []  # what was checked so far
-        self.module = None  # always None: no module's output can be told from another stage's
+        self.done: list[Check] = []
+        self.module = None  # always None: modules' outputs are not compared here
 
     def run(self) -> None:
-        """All of them, up to one after whose failure others mean nothing (`StoppedError`)."""
+        """Runs all checks; a failure that makes the rest meaningless raises `StoppedError`."""
         with casts_left_out(self.staged):
             self.start()
             self.state()
@@ -42,14 +42,14 @@ class StageChecks:
             self.done.append(Check("runs without the tool", False, detail="; ".join(tried)))
 
     def start(self) -> None:
-        """The stages' first weights are those of the whole model."""
+        """Checks that the stages' initial weights are those of the whole model."""
         self.staged.stage("gathering the first weights")
         check = compare_state(self.staged.drawn, self.staged.engine.full())
         check.name = "starts as the whole model does"
         self.done.append(check)
 
     def state(self) -> None:
-        """The original's weights go in, every one to a stage, and come back bit for bit."""
+        """Checks that the original's weights load into the stages and come back bit for bit."""
         staged, name = self.staged, "loads the original's weights"
         staged.stage("loading the original's state dict")
         try:
@@ -63,7 +63,7 @@ class StageChecks:
         self.done.append(self._copies("copies alike"))
 
     def _copies(self, name: str) -> Check:
-        """That each parameter is the same on all ranks that hold it, by whichever name."""
+        """Checks that each parameter, by any of its names, is equal on all ranks that hold it."""
         found = self.staged.copies()
         wrong = {n: list(held.values()) for n, held in found.items() if len(held) > 1}
         words = [
@@ -80,7 +80,7 @@ class StageChecks:
         )
 
     def training(self) -> None:
-        """The loss in eval mode and of each step, the first step's gradients, the weights."""
+        """Compares losses in eval mode and of each step, first gradients, and final weights."""
         staged = self.staged
         staged.make_inputs()
         eval_loss = want = None
@@ -105,15 +105,15 @@ class StageChecks:
 
     @property
     def limits(self) -> dict[str, float]:
-        """The largest relative errors that are allowed."""
+        """The largest relative errors that pass."""
         return LIMITS_BF16 if self.staged.training.bf16 else LIMITS
 
     def _compared(
         self, got: Trained, want: Trained, eval_loss: Tensor | None
     ) -> list[Check] | None:
-        """What training tells; None where it has to be done more slowly.
+        """The comparisons of training; None if it has to be repeated at a lower rate.
 
-        Float64 is asked where numbers differ: it takes longer than all else.
+        Training in float64 is slow, so it runs only if a comparison fails.
         """
         staged = self.staged
         assert eval_loss is not None
@@ -125,7 +125,7 @@ class StageChecks:
         if staged.may_train_more_slowly(want, exact):
             return None
         found = self._comparisons(got, want, exact, eval_loss, exact_eval_loss)
-        # An engine runs its stages in their own precision, so the original's error decides.
+        # An engine cannot run its stages in float64, so the original's error decides.
         rounding = rounding_of(found)
         for check in found:
             settle(check, rounding, None)

@@ -1,4 +1,4 @@
-"""The original on one rank, and the pipeline stage that this rank holds."""
+"""The original and one pipeline stage, on one rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .probes import drawn_alike, dropouts, nudge
 from .rank_layout import Layout, Training
 
 STEPS = 5
-SEED = 1  # not the original's
+SEED = 1  # differs from the original's
 
 
 @dataclass
 class Trained:
-    """What training gave."""
+    """The results of training."""
 
     losses: list[Tensor]  # the loss of each step
-    gradients: Named  # those of the first step, as the optimizer was given them
+    gradients: Named  # those of the first step, as the optimizer got them
     weights: Named  # the state dict after the last step
 
     def is_finite(self) -> bool:
-        """Whether all losses are numbers."""
+        """Whether all losses are finite."""
         return bool(torch.stack(self.losses).isfinite().all())
 
     def is_like(self, other: Trained) -> bool:
-        """Whether rounding alone may be the difference to what training gave in float64."""
+        """Whether the difference to training in float64 is small enough to be rounding alone."""
         pairs = [*zip(self.losses, other.losses, strict=True)]
         pairs += [(self.weights[name], other.weights[name]) for name in self.weights]
         return all(difference(mine, theirs) <= LARGEST_ROUNDING for mine, theirs in pairs)
@@ -46,28 +46,28 @@ class Trained:
 
 @dataclass
 class Built:
-    """How a model was built."""
+    """How a model was built, and its initial tensors."""
 
-    args: tuple[Any, ...]  # what its class was given
-    kwargs: dict[str, Any]  # that by name
-    random_state: Tensor  # what random numbers were drawn from
-    weights: Named  # the state dict that it had then
-    unsaved: Named  # its other tensors
+    args: tuple[Any, ...]  # positional arguments of its class
+    kwargs: dict[str, Any]  # keyword arguments
+    random_state: Tensor  # of torch's generator before
+    weights: Named  # its state dict after
+    unsaved: Named  # its tensors that are in no state dict
 
 
 class Staged(Original):
-    """The original, which the first rank runs, and the stages, which an engine runs.
+    """The original, which rank 0 runs, and the stages, which an engine runs.
 
     Attributes:
-        drawn: The weights that the whole rewritten model starts from.
-        steps: What each step gives the model: the micro-batches of all replicas.
+        drawn: The initial weights of the whole rewritten model.
+        steps: The inputs of each step: the micro-batches of all replicas.
         draws: Whether the original draws random numbers.
     """
 
     draws = False
 
     def load(self) -> None:
-        """Imports everything, builds the original, joins the process group, builds the stages."""
+        """Imports the modules, builds the original, joins the process group, builds the stages."""
         job = self.job
         self.layout, self.training = Layout(**job["layout"]), Training(**job["training"])
         self.engine = ENGINES[job["engine"]](self.layout, self.training, self.rank)
@@ -83,7 +83,7 @@ class Staged(Original):
         built = self.built_from(kind)
         self.drawn = built.weights
         for model in (self.original, self.exact):
-            if model is not None:  # it was built from another seed, and no state dict tells
+            if model is not None:  # built from another seed, and loading weights leaves these
                 fill_unsaved(model, built.unsaved)
         self.join_group()
         self.stage("building the stages")
@@ -95,7 +95,7 @@ class Staged(Original):
         self.hold(held)
 
     def small(self, module: Any) -> nn.Module:
-        """A small model with all of its layers, as far as the tool makes it."""
+        """A small model with as many layers as the full one, unless the schedule makes its own."""
         with self.twin.on_meta():
             full = self.schedule.model(module)
         model: nn.Module = self.twin.build_deep(self.schedule, module, full)
@@ -107,7 +107,7 @@ class Staged(Original):
         return model
 
     def built_from(self, kind: type) -> Built:
-        """How the small model is built from the rewritten module; its class is `kind`."""
+        """Builds the small model, of class `kind`, from the rewritten module; tells how."""
         torch.manual_seed(SEED)
         with _watched(kind) as built:
             model = self.small(self.rewritten_module)
@@ -121,7 +121,7 @@ class Staged(Original):
             setattr(holder, name, 0.0)
 
     def make_inputs(self) -> None:
-        """Makes other inputs for each micro-batch of each replica."""
+        """Makes the inputs, different ones for each micro-batch of each replica."""
         self.stage("making the inputs")
         count = micro_batches(self.layout) * self.layout.data
         self.steps = [
@@ -134,12 +134,12 @@ class Staged(Original):
         self.draws = self.rank == 0 and self._draws()
 
     def mine(self, step: list[Batch]) -> list[Batch]:
-        """This replica's part of a step."""
+        """This replica's micro-batches of a step."""
         count = micro_batches(self.layout)
         return step[count * self.engine.replica :][:count]
 
     def evaluate(self, model: nn.Module) -> Tensor:
-        """The original's loss on the first step's micro-batches in eval mode."""
+        """A model's loss in eval mode, on the first step's micro-batches of all replicas."""
         model.eval()
         try:
             with torch.no_grad(), self.drawn_alike():
@@ -149,21 +149,21 @@ class Staged(Original):
             model.train()
 
     def train_original(self) -> tuple[Tensor, Trained]:
-        """The original's loss in eval mode and what training gives, as `train_exactly` does it.
+        """The original's loss in eval mode and the results of its training.
 
-        It is trained more slowly where its losses overflow, which tells nothing.
+        If its losses overflow, nothing can be compared, so a lower rate is tried.
         """
         for rate in RATES[RATES.index(self.engine.rate) :]:
             self.engine.rate = rate
             self.original.load_state_dict(self.full)
-            loss = self.evaluate(self.original)  # each time, as a model may count its calls
+            loss = self.evaluate(self.original)  # repeated, since a model may count its calls
             want = self.train(self.original)
             if want.is_finite():
                 break
         return loss, want
 
     def train_exactly(self) -> tuple[Tensor | None, Trained | None]:
-        """The original's loss in eval mode and what training gives, in float64 if that is known."""
+        """The same as `train_original`, for the model `exact`; None if there is none."""
         if self.exact is not None:
             self.exact.load_state_dict(self.full)
             if self.nudged:
@@ -171,7 +171,7 @@ class Staged(Original):
         return self.exactly(self.evaluate), self.exactly(self.train)
 
     def may_train_more_slowly(self, want: Trained, exact: Trained | None) -> bool:
-        """Whether rounding grew to be as large as the losses; sets a lower rate then."""
+        """Whether rounding errors grew too large and a lower rate is left; sets that then."""
         slower = RATES[RATES.index(self.engine.rate) + 1 :]
         if not slower or exact is None or self.training.bf16 or want.is_like(exact):
             return False
@@ -179,9 +179,9 @@ class Staged(Original):
         return True
 
     def agree(self, is_told: bool = False) -> bool:
-        """Has all ranks train at the first one's rate, on random numbers if it does.
+        """Sends rank 0's values to all ranks: the rate, and whether the original draws numbers.
 
-        The first one knows whether training told all that there is to tell, and says it to all.
+        Also `is_told`: whether rank 0 could compare the training. Returns that of rank 0.
         """
         found: list[Any] = [is_told, self.engine.rate, self.draws]
         dist.broadcast_object_list(found)
@@ -189,7 +189,7 @@ class Staged(Original):
         return is_told
 
     def tell_rate(self) -> None:
-        """Notes at which rate both were trained, if that is a lower one."""
+        """Adds a note on the rate of training, if it was lowered."""
         if (rate := self.engine.rate) != RATES[0]:
             self.note(
                 f"both were trained at a rate of {rate:g}: at {RATES[0]:g} the original's "
@@ -197,7 +197,7 @@ class Staged(Original):
             )
 
     def train(self, model: nn.Module) -> Trained:
-        """Trains the original, as the engine trains the stages."""
+        """Trains the original in the same way as the engine trains the stages."""
         rounds = self.training.bf16 and model is self.original
         runs = copy.deepcopy(model).bfloat16() if rounds else model
         optimizer = optimizer_of(model.parameters(), self.engine.rate)
@@ -229,18 +229,18 @@ class Staged(Original):
 
     def _draws(self) -> bool:
         """Whether the original draws random numbers in training."""
-        model = copy.deepcopy(self.original)  # a step may change buffers
+        model = copy.deepcopy(self.original)  # since a call may change buffers
         with self.twin.drawing(SEED):
             before = self.twin.random_states()
             self.outputs(model, self.steps[0][0])
             return bool(self.twin.random_states() != before)
 
     def drawn_alike(self) -> contextlib.AbstractContextManager[Any]:
-        """Has each operation draw the same whatever was drawn before, backwards too."""
+        """Reseeds before each random operation, in the backward pass too, if the model draws."""
         return drawn_alike(SEED) if self.draws else contextlib.nullcontext()
 
     def draw_alike(self, stage: nn.Module) -> None:
-        """Lets a stage draw for each micro-batch what the original draws first."""
+        """Seeds a stage's random numbers anew for each micro-batch, like the original's."""
         calls: list[contextlib.ExitStack] = []
 
         def before(*_: object) -> None:
@@ -251,7 +251,7 @@ class Staged(Original):
         stage.register_forward_hook(lambda *_: calls.pop().close())
 
     def train_stages(self) -> Trained:
-        """Trains the stages; gradients are only known where each parameter has its own."""
+        """Trains the stages; gradients are recorded only without ZeRO and bfloat16."""
         gradients: list[Named] = []
         known = not self.training.zero and not self.training.bf16
 
@@ -274,7 +274,7 @@ class Staged(Original):
         return Trained(losses, found, self.engine.full())
 
     def gathered(self, named: Named) -> Named:
-        """Full tensors of all stages, from tensors like this stage's parameters, on rank 0."""
+        """On rank 0: full tensors of all stages, given those of this stage's parameters."""
         named = self.whole(self.engine.stage, named)
         first = self.rank % self.layout.tensor == 0 and self.engine.replica == 0
         everywhere: list[Any] = [None] * self.world
@@ -283,9 +283,9 @@ class Staged(Original):
         return {n: t for part in everywhere if part for n, t in part.items()}
 
     def copies(self) -> dict[str, dict[str, list[int]]]:
-        """The ranks that hold each parameter, by what it holds there; its names are one.
+        """For each parameter: the ranks that hold it, by a digest of its values.
 
-        Tensors that are parts on each rank are whole here.
+        Tied parameters have one name here; sharded tensors are gathered first.
         """
         state = self.whole(self.engine.stage, parameters_of(self.engine.stage))
         mine = {self.aliases.get(n, [n])[0]: _digest(t) for n, t in state.items()}
@@ -306,7 +306,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _add_gradients(source: nn.Module, target: nn.Module) -> None:
-    """Moves one model's gradients to the other's, in the other's precision."""
+    """Adds one model's gradients to another's, in the other's dtype, and clears them."""
     for own, other in zip(source.parameters(), target.parameters(), strict=True):
         if own.grad is not None:
             gradient = own.grad.to(other.dtype)
@@ -315,7 +315,7 @@ def _add_gradients(source: nn.Module, target: nn.Module) -> None:
 
 
 def unsaved_tensors(model: nn.Module) -> Named:
-    """The tensors that a model holds and no state dict does, by name."""
+    """The tensors of a model that are not in its state dict, by name."""
     found: Named = {}
     saved = model.state_dict().keys()
     for path, module in model.named_modules():
@@ -327,7 +327,7 @@ def unsaved_tensors(model: nn.Module) -> Named:
 
 
 def fill_unsaved(model: nn.Module, values: Named) -> None:
-    """Gives what no state dict holds other values, those drawn elsewhere."""
+    """Overwrites a model's tensors that are not in its state dict with another model's."""
     with torch.no_grad():
         for name, tensor in unsaved_tensors(model).items():
             if name in values and values[name].shape == tensor.shape:
@@ -336,12 +336,12 @@ def fill_unsaved(model: nn.Module, values: Named) -> None:
 
 @contextlib.contextmanager
 def _watched(kind: type) -> Iterator[dict[int, Built]]:
-    """Notes how each instance of a class is built, by the instance's id."""
+    """Records how each instance of a class is built, by the instance's id."""
     built: dict[int, Built] = {}
     own = vars(kind).get("__init__")
     original: Any = kind.__init__  # type: ignore[misc]
 
-    @functools.wraps(original)  # by whose parameters it may be given smaller numbers
+    @functools.wraps(original)  # keeps the signature, from which smaller arguments are found
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         given, random_state = copy.deepcopy((args, kwargs)), torch.get_rng_state()
         original(self, *args, **kwargs)

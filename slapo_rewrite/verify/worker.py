@@ -1,11 +1,11 @@
-"""One rank of a verification, in a process of its own.
+"""The process of one rank of a verification.
 
     python -P worker.py JOB RANK
 
-JOB is a JSON file that `run.py` writes. The schedule is loaded first; from then on nothing can
-import the tool, as on a machine that does not have it. What was found goes to `RANK.json` in the
-job's folder, what is being done to `RANK.stage`, the checks that are done to `RANK.checks`, and
-where it hangs to `RANK.hang`.
+JOB is a JSON file that `launch.py` writes. The schedule is loaded first; from then on nothing can
+import the tool, as on a machine without it. In the job's folder, `RANK.json` gets the results,
+`RANK.stage` the current step, `RANK.checks` the checks that are done, and `RANK.hang` the
+traceback if it hangs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-PARTS = "slapo_verify"  # what this folder is imported as, since the tool itself may not be
+PARTS = "slapo_verify"  # this folder's name as a package, since the tool cannot be imported
 Result = dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs one rank and ends the process, with status 1 where not everything was compared."""
+    """Runs one rank and ends the process, with status 1 if not everything was compared."""
     job: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
     rank, folder = int(arguments[1]), Path(job["folder"])
     sys.path[:] = [*job["sys_path"], *(p for p in sys.path if p not in job["sys_path"])]
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         write(folder / f"{rank}.stage", name)
 
     with open(folder / f"{rank}.hang", "w") as hang:
-        # Ends this process even where the one that started it is gone.
+        # Ends this process even if the one that started it is gone.
         left_s = max(0.1, job["deadline"] - time.time())
         faulthandler.dump_traceback_later(left_s, exit=True, file=hang)
         try:
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str]) -> None:
             importlib.import_module("torch.distributed").barrier()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1 if failed else 0)  # a collective that still waits must not hold the process
+        os._exit(1 if failed else 0)  # without waiting for pending collectives
 
 
 def words_of(error: BaseException) -> str:
-    """An error's own words, and those of the errors that caused it."""
+    """The message of an error, with those of the errors that caused it."""
     words = str(error).strip()
     if error.__cause__ is None:
         return words
@@ -75,16 +75,16 @@ def words_of(error: BaseException) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that another process reads at any time."""
+    """Writes a file atomically, since another process may read it at any time."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)
 
 
 def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result: Result) -> None:
-    """Builds both models and compares them; `result` gets what was found, as far as it went.
+    """Builds both models and compares them; `result` gets what was found, even after an error.
 
-    Or only says whether the rewritten one can be built on as many ranks as the job asks.
+    If the job has `fits`, only checks whether the rewritten one can be built on so many ranks.
     """
     stage("importing torch")
     torch = importlib.import_module("torch")
@@ -98,12 +98,12 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
     told = Path(job["folder"]) / f"{rank}.checks"
 
     def tell(decided: bool = False) -> None:
-        # An error beyond its limit may be rounding, which float64 decides in the end.
+        # None for an error beyond its limit: it may be rounding, which is decided at the end.
         found = ((c, c.ok or decided or c.error is None) for c in checks.done)
         write(told, json.dumps({c.name: c.ok if is_known else None for c, is_known in found}))
 
     def next_stage(name: str) -> None:
-        tell()  # what is done is, when the next thing begins
+        tell()  # the checks of the previous step are done now
         stage(name)
 
     pair, checks = models_and_checks(job, rank, next_stage)
@@ -120,7 +120,7 @@ def compare(job: dict[str, Any], rank: int, stage: Callable[[str], None], result
 
 
 def models_and_checks(job: dict[str, Any], rank: int, stage: Callable[[str], None]) -> Any:
-    """Those of the whole model, or of its pipeline."""
+    """The models and checks for the whole model, or for its pipeline."""
     if job["layout"] is None:
         pair = importlib.import_module(f"{PARTS}.pair").Pair(job, rank, stage)
         return pair, importlib.import_module(f"{PARTS}.checks").Checks(pair)
