@@ -1,4 +1,4 @@
-"""From a source file to a schedule: a model, a step of it, what is split, the text."""
+"""Derives a schedule from a source file: finds a model, runs a step, and decides what to split."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Derived:
-    """A schedule that was worked out."""
+    """A derived schedule."""
 
     text: str  # the file's text
-    head: str  # what stands before `schedule` in it
-    title: str  # what the model is
-    groups: tuple[Group, ...]  # what is split
-    share: float  # the share of its parameters that is split
-    why: str  # why nothing is checkpointed, where that is so
-    others: tuple[str, ...]  # what is said of other models of the source, each in words
+    head: str  # the part of the text before the function `schedule`
+    title: str  # the model's title
+    groups: tuple[Group, ...]  # the layers that are split
+    share: float  # the share of the parameters that is split
+    why: str  # why nothing is checkpointed; empty otherwise
+    others: tuple[str, ...]  # remarks for output on other models of the source
 
 
 @collector_paused()
 def derive(source: str, wanted: str = "") -> Derived:
-    """A schedule for a model that nobody has written one for.
+    """Derives a schedule for a model.
 
     Args:
         source: A file or an importable module.
-        wanted: A class of it, or a file with `model(m)` and what else is said of it; else the
-            class that people train most.
+        wanted: A class of the source, or a file that defines `model(m)` and may define `inputs`
+            and more; if empty, a class is chosen.
 
     Raises:
-        ScheduleError: No model of the source can be built and run without being told how.
+        ScheduleError: No model of the source can be built and run without further information.
     """
     path, name = locate(source)
     module = import_source(SourceFile.read(path, name))
@@ -100,7 +100,7 @@ def derive(source: str, wanted: str = "") -> Derived:
 
 
 def _share(found: Found, root: Node) -> float:
-    """The share of a model's parameters that is split, of tied ones each once."""
+    """The share of a model's parameters that is split; tied parameters count once."""
     split = {
         id(parameter): parameter.numel()
         for group in found.groups
@@ -129,10 +129,10 @@ def _given(wanted: str, module: types.ModuleType) -> Step:
 
 
 def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, tuple[str, ...]]:
-    """A step of the first model that runs, and what is said of others: those before it, and after.
+    """A step of the first model that runs, and remarks on the models tried before and on others.
 
     Raises:
-        ScheduleError: There is none.
+        ScheduleError: No model runs.
     """
     classes = [
         value
@@ -161,7 +161,7 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
             break
         try:
             step, why = first_that_runs(steps, module)
-        except Exception as error:  # the user's own constructors
+        except Exception as error:  # the user's constructors may raise anything
             step, why = None, in_a_line(error)
         if step is not None and (step.has_loss or not is_one(cls)):
             passed = [f"not `{name}`: {no}" for name, no in reasons.items()]
@@ -170,7 +170,7 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
             if beside:
                 passed.append(f"also there: {', '.join(beside)} (--schedule auto:NAME)")
             return step, tuple(passed)
-        if step is not None:  # another head may compute the loss that it is trained by
+        if step is not None:  # a class with another head may compute the loss for training
             without_loss, why = without_loss or step, "it computes no loss of made-up inputs"
         reasons[cls.__name__] = why or "what to give it is not known"
     if without_loss is not None:
@@ -193,10 +193,10 @@ def _attempts(
 
 
 def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], set[str], str]:
-    """The lists whose elements may be checkpointed, or why there are none.
+    """The lists whose elements can be checkpointed, or why there are none.
 
-    By their paths, with what selects the modules in an element that is a list itself; and those of
-    them of which all elements are alike, or none is, since what makes them does not count them.
+    By path, with the selector of modules in an element that is itself a list; and the paths of
+    lists checkpointed as a whole or not at all, since the code that builds them has no index.
     """
     nodes = oracle.project.tree.nodes
     lists = {
@@ -212,7 +212,7 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
         )
         and (parts := _checkpointed(node)) is not None
     }
-    # One that is called again and again may be all that there is.
+    # A list of one element counts only if there are no longer ones: its element may be reused.
     several = {path: lists[path] for path in lists if len(nodes[path].children) > 1}
     found = several or lists
 
@@ -220,19 +220,19 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
         own = [f's["{path}"][:{part}]{found[path]}.checkpoint()' for path in paths]
         return oracle.refusal([*lines, *own]) if own else None
 
-    # All of them together, as they will be; only where that is refused is each asked for alone.
+    # First all together, as in the schedule; if that is refused, each one alone.
     every = shared(found)
     alone = every if refusal(every, 1.0) is not None else ()
     refused = {path: no for path in alone if (no := refusal([path], 1.0)) is not None}
     ways = [[path] for path in every if path not in refused]
-    # What one class makes in a loop is the same in all of its instances.
+    # Lists that one class builds have to be changed in all of its instances together.
     makers = {path: nodes[path].owner for path in refused}
     for cls in dict.fromkeys(owner.cls for owner in makers.values() if owner is not None):
         alike = [path for path, owner in makers.items() if owner is not None and owner.cls is cls]
         if len(alike) > 1 and refusal(alike, 1.0) is None:
             ways.append(alike)
     kept = {path for way in ways for path in way}
-    # What is split is followed anew each time: all of those together that are right without it.
+    # Questions with the split layers are slow: all lists that pass without them are tried at once.
     counted = ways
     if refusal([path for way in ways for path in way], 0.5) is not None:
         counted = [way for way in ways if refusal(way, 0.5) is None]
@@ -246,9 +246,9 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
 
 
 def _checkpointed(node: Node) -> str | None:
-    """What selects in an element of a list what is called; None where nothing is."""
+    """The selector, in an element of a list, of the modules that are called; None if none are."""
     if not any(True for _ in node.live.parameters()):
-        return None  # of `nn.Identity`, say, which a small model may have other layers for
+        return None  # for example of `nn.Identity`, whose number may differ in a small model
     called = [dict(_called_in(each.live)) for each in node.children.values()]
     if not are_layers(node.live):
         return "" if all("" in own for own in called) else None
@@ -257,7 +257,7 @@ def _checkpointed(node: Node) -> str | None:
 
 
 def _called_in(module: nn.Module, path: str = "") -> Iterator[tuple[str, bool]]:
-    """What is called of an element of a list, by its path in it; and whether it has parameters."""
+    """Paths of the modules in a list's element that are called; and if they have parameters."""
     if type(module).forward is not nn.Module.forward:
         yield path, any(True for _ in module.parameters())
         return
@@ -266,15 +266,15 @@ def _called_in(module: nn.Module, path: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def _not_taken(source: str, text: str, lists: Mapping[str, str], oracle: Oracle) -> dict[str, str]:
-    """The lists whose layers what makes them would go on making of the original's class, and why.
+    """The lists for whose layers the code that builds them would keep the original's class; why.
 
-    Only writing the output shows it, and only of layers of other files.
+    Only writing the output shows it, and only layers of other files are affected.
     """
     nodes, main = oracle.project.tree.nodes, oracle.project.module.__name__
     kinds = {each.cls.__module__ for path in lists for each in nodes[path].children.values()}
     if not kinds - {main}:
         return {}
-    no = _refused(source, text, ["ckpt_ratio=1.0"], lambda *_: None)  # it is built, and not run
+    no = _refused(source, text, ["ckpt_ratio=1.0"], lambda *_: None)  # built, but not run
     if no is None:
         return {}
     said = no.render()
@@ -285,9 +285,9 @@ def _not_taken(source: str, text: str, lists: Mapping[str, str], oracle: Oracle)
 def _refused(
     source: str, text: str, settings: Sequence[str] = (), trial: Trial | None = None
 ) -> errors.RewriteError | None:
-    """Why the tool would not carry out a schedule; None where it does, its last checks included.
+    """Why the tool refuses a schedule; None if it carries it out, final checks included.
 
-    What was worked out has to have been compared, too, where no other trial is given.
+    If no trial is given, an output that could not be compared with the original is refused too.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "schedule.py"
@@ -301,11 +301,11 @@ def _refused(
 
 
 def _without_one(found: Found, refused: errors.RewriteError, root: Node) -> list[Found]:
-    """What was found, less a group that is to blame: which may be right, and what is left else.
+    """Candidates without one group that may have caused a refusal; the last is the fallback.
 
-    That is one with modules that the refusal names, or the smallest. Numbers name none.
+    It is one whose modules the refusal names, or the smallest; each, if only numbers differ.
     """
-    if any(group.head for group in found.groups):  # with whole logits it may be right
+    if any(group.head for group in found.groups):  # first try with gathered logits
         whole = tuple(replace(group, head=None) for group in found.groups)
         return [replace(found, groups=whole)]
     by_size = sorted(found.groups, key=lambda g: g.parameters)

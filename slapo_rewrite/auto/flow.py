@@ -1,9 +1,9 @@
-"""Which layers feed which others: what one step of a small model shows.
+"""Finds which layers feed which others, by one step of a small model.
 
-A layer's result is followed through every operation up to the layers that it reaches. Producers
-that reach a common consumer belong together: they are split over their outputs and their consumers
-over their inputs, or none of them is. Elements of a module list are one and the same, so what is
-found does not grow with a model's depth.
+A layer's result is followed through all operations up to the layers that it reaches. Producers
+that reach a common consumer belong together: either producers are split over their outputs and
+consumers over their inputs, or none of them is. The elements of a module list are treated as one,
+so the result does not grow with a model's depth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slapo_rewrite.model.layers import Split, splits_of
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import CONTAINERS
 
-# What takes a tensor apart along an axis; the sizes of the pieces tell how it is packed.
+# Functions that split a tensor along an axis; the sizes of the pieces show how it is packed.
 _APART = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 
 
@@ -33,39 +33,39 @@ _APART = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 class Passage:
     """How a layer was used in the step."""
 
-    paths: set[str] = field(default_factory=set)  # the modules that the pattern stands for
-    rows: int = 0  # how many rows it was given in all, each a vector of features
-    width: int = 0  # how many numbers it was given in all
-    made: int = 0  # how many features its result has
-    # Sizes of the pieces that its result was taken apart into, each once.
+    paths: set[str] = field(default_factory=set)  # the modules that match the pattern
+    rows: int = 0  # number of input rows in all, each a vector of features
+    width: int = 0  # number of input elements in all
+    made: int = 0  # number of features of its result
+    # Each way in which its result was split: the sizes of the pieces.
     pieces: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @dataclass
 class Flow:
-    """What was found."""
+    """Which layers feed which others, by pattern."""
 
-    # The layers that can be split over inputs or outputs, by pattern.
+    # The layers that can be split over their outputs.
     layers: dict[str, Passage] = field(default_factory=dict)
-    tables: dict[str, Passage] = field(default_factory=dict)  # the embeddings, likewise
-    # For each layer, those whose results reach it with no other between.
+    tables: dict[str, Passage] = field(default_factory=dict)  # embeddings that can be split
+    # For each layer, the layers whose results reach it without another layer between.
     sources: dict[str, set[str]] = field(default_factory=dict)
-    # For each other module with parameters of its own, those whose results reach it.
+    # For each other module with parameters of its own, the layers whose results reach it.
     between: dict[str, set[str]] = field(default_factory=dict)
-    # The layers whose weights other code reads than that of their calls.
+    # The layers whose weights are also read outside their own calls.
     read: set[str] = field(default_factory=set)
-    # The layers whose results are a part of what the model returns.
+    # The layers whose results reach the model's outputs.
     ends: set[str] = field(default_factory=set)
-    # The lists whose elements follow one another in a layer, by pattern: each is a node.
+    # Patterns of lists whose elements feed one another within a layer, and are kept distinct.
     apart: frozenset[str] = frozenset()
 
 
 def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
-    """A path with `*` for the elements of lists whose elements are modules of several layers.
+    """A path with `*` for the numbers of list elements that have modules inside.
 
-    What a dictionary numbers (`expert_0`) are such elements. Layers may be lists
-    themselves, as in `nn.ModuleList([attention, feed_forward])`: their elements keep their numbers,
-    and so do those of the lists `apart`.
+    Numbered entries of a dictionary (`expert_0`) count as list elements. A layer may itself be a
+    list, as in `nn.ModuleList([attention, feed_forward])`: its elements keep their numbers, and so
+    do those of the lists `apart`.
     """
     segments: list[str] = []
     module, is_layer = model, False
@@ -83,16 +83,16 @@ def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
 
 
 def _is_number(key: str, container: nn.Module) -> bool:
-    """Whether a key of a container says nothing but which of several elements is meant."""
+    """Whether a key of a container is just a number, or a name numbered among others."""
     stem = key.rstrip(string.digits)
     alike = (n for n, _ in container.named_children() if n.rstrip(string.digits) == stem)
     return key.isdigit() or (stem != key and len([*itertools.islice(alike, 2)]) > 1)
 
 
 def are_layers(lists: nn.Module) -> bool:
-    """Whether the elements of a list are lists of several modules that make a layer together.
+    """Whether each element of a list is a list of different modules that together form a layer.
 
-    Those are of several classes, or else of one that holds other things, the same in each layer.
+    They differ in class, or in the modules and shapes inside, in the same way in each layer.
     """
     kinds = [[type(inner) for inner in each.children()] for each in lists.children()]
     alike = all(isinstance(each, nn.ModuleList) for each in lists.children())
@@ -109,28 +109,28 @@ def _held(module: nn.Module) -> tuple[object, ...]:
 
 
 def flow_of(model: nn.Module, inputs: Mapping[str, Any], full: nn.Module) -> Flow:
-    """Follows one training step.
+    """Follows one step of the model.
 
     Args:
         model: A small model, with weights.
         inputs: Keyword arguments of the step.
-        full: The model that it stands for: only what has more elements there grows with depth.
+        full: The full model: lists with more elements there are those that grow with depth.
     """
     flow = _followed(model, inputs, frozenset())
     own = (_list_around(model, full, path) for p in flow.layers for path in _feeds_itself(flow, p))
-    # A stack of whole layers is split inside of each; that its routers and gates reach those of the
-    # next one along the residual stream says nothing.
+    # A stack of whole layers is left as it is, since it is split inside each layer: its routers and
+    # gates reach those of the next layer only through the residual stream.
     apart = frozenset(each for each in own if each and not _has_pairs(flow, model, each))
     return _followed(model, inputs, apart) if apart else flow
 
 
 def _feeds_itself(flow: Flow, pattern: str) -> list[str]:
-    """The modules of a pattern, where one of them is given the result of another one."""
+    """The modules of a pattern if results of some reach others; else none."""
     return sorted(flow.layers[pattern].paths) if pattern in flow.sources[pattern] else []
 
 
 def _has_pairs(flow: Flow, model: nn.Module, listed: str) -> bool:
-    """Whether each element of a list holds layers that feed one that could be split with them."""
+    """Whether a list's elements contain layers that feed a consumer to be split with them."""
     inside = f"{listed}.*."
     for consumer, sources in flow.sources.items():
         module = model.get_submodule(min(flow.layers[consumer].paths))
@@ -142,7 +142,7 @@ def _has_pairs(flow: Flow, model: nn.Module, listed: str) -> bool:
 
 
 def _list_around(model: nn.Module, full: nn.Module, path: str) -> str | None:
-    """The pattern of the innermost list that a layer is in, where it is as long in both models."""
+    """The pattern of the innermost list around a layer, if it is as long in both models."""
     while path and not isinstance(model.get_submodule(path), CONTAINERS):
         path = path.rpartition(".")[0]
     try:
@@ -162,19 +162,19 @@ def _followed(model: nn.Module, inputs: Mapping[str, Any], apart: frozenset[str]
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes of each tensor which layers' results it is made of."""
+    """Records for each tensor which layers' results it depends on."""
 
     def __init__(self, model: nn.Module, apart: frozenset[str]) -> None:
         super().__init__()
         self.model, self.flow, self.depth = model, Flow(apart=apart), 0
         self._made: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []
-        # A layer's pattern, and what is noted of its call, by its weight.
+        # By the id of a layer's weight: the pattern, and the hooks before and after its call.
         self._spelled: dict[int, tuple[str, Any, Any]] = {}
-        self._slices: dict[int, set[tuple[int, int, int]]] = {}  # what was taken of features
+        self._slices: dict[int, set[tuple[int, int, int]]] = {}  # slices of features, by tensor
 
     def of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """The layers that a tensor is made of."""
+        """The layers whose results a tensor depends on."""
         return self._made.get(id(tensor), frozenset())
 
     def _sources(self, values: Any) -> frozenset[str]:
@@ -189,7 +189,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.depth and func is nn.functional.linear:
             weight = kwargs["weight"] if "weight" in kwargs else args[1]
-            if id(weight) in self._spelled:  # `F.linear(x, self.qkv.weight)`, a call of the layer
+            if id(weight) in self._spelled:  # `F.linear(x, self.qkv.weight)` calls the layer
                 _, enter, leave = self._spelled[id(weight)]
                 enter(None, args, kwargs)
                 leave(None, args, output := func(*args, **kwargs))
@@ -215,13 +215,13 @@ class _Recorder(TorchFunctionMode):
     def _note_pieces(self, layer: str, tensor: torch.Tensor, pieces: Any) -> None:
         shapes = [tuple(piece.shape) for piece in tensors(pieces)]
         known, made = self.flow.layers[layer].pieces, self.flow.layers[layer].made
-        # `unbind` gives pieces of one axis less, and equal ones.
+        # The pieces of `unbind` are equal, and have one axis less.
         axes = enumerate(zip(*shapes, strict=True) if len(shapes[0]) == tensor.dim() else ())
         for axis, sizes in axes:
             if len(sizes) < 2 or sum(sizes) != tensor.shape[axis]:
                 continue
             if axis == tensor.dim() - 1 and sum(sizes) != made:
-                return  # the features of a head: rotary halves
+                return  # a split within a head, such as rotary halves
             if sizes not in known:
                 known.append(sizes)
         if len({*shapes}) == 1:
@@ -232,7 +232,7 @@ class _Recorder(TorchFunctionMode):
         is_whole = len(index) == tensor.dim() or any(each is Ellipsis for each in index)
         passage = self.flow.layers[layer]
         if size != passage.made or not is_whole or not isinstance(last, slice):
-            return  # one head, or another axis
+            return  # a slice within one head, or along another axis
         ends = self._slices.setdefault(id(tensor), set())
         ends.add(last.indices(size))
         ordered = sorted(ends)
@@ -249,7 +249,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Notes calls of layers, and skips what happens inside of them."""
+        """Records calls of layers, without the operations inside them."""
         watched = []
         for path, module in self.model.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
@@ -298,26 +298,26 @@ class _Recorder(TorchFunctionMode):
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a layer looks rows up that may be split."""
+    """Whether a layer is an embedding whose rows can be split."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return isinstance(module, kinds) and ("weight", 0) in (splits_of(module) or {})
 
 
 def is_column(split: Split) -> bool:
-    """Whether a layer that is split so takes whole values and gives parts."""
+    """Whether a layer with this split takes full values and returns shards."""
     return split.output == "partition" and not split.takes_part
 
 
 def is_row(split: Split) -> bool:
-    """Whether a layer that is split so takes parts and gives partial sums."""
+    """Whether a layer with this split takes shards and returns partial sums."""
     return split.output == "partial sum" and split.takes_part
 
 
 def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Producers and the consumers that they reach, those that hang together in one.
+    """The connected components of producers and the consumers that they reach.
 
-    Where a layer is both, layers take turns in the order in which they run: what is given parts is
-    a consumer, and gives whole values to the producers behind it, as in a state-space block.
+    If a layer is both, the roles alternate in the order in which the layers run: one that gets
+    shards is a consumer, and returns full values to the next producers, as in a state-space block.
     """
     found: list[tuple[set[str], set[str]]] = []
     for consumer, producers in flow.sources.items():
@@ -341,9 +341,9 @@ def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
 def together(
     found: Iterable[tuple[frozenset[str], frozenset[str]]], maker: Callable[[str], object | None]
 ) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """The components, those as one of which layers have one maker: it makes them all alike.
+    """The components, merged if layers of them have the same maker: it builds all of them alike.
 
-    Not where one layer would be a producer of one, and a consumer of the other.
+    They are not merged if a layer is a producer in one and a consumer in the other.
     """
     merged: list[tuple[frozenset[str], frozenset[str], frozenset[object]]] = []
     for given, taken in found:
@@ -359,9 +359,9 @@ def together(
 
 
 def _in_turns(flow: Flow, given: set[str], taken: set[str]) -> tuple[set[str], set[str]]:
-    """Which layers of a component are producers, and which are consumers of their parts."""
+    """The producers of a component, and the consumers of their shards, by turns."""
     producers: set[str] = set()
-    for layer in flow.sources:  # in the order in which they run
+    for layer in flow.sources:  # in the order of the calls
         if layer in given | taken and not flow.sources[layer] & producers:
             producers.add(layer)
     consumers = taken - producers

@@ -1,4 +1,4 @@
-"""What a schedule says of a Hugging Face model: head, configuration, twin, made-up inputs."""
+"""Chooses head, configuration, small model and made-up inputs for a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from slapo_rewrite.model.small_config import small_config
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.sharding.stand_in import StandIn
 
-# Heads in the order in which one is taken where nobody names one: the one that people pretrain.
+# Suffixes of classes in order of preference: the heads for pretraining come first.
 HEADS = (
     *("ForMaskedLM", "ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForPreTraining"),
     *("ForSpeechSeq2Seq", "ForCTC", "ForImageClassification", "ForVideoClassification"),
     *("ForAudioClassification", "ForSequenceClassification", "ForSemanticSegmentation"),
     *("ForObjectDetection", "ForTokenClassification", "ForQuestionAnswering"),
 )
-# An argument of models that learn which text goes with which image: heads come later, if at all.
+# An argument of contrastive models of text and images; these are preferred to any head.
 CONTRASTIVE = "return_loss"
-# How many heads are tried.
+# The most heads that are tried.
 MOST_HEADS = 4
-# How many layers a small model may have.
+# Numbers of layers to try for a small model.
 DEPTHS = (2, 3, 4, 5, 6, 8)
-# What a configuration may leave open by default, and a model cannot do without, with what it is of
-# other numbers of it.
+# Entries that may be None in a default configuration although the model needs them, with functions
+# that compute a value from the configuration.
 OPEN: dict[str, Callable[[Any], object]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
     "num_key_value_heads": lambda config: config.num_attention_heads,
@@ -49,15 +49,15 @@ OPEN: dict[str, Callable[[Any], object]] = {
     "context_length": lambda config: max(config.lags_sequence),
     "default_language": lambda config: config.languages[0],
 }
-# The pixels on a side of an image, where a configuration speaks of no patches.
+# The edge length of images, in pixels, if a configuration has no patch size.
 SMALL_IMAGE = 64
-# The patches on a side of a window, where attention has windows in images.
+# The edge length, in patches, of windows of attention in images.
 SMALL_WINDOW = 2
 
-# Arguments of a `forward` by the names that they have everywhere, with what may be given for them.
-# `$name` is a number of the configuration, or of a part of it; `$name:3` is 3 where there is none.
+# By the usual names of arguments of `forward`: expressions that may be passed. `$name` stands for
+# a number of the configuration or of a part of it; `$name:3` for 3 if there is none.
 TOKENS = "torch.randint(3, $vocab_size:100, (2, 16))"
-# What ends in the token that stands for all of the text, as a text tower's row does.
+# Each row ends in the token from whose position text encoders take the result.
 ENDED = (
     "torch.cat((torch.randint(3, $vocab_size, (2, 15)), torch.full((2, 1), $eos_token_id:2)), 1)"
 )
@@ -120,9 +120,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "inputs": (TOKENS, "torch.randn(2, 4000)"),
     CONTRASTIVE: ("True",),
 }
-# Those of them that a loss is computed of, where they are not called labels.
+# Arguments other than labels from which a loss is computed.
 TARGETS = ("future_values", "future_time_features")
-# Labels, for heads that are not of text, by what the name of the class says.
+# Labels for heads that are not of text, by a part of the class's name.
 LABELS: dict[str, str] = {
     "Classification": "torch.randint($num_labels, (2,))",
     "SemanticSegmentation": "torch.randint($num_labels, (2, $image_size:64, $image_size:64))",
@@ -138,7 +138,7 @@ def is_one(cls: type) -> bool:
 
 
 def in_order(classes: list[Any]) -> list[Any]:
-    """The models among these classes, the one that people train most first."""
+    """The models among these classes, in the order of preference of `HEADS`."""
     models = [cls for cls in classes if is_one(cls)]
 
     def rank(cls: Any) -> tuple[int, int]:
@@ -154,10 +154,10 @@ def in_order(classes: list[Any]) -> list[Any]:
 def steps_of(cls: Any) -> Iterator[Step]:
     """Training steps of a model of a class, in its default configuration; some may not run.
 
-    Where none does, what that leaves open is said.
+    Later steps fill in what the default configuration leaves open, or switch off caches.
 
     Raises:
-        Exception: What the constructor of the configuration raises.
+        Exception: Anything that the constructor of the configuration raises.
     """
     config_class = cls.config_class
     config, imported = config_class(), {_imported(config_class)}
@@ -165,13 +165,13 @@ def steps_of(cls: Any) -> Iterator[Step]:
     closed = _close(filled := copy.deepcopy(config))
     try:
         yield from _steps(cls, config, words, text, imported)
-    except Exception:  # no model is made of it
+    except Exception:  # no model can be built from it
         if not closed:
             raise
     ways = [(filled, f"with {', '.join(closed)}")] if closed else []
     caching = copy.deepcopy(filled)
     if users := [part for part in _parts(caching) if vars(part).get("use_cache")]:
-        for part in users:  # a step of training needs none
+        for part in users:  # training needs no cache
             part.use_cache = False
         ways.append((caching, f"with {', '.join([*closed, '`use_cache`'])}"))
     for way, said in ways:
@@ -180,7 +180,7 @@ def steps_of(cls: Any) -> Iterator[Step]:
 
 
 def _close(config: Any) -> list[str]:
-    """Says in a configuration and its parts what they leave open; gives the names of that."""
+    """Fills in what a configuration and its parts leave open; returns the entries' names."""
     found = []
     for part in _parts(config):
         for name, value in OPEN.items():
@@ -194,7 +194,7 @@ def _close(config: Any) -> list[str]:
 def _steps(
     cls: Any, config: Any, title: str, text: str, imported: set[tuple[str, str]]
 ) -> Iterator[Step]:
-    """The steps of a model in a configuration, which a text makes of what is imported."""
+    """The steps of a model in a configuration, which `text` builds with the imports."""
     step = Step(title, tuple(sorted(imported)), f"m.{cls.__name__}({text})")
     with on_meta():
         model = cls(copy.deepcopy(config))
@@ -206,11 +206,11 @@ def _steps(
     twins = dict.fromkeys([*(_twin(cls, config) for config in smaller), (None, ())])
     for twin, imports in twins:
         own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
-        # Who makes inputs up for it looks for the vocabulary in its configuration itself.
+        # The tool's own inputs need `vocab_size` in the configuration itself.
         has_words = isinstance(getattr(config, "vocab_size", None), int)
         if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes and has_words:
             yield own
-        known: list[dict[str, str]] = []  # what a number stands for may be what others are as well
+        known: list[dict[str, str]] = []  # different templates may give the same inputs
         for made_up in _made_up(takes, mains, cls.__name__):
             if (inputs := _filled(made_up, model.config)) not in known:
                 known.append(inputs)
@@ -218,15 +218,15 @@ def _steps(
 
 
 def _small(cls: Any, config: Any, model: nn.Module) -> Any:
-    """A small configuration of a model, of as many layers as it takes to have each kind of them.
+    """A small configuration of a model, with enough layers to have each kind of them.
 
-    Layers may be of one class at both ends, and of another one between; and every fourth of them
-    may be a mixture of experts.
+    For example, the first and last layers may be of another class than those between, or every
+    fourth layer may be a mixture of experts.
     """
     tree, kinds, found = Tree(model), {*map(type, model.modules())}, None
     for depth in DEPTHS:
         small = small_config(config, depth)
-        with on_meta(), contextlib.suppress(Exception):  # the first one is tried, and says why
+        with on_meta(), contextlib.suppress(Exception):  # the trial run reports the error
             made = cls(_made_again(small))
             if kinds <= {*map(type, made.modules())}:
                 found = small if found is None else found
@@ -236,23 +236,23 @@ def _small(cls: Any, config: Any, model: nn.Module) -> Any:
 
 
 def _check_alike(tree: Tree, small: nn.Module) -> None:
-    """Raises CannotStandIn where a small model has not each kind of layer."""
+    """Raises `CannotStandIn` if a small model lacks a kind of layer."""
     StandIn(tree, {}, lambda: (small, {}))
 
 
 def _made_again(config: Any) -> Any:
-    """A configuration as what is written of it makes it, which may follow from other numbers."""
+    """A configuration rebuilt from its text, since its constructor may derive other entries."""
     try:
         names = {type(part).__name__: type(part) for part in _parts(config)}
         return eval(_construction(config, set()), names)
-    except Exception:  # no arguments say it
+    except Exception:  # it cannot be expressed by arguments
         return copy.deepcopy(config)
 
 
 def _made_up(
     takes: Mapping[str, inspect.Parameter], mains: Sequence[str], name: str
 ) -> Iterator[dict[str, str]]:
-    """What the arguments of `forward` may be given: those needed first, then all known ones."""
+    """Candidates for arguments of `forward`: the required ones first, then all known ones."""
     needed = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
     wanted = [n for n in dict.fromkeys([*mains, *needed[1:]]) if n in takes]
     arguments = ARGUMENTS | ({"input_ids": (ENDED,)} if CONTRASTIVE in takes else {})
@@ -283,7 +283,7 @@ def _imported(cls: type) -> tuple[str, str]:
 
 
 def _filled(given: Mapping[str, str], config: Any) -> dict[str, str]:
-    """Expressions with the numbers of a configuration in them, by their names."""
+    """The expressions by argument, with `$name` replaced by numbers of the configuration."""
     found = {}
     for name, text in given.items():
         words = text.split("$")
@@ -296,7 +296,7 @@ def _filled(given: Mapping[str, str], config: Any) -> dict[str, str]:
 
 
 def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2) -> str | None:
-    """An expression for a number of a configuration, or of one inside it."""
+    """An expression for a number of a configuration or of a nested one; None if it has none."""
     value = getattr(config, name, None)
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
         return f"{path}.{name}[0]"
@@ -311,10 +311,10 @@ def _place_of(config: Any, name: str, path: str = "model.config", depth: int = 2
 
 
 def _seeing_less(config: Any) -> Iterator[Any]:
-    """Configurations for smaller images and fewer frames, the smallest first.
+    """Copies of a configuration for smaller images and fewer frames, the smallest first.
 
-    None has more than two layers on a level. Where attention has windows, which may have to fit,
-    images are smaller as the windows are, if they cannot be of a few patches, or keep their size.
+    Each level has at most two layers. If attention has windows, the first copy has images of a few
+    patches, the second images reduced like the windows, and the last ones of full size.
     """
     for attempt in range(3):
         small = copy.deepcopy(config)
@@ -337,7 +337,7 @@ def _seeing_less(config: Any) -> Iterator[Any]:
 
 
 def _following(small: Any, full: Any) -> Any:
-    """A small configuration, where what is as wide as another part by default stays so."""
+    """A small configuration in which widths that equal a part's hidden size by default still do."""
     found = copy.deepcopy(small)
     pairs = [*zip(_parts(found), _parts(full), strict=True)]
     widths: dict[int, set[int]] = {}
@@ -359,7 +359,7 @@ def _numbers(value: Any) -> list[int]:
 
 
 def _limit(config: Any, name: str, most: int) -> None:
-    """Lowers a number of a configuration, or each in a list."""
+    """Limits a number of a configuration, or each one of a list."""
     value = getattr(config, name, None)
     if isinstance(value, (list, tuple)) and _numbers(value):
         setattr(config, name, type(value)(min(v, most) for v in value))
@@ -368,7 +368,7 @@ def _limit(config: Any, name: str, most: int) -> None:
 
 
 def _twin(cls: Any, small: Any) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-    """The expression for a small model, and imports for it; None where no arguments say it."""
+    """The expression for a small model with its imports; None if arguments cannot express it."""
     imports: set[tuple[str, str]] = set()
     try:
         text = _construction(small, imports)
@@ -386,12 +386,12 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _construction(config: Any, imports: set[tuple[str, str]]) -> str:
-    """A call that makes a configuration, with the arguments that are not as by default."""
+    """A call that builds a configuration, with the arguments that differ from the defaults."""
     usual = type(config)()
     imports.add(_imported(type(config)))
     given = []
     for own, value in vars(config).items():
-        name = own.removeprefix("_")  # what a backbone gives out is a property
+        name = own.removeprefix("_")  # `_out_features` of backbones has a property
         is_said = own == name or isinstance(getattr(type(config), name, None), property)
         if not is_said or name in ("transformers_version", "architectures"):
             continue

@@ -1,4 +1,4 @@
-"""Whether lines of a schedule are legal: the tool itself is asked, as it would carry them out."""
+"""Finds out whether lines of a schedule are legal, by carrying them out without writing files."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from slapo_rewrite.schedule.selection import Selection
 from slapo_rewrite.sharding.propagate import Records
 from slapo_rewrite.sharding.stand_in import CannotStandIn, StandIn
 
-# In the place of a model whose step takes more the small one is followed, if it can be.
+# If a model's step has more operators, the small model is analysed instead, if possible.
 MOST_OPERATIONS = 20_000
 EMPTY = "def schedule(s):\n    pass\n"
 
 
 class Oracle:
-    """Carries out lines of a schedule on one model up to the point where files would be written.
+    """Carries out lines of a schedule on one model, up to writing the files.
 
     Args:
         source: The source, as the user gave it.
-        step: The model, and a step of it.
+        step: How the model is built, and a training step.
 
     Attributes:
         project: The source and the model.
-        head: The functions that stand before `schedule` in its file.
-        asked: How often it was asked.
+        head: The part of the schedule file before the function `schedule`.
+        asked: The number of trials so far.
     """
 
     def __init__(self, source: str, step: Step) -> None:
@@ -47,13 +47,13 @@ class Oracle:
             file.write_text(f"{self.head}\n\n{EMPTY}", encoding="utf-8")
             self.project = Project(source, str(file))
         self._file = file
-        # What is split is to run on two ranks; the rewriting at the end follows all ways.
+        # Two ranks suffice for the search; the final rewriting checks all ways.
         self._records = Records(worlds=(2,), has_ways=False, of_all=True, most=MOST_OPERATIONS)
         self._refusals: dict[tuple[str, ...], errors.RewriteError | None] = {}
         self.asked = 0
 
     def refusal(self, lines: Sequence[str]) -> errors.RewriteError | None:
-        """Why the tool would not carry out these lines; None where it would."""
+        """Why the tool refuses these lines; None if it accepts them."""
         key = tuple(lines)
         if key not in self._refusals:
             self._refusals[key] = self._found(lines)
@@ -69,7 +69,7 @@ class Oracle:
 
     @functools.cached_property
     def _stands_in(self) -> bool:
-        """Whether the small model can be followed in the model's place."""
+        """Whether the small model can be analysed in place of the full one."""
         try:
             StandIn(self.project.tree, {}, self.small)
         except CannotStandIn:
@@ -105,8 +105,8 @@ class Oracle:
             return error.with_traceback(None)
         finally:
             if self._ran_small:
-                # A run's values are held in cycles, and the collector may be paused: what is there
-                # since the last question is all in the youngest generation then.
+                # A run's values are in reference cycles, and the collector may be paused; then all
+                # of them are in the youngest generation.
                 gc.collect(0)
         return None
 
@@ -115,12 +115,12 @@ class Oracle:
 
     @functools.cached_property
     def _step(self) -> dict[str, Any]:
-        # A film of default size takes longer to make than to follow.
+        # Cached: making a video of default size takes longer than analysing the step.
         schedule = self.project.schedule.module
         return small_model.training_inputs(schedule, self.project.tree.root.live)
 
     def small(self) -> tuple[Any, dict[str, Any]]:
-        """The small model, and the keyword arguments of a step of it: one for all questions."""
+        """The small model and keyword arguments for a step, the same for all questions."""
         self._ran_small = True
         return self._small
 

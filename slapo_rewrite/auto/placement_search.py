@@ -1,11 +1,11 @@
-"""Which layers are split, and how: the cheapest of what is legal, found once for all layers alike.
+"""Searches for the layers to split, and how: the best legal choice, once for all layers of a kind.
 
-The search runs over the folded graph, in which the elements of a module list are one node (as in
-TAP, arXiv 2302.00247), so that it does not grow with depth. A component of producers and consumers
+The search runs on the folded graph, in which the elements of a module list are one node (as in
+TAP, arXiv 2302.00247), so its cost does not grow with depth. A component of producers and consumers
 is split as Megatron-LM splits a block (arXiv 1909.08053): producers over their outputs, consumers
-over their inputs. No layer can be both, so the components that are taken are an independent set of
-the largest worth. What a split is worth is what the rank's part of the work saves, less what its
-collectives take; whether it is legal, sharding propagation says.
+over their inputs. No layer can be both, so the search selects an independent set of components of
+the largest total worth. The worth of a split is the time saved by sharing the work, less the time
+of its collectives. Sharding propagation decides whether a split is legal.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ from slapo_rewrite.model.layers import Split, layer_below, splits_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.simulate.hardware import hardware
 
-# What is assumed: ranks that share a layer, on which GPUs, and tokens in a micro-batch. That small
-# models wait for the host is left out: parts are asked for, and they are to be good ones.
+# Assumptions: the number of ranks that share a layer, their GPUs, and tokens per micro-batch. The
+# host's time to start operators is ignored: a split is wanted even for small models.
 RANKS = 8
 _GPU = hardware("h200")
 ON = replace(_GPU, device=replace(_GPU.device, operator=0.0))
 TOKENS = 8192
-# Bytes that the optimizer reads and writes for each parameter in a step: Adam in mixed precision.
+# Bytes per parameter that the optimizer reads and writes in a step: Adam in mixed precision.
 TOUCHED = 32
-# Less of a model than this is hardly worth the ranks: what does not pay is split then, too.
+# If a smaller share of the model is split, layers for which it does not pay are split too.
 LEAST_SHARE = 0.5
-# How often it may be asked whether something is legal; what is found by then counts.
+# The most trials of legality; the search ends with what it has found by then.
 MOST_ASKED = 60
-# How many ways to split one component are tried.
+# The most ways to split one component that are tried.
 MOST_WAYS = 24
-# How many components are tried in every combination.
+# The most components of which all combinations are considered.
 MOST_TOGETHER = 14
 
-# Producers, and the consumers that they reach.
+# The producers, and the consumers that they reach.
 Component = tuple[frozenset[str], frozenset[str]]
 
 
 class Search:
-    """Finds the groups of one model.
+    """Searches for the groups of one model.
 
     Args:
-        oracle: Says what is legal.
-        flow: Which layers feed which.
-        has_loss: Whether the model computes the loss itself, so that it may be one of parts.
+        oracle: Decides what is legal.
+        flow: Which layers feed which others.
+        has_loss: Whether the model computes the loss itself, so that its logits may stay sharded.
     """
 
     def __init__(self, oracle: Oracle, flow: Flow, has_loss: bool) -> None:
@@ -96,14 +96,14 @@ class Search:
         most = max((p.rows // max(1, len(p.paths)) for p in flow.layers.values()), default=1)
         self.scale = TOKENS / max(1, most)
         self._refusals: dict[str, tuple[int, str]] = {}
-        # Whether what was tried of a component was refused for what other instances have.
+        # Whether a trial of the current component was refused because of other instances.
         self._is_uncounted = False
-        self._way: dict[tuple[str, ...], int | None] = {}  # which was legal, by what it looks like
+        self._way: dict[tuple[str, ...], int | None] = {}  # by shape: the number of the legal way
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
 
     def _keep_alike(self) -> None:
-        """Leaves patterns alone that stand for layers of several kinds, and what is not there."""
+        """Drops patterns of layers that cannot all be split, or that the full model lacks."""
         for kinds in (self.flow.layers, self.flow.tables):
             for pattern in list(kinds):
                 modules = self.modules.get(pattern, ())
@@ -115,7 +115,7 @@ class Search:
         self.flow.ends.intersection_update(self.flow.layers)
 
     def run(self) -> Found:
-        """Everything, in order."""
+        """Runs the whole search."""
         groups = self._with_experts(self._blocks())
         taken = {pattern for group in groups for pattern in group.patterns}
         as_one = self._as_one(taken)
@@ -143,7 +143,7 @@ class Search:
         return self._refusal(group) is None
 
     def _refusal(self, group: Group) -> str | None:
-        """Why a group is not legal; None where it is."""
+        """Why a group is not legal; None if it is."""
         if self.oracle.asked >= MOST_ASKED:
             why = f"not tried, since {MOST_ASKED} others were"
         elif (refused := self.oracle.refusal(lines_of([group]))) is None:
@@ -155,7 +155,7 @@ class Search:
         return why
 
     def _refuse(self, groups: Sequence[Group], why: str) -> None:
-        """Notes why the last of some groups is not split: what is nearest says most of a layer."""
+        """Records why the last of these groups is not split; narrower groups' reasons win."""
         near = common_pattern(groups[-1].patterns).count(".") if len(groups) == 1 else 0
         for pattern in groups[-1].patterns:
             if near > self._refusals.get(pattern, (-1, ""))[0]:
@@ -164,7 +164,7 @@ class Search:
     # -- components of producers and consumers
 
     def _blocks(self) -> list[Group]:
-        """The components that are split: the best independent set of what is legal."""
+        """Groups for the best independent set of legal components."""
         wanted = self._components()
         worth = {pair: self._worth(*pair) for pair in wanted}
         legal: dict[Component, Group] = {}
@@ -195,16 +195,16 @@ class Search:
         return together(found, self._function_of)
 
     def _through_blocks(self, found: Sequence[Component]) -> Iterator[Component]:
-        """Components with a layer between that has a matrix for each block of what it is given."""
+        """Components joined by a layer that has a matrix for each block of its input."""
         for (before, given), (after, taken) in itertools.permutations(found, 2):
             for layer in given & after:
                 if makers := {p for p in before if self._has_blocks_of(layer, p)}:
                     yield frozenset(makers | after - {layer}), taken
 
     def _has_blocks_of(self, layer: str, producer: str) -> bool:
-        """Whether a layer may multiply each block of a producer's features by a matrix of its own.
+        """Whether a layer may multiply each block of a producer's features by its own matrix.
 
-        That is for it to say: one that computes as its class of torch does has a single matrix.
+        That needs a class of its own below torch's: a layer of torch has a single matrix.
         """
         if not {layer, producer} <= self.modules.keys():
             return False
@@ -213,7 +213,7 @@ class Search:
         return has_own and width > size and width % size == 0 and made % (width // size) == 0
 
     def _between(self, producers: Collection[str], consumers: Collection[str]) -> list[str]:
-        """The layers by blocks through which producers reach consumers."""
+        """The layers with a matrix per block through which producers reach consumers."""
         fed = set[str]().union(*(self.flow.sources[c] for c in consumers)).difference(producers)
         return [
             layer
@@ -223,7 +223,7 @@ class Search:
         ]
 
     def _function_of(self, pattern: str) -> ast.expr | None:
-        """The call in a function that makes the layers of a pattern, and is changed for all."""
+        """The call that builds a pattern's layers if it is in a function, so shared by all."""
         site = self._site(pattern)
         return None if site is None or stands_in_its_class(site) else site.value
 
@@ -238,10 +238,10 @@ class Search:
             return None
 
     def _without(self, refused: Component, left: list[Component]) -> list[Component]:
-        """What is left of some components without a refused one.
+        """The remaining components without a refused one.
 
-        Where it was refused since other instances of a class have the same, it is tried with all of
-        them, also with those that by themselves would not pay: the first stages of a ResNet.
+        If it was refused because other instances of a class share the code, one component of all
+        of them takes their place, even if some alone do not pay: the first stages of a ResNet.
         """
         rest = [pair for pair in left if pair != refused]
         made = self._made_by(refused)
@@ -258,18 +258,18 @@ class Search:
         return [*(pair for pair in rest if pair not in alike), (producers, consumers)]
 
     def _made_by(self, pair: Component) -> list[set[ast.expr | None]]:
-        """The calls that make a component's producers, and those that make its consumers."""
+        """The calls that build a component's producers, and those that build its consumers."""
         return [{self._maker_of(pattern) for pattern in patterns} for patterns in pair]
 
     def _enough(self, groups: list[Group], unasked: Sequence[Group]) -> list[Group]:
-        """Adds what does not pay, the largest first, while little of the model is split.
+        """Adds groups that do not pay, the largest first, if too little of the model is split.
 
-        Where nothing pays at all, or no layer but tables of words, as in a small stand-in for the
-        model that is meant, everything is split, or all layers of a list.
+        If nothing pays, as in a small model that stands for a larger one, everything is split; if
+        only tables of words pay, all layers in lists are.
 
         Args:
-            groups: What is split.
-            unasked: Those of them of which it was not asked whether they pay.
+            groups: The groups so far.
+            unasked: Those groups for which it was not computed whether they pay.
         """
         least = LEAST_SHARE if any(group not in unasked for group in groups) else 1.0
         has_tables_alone = bool(groups) and all(group.rows for group in groups)
@@ -279,7 +279,7 @@ class Search:
             left = [pair for pair in left if any("*" in p for p in pair[0] | pair[1])]
         left.sort(key=lambda pair: self._size(pair[0] | pair[1]))
         while left and (has_tables_alone or sum(g.parameters for g in groups) < least * self.total):
-            # What was refused elsewhere in the model is tried last.
+            # Components whose shape was refused elsewhere in the model come last.
             hopeful = [pair for pair in left if self._way.get(shape_of(*pair), 0) is not None]
             producers, consumers = pair = (hopeful or left)[-1]
             left.remove(pair)
@@ -298,13 +298,13 @@ class Search:
         return groups
 
     def _first(self, producers: frozenset[str], consumers: frozenset[str]) -> Group | None:
-        """The fullest way to split a component that is legal; of those like it, the same first."""
+        """The first legal way to split a component, starting with the one known for its shape."""
         ways = [*self._ways_of(producers, consumers)]
         self._is_uncounted = False
         shape = shape_of(producers, consumers)
         likely = self._way.get(shape)
         order = sorted(range(len(ways)), key=lambda number: number != likely)
-        blamed = set[str]()  # the producers that do not fit, by the refusals of all together
+        blamed = set[str]()  # producers that were named when all of them together were refused
         left = MOST_WAYS
         for number in order:
             one, group = ways[number]
@@ -329,13 +329,13 @@ class Search:
         return {pattern_of(tree.root.live, path, self.flow.apart) for path in paths}
 
     def _heads(self) -> set[str]:
-        """The layers that give a number for each word of a table."""
+        """The layers with one output for each row of an embedding."""
         words = {_weight(self.modules[p][0])[0] for p in self.flow.tables if p in self.modules}
         known = (p for p in self.flow.ends if p in self.modules and "*" not in p)
         return {p for p in known if self._sizes(p)[1] in words}
 
     def _worth(self, producers: Collection[str], consumers: Collection[str]) -> float:
-        """Seconds that splitting a component saves."""
+        """Seconds that splitting a component saves, collectives deducted."""
         inputs: dict[tuple[frozenset[str], int], float] = {}
         patterns = (*producers, *self._between(producers, consumers), *consumers)
         saved = math.fsum(map(self._saved, patterns)) + self._freed(patterns)
@@ -346,18 +346,18 @@ class Search:
         return saved - math.fsum((*inputs.values(), *outputs))
 
     def _reduced(self, pattern: str, width: int) -> float:
-        """Seconds that sums of rows of a width take, one for each module of a pattern."""
+        """Seconds of the all-reduces of rows of a width, one for each module of a pattern."""
         count = len(self.modules[pattern])
         return count * ON.inside.all_reduce(2 * self._rows(pattern) / count * width, RANKS)
 
     def _rows(self, pattern: str) -> float:
-        """Rows that all modules of a pattern are given in a step."""
+        """Input rows of all modules of a pattern in a step."""
         passage = self.flow.layers.get(pattern) or self.flow.tables[pattern]
         each = passage.rows / max(1, len(passage.paths))
         return each * self.scale * len(self.modules[pattern])
 
     def _sizes(self, pattern: str) -> tuple[int, int]:
-        """The sizes of the axes that a layer's input and output are split along."""
+        """The numbers of a layer's input and output features."""
         module = self.modules[pattern][0]
         weight = _weight(module)
         known = (splits_of(module) or {}).items()
@@ -372,15 +372,15 @@ class Search:
         return seconds * (1 - 1 / RANKS)
 
     def _freed(self, patterns: Iterable[str]) -> float:
-        """What the memory is worth that is not held any more: as large a share of a step's time."""
+        """The worth of the saved memory: its share of the parameters, times a step's time."""
         return self.step * self._size(patterns) / max(1, self.total) * (1 - 1 / RANKS)
 
     def _ways_of(
         self, producers: frozenset[str], consumers: frozenset[str]
     ) -> Iterator[tuple[str | None, Group]]:
-        """Ways to split a component, the fullest first; which of them are legal is not known.
+        """Ways to split a component, legal or not, those with all producers first.
 
-        Each with the producer that it leaves whole, if it does.
+        Each comes with the producer that it leaves out, or None.
         """
         between = [
             pattern
@@ -388,7 +388,7 @@ class Search:
             if sources and sources <= producers and pattern in self.modules
         ]
         yield from ((None, way) for way in self._ways(producers, consumers, between))
-        if len(producers) > 1:  # one of them may be what does not fit
+        if len(producers) > 1:  # a single producer may be the cause of a refusal
             for one in sorted(producers, key=lambda p: (self._size([p]), p)):
                 yield from ((one, way) for way in self._ways(producers - {one}, consumers, between))
 
@@ -404,7 +404,7 @@ class Search:
         ends = tuple(shard for p in blocks for shard in self._shards(p, is_column))
         ends += tuple(shard for row in rows for shard in row)
         carried = tuple(c for p in between if (c := self._carried(p)) is not None)
-        # What is split as one, since one line makes it, may lie in several modules.
+        # Layers that one line builds are split together, but may be in several modules.
         sources = {c: self.flow.sources[c] for c in sorted(consumers)}
         fed = [
             (by.union(*(self.flow.sources[p] for p in by & {*blocks})) & producers, c)
@@ -431,12 +431,12 @@ class Search:
                 yield Group((*packed, *among, *ends))
 
     def _inside(self, path: str) -> list[str]:
-        """A module, and those in it that are given no layer's results."""
+        """A module, and those in it that get no layer's results."""
         inside = (p for p in self.modules if path and p.startswith(f"{path}."))
         return [path, *filter(self._is_given_none, inside)]
 
     def _beside_it(self, path: str) -> list[str]:
-        """The modules beside another one that are given no layer's results."""
+        """The siblings of a module that get no layer's results."""
         parent = path.rpartition(".")[0]
         beside = (p for p in self.modules if p != path and p.rpartition(".")[0] == parent)
         return [*filter(self._is_given_none, beside)] if parent else []
@@ -444,19 +444,19 @@ class Search:
     def _is_given_none(self, pattern: str) -> bool:
         flow = self.flow
         if pattern in flow.read - flow.layers.keys() - flow.tables.keys():
-            return True  # its weight is used, past its call
+            return True  # its weight is used without calling it
         is_known = pattern in flow.tables or flow.between.get(pattern)
         return not is_known and splits_of(self.modules[pattern][0]) is None
 
     def _for_each_head(
         self, homes: Iterable[str], producers: Iterable[str], axis: int
     ) -> tuple[Shard, ...]:
-        """What modules near a component have for each head or feature: sinks, scales, tables.
+        """Shards for nearby parameters with an entry per head or feature: sinks, scales, tables.
 
         Args:
-            homes: The modules: the one around it, and others that are given none of its results.
-            producers: The layers of the component that give parts.
-            axis: Which axis counts heads: the first one, the second of more, or the last.
+            homes: The modules that may hold such parameters.
+            producers: The producers of the component.
+            axis: The axis of the heads: 0, 1 (if there are more axes), or -1.
         """
         widths = {self._sizes(pattern)[1] for pattern in producers}
         widths |= {size for p in producers for parts in self._parts(p) for size in parts}
@@ -468,20 +468,20 @@ class Search:
                 size, rows = own.shape[axis] if own.dim() else 1, own.shape[:1].numel()
                 is_alone = own.numel() == size
                 if size < 2 or (axis < 0 and (is_alone or size == rows)):
-                    continue  # it is counted by its first axis
+                    continue  # left to the first axis
                 may_share = is_alone or axis != 0
                 if any(w % size == 0 if may_share else w == size for w in widths):
                     found.setdefault((at, axis % own.dim()), []).append(name)
         return tuple(Shard(at, tuple(names), axis) for (at, axis), names in found.items())
 
     def _packings(self, columns: list[tuple[Shard, ...]]) -> Iterator[tuple[Shard, ...]]:
-        """The producers, as one block each, and as packed as what takes them apart says."""
-        # Where several producers meet, none of them stands for two unless it is seen to.
+        """The producers' shards, each with the packings that were seen, unpacked, or guessed."""
+        # With several producers, each is taken as unpacked unless a packing was seen.
         guesses = (3, 2) if len(columns) == 1 else ()
         options = []
         for column in columns:
             pattern = column[0].pattern
-            # What is seen comes first: its refusal says most, too.
+            # Seen packings come first; their refusals are also the most useful ones.
             seen = dict.fromkeys(self._parts(pattern))
             guessed = (parts for parts in self._equal(pattern, guesses) if parts not in seen)
             ways = (*seen, (), *guessed)
@@ -490,11 +490,11 @@ class Search:
             yield tuple(shard for column in way for shard in column)
 
     def _parts(self, pattern: str) -> Iterator[tuple[int, ...]]:
-        """How a layer's result was seen to be packed."""
+        """The packings of a layer's result that were seen in the step."""
         pieces = self.flow.layers[pattern].pieces
         size = self._sizes(pattern)[1]
         yield from self._equal(pattern, [len(s) for s in pieces if len(set(s)) == 1])
-        # Queries beside keys and values that several of them share.
+        # Unequal parts: queries beside fewer keys and values.
         for sizes in pieces:
             if len(set(sizes)) > 1 and size % (sum(sizes) // math.gcd(*sizes)) == 0:
                 yield tuple(piece * size // sum(sizes) for piece in sizes)
@@ -506,7 +506,7 @@ class Search:
                 yield (size // count,) * count
 
     def _shards(self, pattern: str, wanted: Callable[[Split], bool]) -> tuple[Shard, ...]:
-        """A layer split over its outputs, or its inputs; empty where it cannot be."""
+        """Shards of a layer for a wanted kind of split; empty if it has none."""
         module = self.modules[pattern][0]
         by_axis = grouped(
             (axis, name)
@@ -516,7 +516,7 @@ class Search:
         return tuple(Shard(pattern, tuple(names), axis) for axis, names in by_axis.items())
 
     def _carried(self, pattern: str) -> Shard | None:
-        """What a split value passes on its way, split as it is."""
+        """A shard for a module between producers and consumers, which gets sharded values."""
         module = self.modules[pattern][0]
         known = (splits_of(module) or {}).items()
         splits = [(n, a) for (n, a), s in known if s.takes_part and not is_row(s)]
@@ -528,9 +528,9 @@ class Search:
     # -- what stands alone
 
     def _with_experts(self, groups: list[Group]) -> list[Group]:
-        """Adds experts that are one parameter for all: each is split inside.
+        """Adds experts whose weights are stacked in one parameter; each expert is split inside.
 
-        What runs beside them goes with them where there is no other way: the sum is of both then.
+        If it is legal only with the layers beside them, these are added; one sum is taken of both.
         """
         for cubes in self._experts():
             parent = common_pattern(cube.pattern for cube in cubes)
@@ -544,7 +544,7 @@ class Search:
         return groups
 
     def _experts(self) -> Iterator[list[Cube]]:
-        """The parameters of experts, of one module or of several beside each other."""
+        """The parameters of experts, grouped by module or by parent of several modules."""
         alone: dict[str, list[Cube]] = {}
         for pattern in self.flow.between:
             own = dict(
@@ -578,7 +578,7 @@ class Search:
                     yield Group((*more, *shards), summed=(parent,), results=(parent,))
 
     def _beside(self, inside: str, groups: Sequence[Group]) -> list[Group]:
-        """The components in a block of experts, also those that alone would not pay."""
+        """Groups for all components in a block of experts, even if they do not pay alone."""
         taken = {pattern for group in groups for pattern in group.patterns}
         further = (
             self._first(producers, consumers)
@@ -589,11 +589,11 @@ class Search:
         return [*own, *(group for group in further if group is not None)]
 
     def _vocabulary(self, taken: set[str], paying: bool = True) -> list[Group]:
-        """Embeddings over the vocabulary, and the heads that give a number for each word.
+        """Groups of embeddings, split over the vocabulary, and of heads, split over their outputs.
 
         Args:
-            taken: What is split already.
-            paying: Whether only what saves more than it takes is wanted.
+            taken: The patterns that are split already.
+            paying: Whether to take only embeddings for which it pays.
         """
         tables = [
             Shard(p, ("weight",), 0)
@@ -601,7 +601,7 @@ class Search:
             if p not in taken
             and p in self.modules
             and (self._pays(p) or not paying)
-            # Two rows would keep the whole model from running on more ranks.
+            # An embedding of fewer rows would limit the number of ranks.
             and _weight(self.modules[p][0])[0] >= RANKS
         ]
         sizes = {_weight(self.modules[t.pattern][0])[0] for t in tables}
@@ -614,7 +614,7 @@ class Search:
             for shard in self._shards(p, is_column)
         ]
         heads = [shard for shard in ends if self._sizes(shard.pattern)[1] in sizes]
-        # What has nothing to do with words is split, or refused, by itself.
+        # Layers at the end that are no heads of words are tried separately.
         others = [shard for shard in ends if shard not in heads]
         made = {self._sizes(head.pattern)[1] for head in heads}
         words = [t for t in tables if _weight(self.modules[t.pattern][0])[0] in made]
@@ -635,7 +635,7 @@ class Search:
         return found
 
     def _alone(self, taken: set[str]) -> list[Group]:
-        """Large layers that no component holds: split over their outputs, which are gathered."""
+        """Groups of single large layers in no component, with outputs split and then gathered."""
         found = []
         for pattern in self.flow.layers:
             if pattern in taken or pattern not in self.modules:
@@ -643,7 +643,7 @@ class Search:
             if not self._pays(pattern):
                 continue
             group = Group(self._shards(pattern, is_column), parameters=self._size([pattern]))
-            # What takes a part apart asks for its `parts`, and is right on what was gathered.
+            # If later code splits the result, it is refused as a shard, but legal once gathered.
             ways = [group, replace(group, gathered=True)]
             if isinstance(self.modules[pattern][0], nn.Linear) and group.shards:
                 found += next(([way] for way in ways if self._legal(way)), [])
@@ -652,7 +652,7 @@ class Search:
         return found
 
     def _as_one(self, taken: set[str]) -> list[Group]:
-        """Layers of torch that hold others, and are split with these: attention, whole blocks."""
+        """Groups of torch layers split with the layers in them: attention, whole blocks."""
         found, known = list[Group](), set(taken)
         for pattern, modules in self.modules.items():
             shards = shards_as_one(pattern, modules[0])
@@ -665,7 +665,7 @@ class Search:
         return found
 
     def _pays(self, pattern: str) -> bool:
-        """Whether splitting a layer by itself saves more than putting its result together takes."""
+        """Whether splitting a single layer saves more time than gathering its result takes."""
         if pattern in self.flow.tables:
             taken = self._reduced(pattern, _weight(self.modules[pattern][0])[1])
         else:
@@ -674,9 +674,9 @@ class Search:
         return self._saved(pattern) + self._freed([pattern]) > taken
 
     def _together(self, groups: list[Group]) -> list[Group]:
-        """All of them if that is legal, else the largest first, those that go with what is there.
+        """All groups if legal together; else, the largest first, those legal with earlier ones.
 
-        Which is the next that does not is found by halves: of what is legal, less is.
+        The next illegal one is found by bisection: any subset of legal groups is legal.
         """
 
         def is_legal(some: Sequence[Group]) -> bool:
@@ -690,7 +690,7 @@ class Search:
             while many - few > 1:
                 half = (few + many) // 2
                 few, many = (half, many) if is_legal([*kept, *left[:half]]) else (few, half)
-            self._fits([*kept, *left[:many]])  # notes why the last one is not
+            self._fits([*kept, *left[:many]])  # records why the last one is not legal
             kept, left = [*kept, *left[:few]], left[many:]
         return [group for group in groups if group in kept or group in left]
 
@@ -717,7 +717,7 @@ def _independent(
     pairs: Sequence[Component],
     worth: dict[Component, float],
 ) -> list[Component]:
-    """The components of the largest worth together of which no two need one layer in two ways."""
+    """The components of the largest total worth of which no two share a layer."""
     known = sorted(pairs, key=lambda pair: -worth[pair])[:MOST_TOGETHER]
 
     def best(number: int, used: frozenset[str]) -> tuple[float, list[int]]:

@@ -1,4 +1,4 @@
-"""What a schedule says of a model of somebody's own: which class, its arguments, made-up inputs."""
+"""Chooses class, arguments and made-up inputs for a model that is not from a library."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.small_arguments import FEW, small_heads, small_number
 
-# Arguments of a `forward` that make it compute a loss.
+# Arguments with which a `forward` computes a loss.
 TARGETS = ("labels", "targets", "target", "label", "y")
-# A model with more parameters than this gets a small one beside it.
+# For a model with more parameters than this, a small one is run instead.
 LARGE = 2_000_000
 MOST_STEPS = 60
-# So many layers are left to a small model.
+# A small model keeps up to this many layers.
 MOST_LAYERS = 48
 
 
 def in_order(classes: list[type], module: types.ModuleType) -> list[type]:
-    """The classes that no other class of the file builds, the last one first."""
+    """The classes that no other class of the file uses, the last one first."""
     used: set[str] = set()
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -44,7 +44,7 @@ def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
     """Training steps of a model of a class; some may not run.
 
     Raises:
-        Exception: What its constructor raises.
+        Exception: Anything that its constructor raises.
     """
     built = _arguments(cls, module, small=False)
     small = _arguments(cls, module, small=True)
@@ -63,7 +63,7 @@ def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
 
 
 def _arguments(cls: Any, module: types.ModuleType, small: bool) -> str:
-    """The arguments that a constructor is given: those without a default, or small ones."""
+    """Arguments for a constructor: those without a default, and small numbers if `small`."""
     given = []
     named = list(inspect.signature(cls.__init__).parameters.values())[1:]
     heads = _heads(named) if small else {}
@@ -105,20 +105,20 @@ def _argument(parameter: inspect.Parameter, module: types.ModuleType, small: boo
 
 
 def _smaller(name: str, default: Any) -> str | None:
-    """A small number for an argument; None where its default may stay, as `None` of one has to."""
+    """A small number for an argument; None if its default stays."""
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if not is_number and default is not inspect.Parameter.empty:
         return None
     if isinstance(default, float):
         return "0.0" if "drop" in name.lower() and default > 0 else None
     if is_number and default <= MOST_LAYERS and any(part in name.lower() for part in FEW):
-        return None  # what is cut into stages is verified with as many layers
+        return None  # pipeline stages are verified with the same number of layers
     value = small_number(name, default if is_number else math.inf)
     return None if value is None else str(value)
 
 
 def _inputs(model: nn.Module) -> Iterator[dict[str, str]]:
-    """What the arguments of `forward` may be given, with a target where it takes one."""
+    """Candidates for the arguments of `forward`, with a target if it takes one."""
     signature = inspect.signature(model.forward).parameters
     needed = [
         n
@@ -141,7 +141,7 @@ def _inputs(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[str]:
-    """Tensors that the model may take, by its layers, the first ones first."""
+    """Candidates for input tensors, derived from the model's layers in order."""
     found: dict[str, None] = {}
     for module in model.modules():
         if isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""Where a schedule that was worked out is kept: one's own file is never written over."""
+"""Keeps derived schedules in files; never overwrites a file that the user wrote or edited."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from slapo_rewrite import __version__, errors
 from slapo_rewrite.code.locate import locate, near_files
 from slapo_rewrite.emit.diff_cache import folder
 
-# The last line of a file that was worked out: of what, and what the lines above it were.
+# The last line of a derived file: the digest of its inputs, and that of the lines above.
 _SEAL = "# slapo-rewrite {version}: worked out of {source}, {digest}\n"
 _SEALED = re.compile(r"^# slapo-rewrite (\S+): worked out of ([0-9a-f]+), ([0-9a-f]+)\n\Z", re.M)
 
 
 @dataclass(frozen=True)
 class WorkedOut:
-    """A schedule file that was worked out."""
+    """A file with a derived schedule."""
 
-    file: Path  # where it lies
-    words: str  # what is said of it
+    file: Path
+    words: str  # a line for output
 
 
 def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
-    """A file with the schedule for a source; what is there already is kept while it holds.
+    """A file with the derived schedule for a source; an existing one is reused if still valid.
 
     Args:
         source: A file or an importable module.
-        wanted: A class of it, or a file with what is said of the model; may be empty.
-        file: Where to write; None for the tool's own cache.
+        wanted: A class of the source, or a file that describes the model; may be empty.
+        file: The file to write; None for one in the tool's cache.
 
     Raises:
-        ScheduleError: The file is another's, or was edited; or no schedule can be worked out.
+        ScheduleError: The file was not derived, or was edited; or no schedule can be derived.
     """
     given = _digest(f"{locate(source)[0].read_text(encoding='utf-8')}{_said_in(wanted)}")
     if file is None:
@@ -54,10 +54,10 @@ def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
 
 
 def _known(file: Path) -> tuple[str, str]:
-    """The version and the source that a file was worked out with and of.
+    """The tool's version and the digest of the inputs from which a file was derived.
 
     Raises:
-        ScheduleError: It was not worked out, or was edited since.
+        ScheduleError: The file was not derived, or was edited since.
     """
     text = file.read_text(encoding="utf-8")
     found = _SEALED.search(text)

@@ -1,4 +1,4 @@
-"""The schedule file, as a person would have written it."""
+"""Writes the text of a derived schedule file, in the style of one written by hand."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def schedule_text(
     cuts: bool,
     why: str,
 ) -> str:
-    """All of the file.
+    """The whole text of the file.
 
     Args:
-        title: What the model is.
-        head: The functions beside `schedule`.
-        found: What is split.
-        lists: The paths of the lists whose elements can be checkpointed, with what selects the
+        title: The model's title.
+        head: The functions other than `schedule`.
+        found: The layers that are split.
+        lists: The paths of the lists whose elements can be checkpointed, with the selector of the
             modules in an element.
-        uncounted: Those of them that are checkpointed as a whole, or not at all.
+        uncounted: Those lists of which all elements are checkpointed, or none.
         cuts: Whether the model can be cut into stages.
-        why: What is said where none is.
+        why: The comment if there are no lists.
     """
     head, quotes = head.lstrip(), '"' * 3
     header = ""
@@ -79,7 +79,7 @@ def schedule_text(
         body.append("    s.infer_sync()")
     else:
         body += [*_left(found)]
-    # A budget that comes after them counts what they cast.
+    # Before `checkpoint`, so that a memory budget takes the casts into account.
     body += ["if autocast:", "    s.autocast(autocast)"]
     shares = [
         f"{_selected(path, main)}[:ckpt_ratio]{parts}.checkpoint()"
@@ -115,13 +115,13 @@ def schedule_text(
 def _budget_step(
     head: str, lists: Mapping[str, str], uncounted: Collection[str], is_split: bool
 ) -> dict[str, str]:
-    """The knobs of a budget of memory, and of the step that has to fit, with their defaults.
+    """The parameters for a memory budget and for the step that has to fit, with defaults.
 
-    None where a budget has no list of single layers to choose from.
+    Empty unless there is exactly one list, of single layers, to choose from.
     """
     if len(lists) != 1 or uncounted or any(lists.values()):
         return {}
-    # What inputs there are says how long they are.
+    # With `inputs` in the file, these determine the sequence length.
     length = {} if "\ndef inputs(" in head else {"sequence": "int = 512"}
     shared = {"ranks": "int = 1"} if is_split else {}
     return {"memory": 'str = ""', "batch": "int = 8", **length, **shared}
@@ -170,7 +170,7 @@ def _docstring(
 
 
 def _selected(path: str, main: str | None) -> str:
-    """The selection of a path, from `layers` on where it lies in the list of that name."""
+    """The selection of a path, relative to `layers` if it is in that list."""
     if path == main:
         return "layers"
     if main is not None and path.startswith(f"{main}."):
@@ -179,7 +179,7 @@ def _selected(path: str, main: str | None) -> str:
 
 
 def _together(groups: Iterable[Group]) -> Iterator[Group]:
-    """The groups, those that are alike but for the numbers in their paths as one."""
+    """The groups, merged if they differ only in numbers in their paths."""
     alike: dict[object, list[Group]] = {}
     for group in groups:
         shards = tuple((with_wildcards(s.pattern), s.arguments()) for s in group.shards)
@@ -198,7 +198,7 @@ def _together(groups: Iterable[Group]) -> Iterator[Group]:
 
 
 def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
-    """The lines of a group, modules that are split alike in one."""
+    """The lines of a group, one for all modules that are split alike."""
     slow = "" if group.pays or none_pays else " It takes longer than it saves, and is for memory."
     lines = _comment(_reason(group) + slow, LINE_LENGTH - 8)
     alike = grouped((shard.arguments(), shard.pattern) for shard in group.shards)
@@ -238,7 +238,7 @@ def _spoken(number: int) -> str:
 
 
 def _left(found: Found) -> list[str]:
-    """A comment for what stays whole."""
+    """A comment on layers that are not split."""
     by_reason = grouped((reason, pattern) for pattern, reason in found.whole.items())
     lines: list[str] = []
     for reason, patterns in by_reason.items():
@@ -248,7 +248,7 @@ def _left(found: Found) -> list[str]:
 
 
 def _joined(paths: Iterable[str]) -> list[str]:
-    """The same modules in fewer patterns: `{q,k}` stands for what differs in one name alone."""
+    """The same modules in fewer patterns: `{q,k}` merges paths that differ in one name."""
     found = [path.split(".") for path in paths]
     for place in range(-1, -1 - max(map(len, found), default=0), -1):
         alike: dict[tuple[str, ...], list[list[str]]] = {}
@@ -279,6 +279,6 @@ def _comment(text: str, width: int = LINE_LENGTH - 4) -> list[str]:
 
 
 def shared(lists: Iterable[str]) -> list[str]:
-    """The lists that lie in no other."""
+    """The lists that are not inside another list."""
     known = list(lists)
     return [p for p in known if not any(p.startswith(f"{other}.") for other in known)]

@@ -1,4 +1,4 @@
-"""What is split together: the lines of a schedule, and what they are worth."""
+"""Groups of layers that are split together, and the schedule lines for them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 from slapo_rewrite.code.text import joined_path, with_wildcards
 from slapo_rewrite.model.layers import inner_of
 
-# How results are gathered whose gradients are whole on every rank.
+# Arguments of the `sync` that gathers results whose gradients are full on every rank.
 GATHER = '"fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False'
 
 
 @dataclass(frozen=True)
 class Shard:
-    """`shard` of the modules that a pattern selects."""
+    """A call of `shard` on the modules that a pattern selects."""
 
-    pattern: str  # their path
-    names: tuple[str, ...]  # the parameters
+    pattern: str  # the modules' path
+    names: tuple[str, ...]  # parameters to shard
     axis: int
-    parts: tuple[int, ...] = ()  # how the axis is packed; empty where it is not
+    parts: tuple[int, ...] = ()  # sizes of the parts packed along the axis; empty: not packed
 
     def arguments(self) -> str:
-        """What stands in the brackets of the call."""
+        """The text of the call's arguments."""
         names = repr(self.names[0]) if len(self.names) == 1 else repr(list(self.names))
         parts = ""
         if self.parts:
@@ -40,17 +40,17 @@ class Shard:
 class Group:
     """Layers that are split together."""
 
-    shards: tuple[Shard, ...]  # how
-    # The modules whose input's gradient is summed once for all layers in them.
+    shards: tuple[Shard, ...]
+    # Modules at whose input the gradient is summed, once for all layers in them.
     summed: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()  # the modules whose result is summed
-    head: str | None = None  # the head whose parts go into the loss, if any
-    parameters: int = 0  # how many they have
-    # What the rows of their weights are where each rank has as many of them: words, say.
+    results: tuple[str, ...] = ()  # modules whose result is summed
+    head: str | None = None  # the head whose sharded logits go into the loss, if any
+    parameters: int = 0  # number of parameters
+    # What the rows are if the weights are split by rows, for output: words, for example.
     rows: str = ""
-    is_experts: bool = False  # whether they are the experts of mixtures
-    gathered: bool = False  # whether a line says that their results are gathered
-    pays: bool = True  # whether the split saves more than its collectives take
+    is_experts: bool = False  # whether the layers are experts of a mixture
+    gathered: bool = False  # whether explicit lines gather their results
+    pays: bool = True  # whether the split saves more time than its collectives take
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class Group:
         return tuple(shard.pattern for shard in self.shards)
 
     def lines(self) -> list[str]:
-        """The lines of a schedule for it, `infer_sync` apart."""
+        """The lines of a schedule for the group, without `infer_sync`."""
         found = [f's["{shard.pattern}"].shard({shard.arguments()})' for shard in self.shards]
         found += [f's["{path}"].sync("fwd_post", "all_reduce")' for path in self.results]
         found += [f's["{path}"].sync("bwd_post", "all_reduce")' for path in self.summed]
@@ -70,28 +70,28 @@ class Group:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search came to."""
+    """The result of the search."""
 
-    groups: tuple[Group, ...]  # what is split
-    # Layers with a share of the parameters that stay whole, each with the reason.
+    groups: tuple[Group, ...]  # the layers that are split
+    # Layers with a notable share of the parameters that are not split, each with the reason.
     whole: dict[str, str]
 
     def lines(self) -> list[str]:
-        """The lines of a schedule for all of it."""
+        """The lines of a schedule for all groups."""
         return lines_of(self.groups)
 
 
 @dataclass(frozen=True)
 class Cube:
-    """A parameter that holds one matrix for each expert."""
+    """A parameter with one matrix for each expert."""
 
     pattern: str  # the module that holds it
     name: str
-    beside: dict[str, nn.Parameter]  # all of that module's parameters
+    beside: dict[str, nn.Parameter]  # all parameters of that module
 
     @property
     def shape(self) -> torch.Size:
-        """Experts, and a matrix of each."""
+        """The number of experts and the size of each one's matrix."""
         return self.beside[self.name].shape
 
 
@@ -99,29 +99,29 @@ INFER = "s.infer_sync()"
 
 
 def lines_of(groups: Iterable[Group]) -> list[str]:
-    """The lines of a schedule for some groups, with the collectives that they need."""
+    """The lines of a schedule for groups, with `infer_sync` at the end."""
     lines = [line for group in groups for line in group.lines()]
     return [*lines, INFER] if lines else []
 
 
 def with_parts(column: tuple[Shard, ...], parts: tuple[int, ...]) -> tuple[Shard, ...]:
-    """A column of which each shard is divided in parts."""
+    """The same shards, each with its axis packed of these parts."""
     return tuple(replace(shard, parts=parts) for shard in column)
 
 
 def shape_of(producers: Iterable[str], consumers: Iterable[str]) -> tuple[str, ...]:
-    """What a component has in common with those in other lists of the same kind."""
+    """A key that is equal for components that differ only in numbers in their paths."""
     names = (*sorted(producers), ">", *sorted(consumers))
     return tuple(re.sub(r"\d+", "0", name) for name in names)
 
 
 def rows_of(split: Iterable[str], tables: Iterable[str], words: Iterable[str]) -> str:
-    """What the rows are of which each rank has as many.
+    """Words for the rows that are split evenly over the ranks.
 
     Args:
-        split: The tables and heads.
+        split: The tables and heads that are split.
         tables: All tables of the model.
-        words: Those of them with a row for each number that a head gives.
+        words: Those tables that have one row for each output of a head.
     """
     own = {*split}
     if own <= {*tables}:
@@ -132,20 +132,20 @@ def rows_of(split: Iterable[str], tables: Iterable[str], words: Iterable[str]) -
 
 
 def common_pattern(patterns: Iterable[str]) -> str:
-    """The longest path that all of them lie below."""
+    """The longest path that contains all of them."""
     segments = [pattern.split(".")[:-1] for pattern in patterns]
     shared = itertools.takewhile(lambda s: len(set(s)) == 1, zip(*segments, strict=False))
     return ".".join(s[0] for s in shared)
 
 
 def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
-    """How a layer of torch is split that holds others, and is split with them; () for any other."""
+    """Shards for a torch layer that is split together with the layers in it; () for others."""
     found: dict[tuple[str, int, int], list[str]] = {}
     for (path, name), (axis, blocks) in inner_of(module).items():
         held = module.get_submodule(path)
         if not isinstance(getattr(held, name, None), torch.Tensor):
             if name in ("in_proj_weight", "weight"):
-                return ()  # several projections in the place of a packed one
+                return ()  # it has separate projections instead of a packed one
             continue
         key = joined_path(pattern, with_wildcards(path)), axis, blocks
         found.setdefault(key, []).append(name)
@@ -156,7 +156,7 @@ def shards_as_one(pattern: str, module: nn.Module) -> tuple[Shard, ...]:
 
 
 def shards_of_experts(cubes: Sequence[Cube]) -> Iterator[tuple[Shard, ...]]:
-    """Ways to split the inner features of experts: outputs of all but the last, its inputs."""
+    """Ways to split experts' inner features: outputs of all cubes but the last, its inputs."""
     *ups, down = cubes
     for up_axis, down_axis in ((1, 2), (2, 1)):
         inner = down.shape[down_axis]

@@ -1,4 +1,4 @@
-"""What a schedule file says of the model beside `schedule`: tried out before it is written."""
+"""The functions of a schedule file that describe the model and a step, and trial runs of them."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from slapo_rewrite.schedule.load import check_functions, syntax_span
 
 OWN_LOSS = "What the model computes itself."
 STAND_IN_LOSS = "A stand-in, since the model computes no loss itself: write your own here."
-# How many numbers may stand in inputs that were made up: a few small images or short films.
+# The most elements of made-up inputs: enough for a few small images or short videos.
 MOST_NUMBERS = 2_000_000
 
 
 class DoesNotRun(Exception):
-    """A step that was tried fails, in words."""
+    """A step failed when it was tried; the message says why."""
 
 
 @dataclass(frozen=True)
 class Step:
     """How the model is built, and one training step of it, as text of a schedule file."""
 
-    title: str  # what the model is called
-    imports: tuple[tuple[str, str], ...]  # what the functions use of other modules: module and name
+    title: str  # the model's title
+    imports: tuple[tuple[str, str], ...]  # names that the functions import: (module, name)
     model: str  # the expression that `model(m)` returns
-    # The expression that `verify_model(m)` returns; None where the tool makes one itself.
+    # The expression that `verify_model(m)` returns; None if the tool makes the small model.
     twin: str | None = None
-    # The items of the dictionary that `inputs(model)` returns; None where the tool makes them
-    # itself.
+    # The items, as expressions, of the dictionary that `inputs(model)` returns; None if the tool
+    # makes the inputs.
     inputs: Mapping[str, str] | None = None
-    # The expression that `loss(outputs)` returns; None where the model computes its own.
+    # The expression that `loss(outputs)` returns; None if the model computes the loss.
     loss: str | None = None
-    # Whether the user's own `loss` works it out of what the model returns, logits say.
+    # Whether the user's own `loss` computes it from other outputs, such as logits.
     is_worked_out: bool = False
 
     def text(self) -> str:
-        """The functions as they stand in a schedule file."""
+        """The text of the functions in the schedule file."""
         modules = dict.fromkeys(module for module, _ in self.imports)
         lines = [
             f"from {module} import {', '.join(n for m, n in self.imports if m == module)}"
@@ -79,7 +79,7 @@ class Step:
         return f'def loss(outputs):\n    """{words}"""\n    return {self.loss}'
 
     def namespace(self) -> types.SimpleNamespace:
-        """What the text defines."""
+        """The names that the text defines."""
         names: dict[str, Any] = {}
         exec(compile(self.text(), "<schedule>", "exec", dont_inherit=True), names)
         check_functions(names, self.title, lambda name: None)
@@ -88,20 +88,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Given(Step):
-    """What the user's own file says, as it stands there."""
+    """A step described by the user's own file."""
 
     written: str = ""  # the file's text
 
     @classmethod
     def read(cls, file: Path) -> Given:
-        """What a file says."""
+        """The step of a file."""
         return cls(str(file), (), "", written=file.read_text(encoding="utf-8"))
 
     def tree(self) -> ast.Module:
-        """What the file says, parsed.
+        """The parsed file.
 
         Raises:
-            ScheduleError: It does not parse, or says no model.
+            ScheduleError: It does not parse, or defines no `model`.
         """
         try:
             tree = ast.parse(self.written)
@@ -116,14 +116,14 @@ class Given(Step):
         return tree
 
     def text(self) -> str:
-        """The file, and a stand-in for the loss if it needs one."""
+        """The file's text, with a stand-in `loss` appended if it needs one."""
         if self.loss is None:
             return self.written
         return f"{self.written.rstrip()}\n\n\n{self.loss_text()}\n"
 
 
 def in_a_line(error: Exception) -> str:
-    """What an error says first; where a library is missing, an empty line comes before it."""
+    """An error's type and first non-empty line; some messages begin with an empty line."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first.strip()}"
 
@@ -131,15 +131,15 @@ def in_a_line(error: Exception) -> str:
 def tried(
     step: Step, module: types.ModuleType, twins: dict[str | None, nn.Module] | None = None
 ) -> Step:
-    """A step that runs: the same, with a stand-in for the loss where it gives none.
+    """Runs a step; returns it, with a stand-in for the loss if it has none.
 
     Args:
-        step: What to try.
+        step: The step to run.
         module: The source's module.
-        twins: Small models that were built for other steps; this one is added.
+        twins: Small models built for earlier steps, by expression; this one is added.
 
     Raises:
-        DoesNotRun: It fails, on a small model.
+        DoesNotRun: It fails on the small model.
     """
     schedule = step.namespace()
     twins = {} if twins is None else twins
@@ -175,7 +175,7 @@ def _check_small(inputs: Mapping[str, Any]) -> None:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes whether anything is computed of the values that a model returned, numbers apart."""
+    """Records whether a returned tensor of more than one element is used in a computation."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -195,13 +195,13 @@ def _has_loss(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def _stand_in(outputs: Any, model: nn.Module) -> str:
-    """An expression for a number that depends on what a model returns.
+    """An expression for a scalar that depends on the model's outputs.
 
-    It is of what depends on most of the parameters: a number that is returned beside may say how
-    many codes were used.
+    It is computed from the output that depends on the most parameters: other outputs may be mere
+    statistics, such as the number of codes used.
 
     Raises:
-        DoesNotRun: Nothing that it returns has a gradient.
+        DoesNotRun: No output has a gradient.
     """
     named = [(n, t) for n, t in _named(outputs, "outputs") if t.requires_grad]
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -210,17 +210,17 @@ def _stand_in(outputs: Any, model: nn.Module) -> str:
         tensor = pair[1]
         found = torch.autograd.grad(tensor.sum(), parameters, retain_graph=True, allow_unused=True)
         reached = sum(each is not None for each in found)
-        # Of logits that are masked nothing could be compared: they are infinite.
+        # Masked logits are infinite, and cannot be compared.
         return not tensor.isfinite().all(), -reached, tensor.numel() != 1
 
     for name, tensor in sorted(named, key=order):
-        # A mean of squares would say nothing: it is the same for all that a layer norm returns.
+        # Not a mean of squares, which is constant for outputs of a layer norm.
         return name if tensor.numel() == 1 else f"{name}.float().square().add(1).sqrt().mean()"
     raise DoesNotRun("nothing that the model returns has a gradient")
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a model returns, each with an expression for it."""
+    """The tensors in a model's outputs, each with its expression."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -233,7 +233,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def first_that_runs(steps: Iterator[Step], module: types.ModuleType) -> tuple[Step | None, str]:
-    """The first of one model's steps that runs, with what was wrong with the very first."""
+    """The first of a model's steps that runs, and the error of the first step if it failed."""
     why = ""
     twins: dict[str | None, nn.Module] = {}
     for step in steps:
