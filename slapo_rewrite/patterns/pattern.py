@@ -293,5 +293,5 @@ def named_operations(pattern: types.FunctionType) -> frozenset[str]:
     return frozenset(found & certain)
 
 
-# What is worked out where the operands are constants.
+# Operations that are folded if their operands are constants.
 _FOLDED = {"add", "sub", "mul", "div", "pow", "neg"}
