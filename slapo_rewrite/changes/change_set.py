@@ -9,7 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
-from slapo_rewrite.changes.construction import UseParallelLayer, UseSubclass
+from slapo_rewrite.changes.construction import (
+    Construction,
+    ReplaceModule,
+    UseParallelLayer,
+    UseSubclass,
+)
 from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
@@ -131,8 +136,8 @@ class ChangeSet:
             what = replace(what, lookup=lookup_of(self.sites[at.start], node))
             if what.lookup is None:
                 self._check_class(self.sites[at.start], node, causes)
-                by_value = self._is_by_value(self.sites[at.start], node, what)
-                what = replace(what, by_value=by_value)
+        if isinstance(what, ReplaceModule) or (isinstance(what, UseSubclass) and not what.lookup):
+            what = replace(what, of_value=self._value_called(self.sites[at.start], node, what))
         self.made.setdefault((owner.path, at), {})[node.path] = what
         for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)
@@ -178,16 +183,21 @@ class ChangeSet:
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
-    def _is_by_value(self, site: Site, node: Node, what: UseSubclass) -> bool:
-        """Whether the called expression evaluates to the class, but does not name it."""
-        called, name = site.callee, what.original
-        return (
-            what.module is None
-            and isinstance(called, ast.Name | ast.Attribute | ast.Subscript)
-            and not any(isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(called))
-            and (self.file.qualified(called) or "").rpartition(".")[2] != name
-            and resolve(called, site, node) is node.cls
-        )
+    def _value_called(self, site: Site, node: Node, what: Construction) -> str:
+        """The class of this file that the called value is; "" if the call names the class itself."""
+        called = site.callee
+        if not isinstance(called, ast.Name | ast.Attribute | ast.Subscript) or any(
+            isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(called)
+        ):
+            return ""
+        cls, known = resolve(called, site, node), self.file.qualified(called) or ""
+        if not isinstance(cls, type) or not self.sources.defines(self.file, cls):
+            return ""
+        if known.rpartition(".")[2] == cls.__name__:
+            return ""
+        if isinstance(what, UseSubclass) and (what.module or cls is not node.cls):
+            return ""
+        return cls.__name__
 
     def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:
         """Raises for constructor arguments that the sharded layer does not support."""

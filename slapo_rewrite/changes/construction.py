@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
@@ -39,6 +39,10 @@ from slapo_rewrite.runtime.weights import Concat, Original, Split, Transpose, We
 @dataclass(frozen=True)
 class Construction(Change):
     """Another class at a construction site."""
+
+    # The class that a value was which is called there, and which may be another one in another
+    # configuration, by its name in the file. "" where the call names its class.
+    of_value: str = field(default="", kw_only=True)
 
     order = 2
 
@@ -81,8 +85,8 @@ class Construction(Change):
         is_one = len(set(changes.values())) == 1 and present <= changes.keys()
         if is_one and self.held_by_variable(site, text):
             return
-        if (by_class := _told_by_class(changes.values())) is not None:
-            _choose_by_class(site, present, by_class, changes, text)
+        if all(change.of_value for change in changes.values()):
+            _choose_by_class(site, present, changes, text)
         elif is_one:
             text.replace(site.value, lambda n: self.made(n, site, text), self.becomes(site))
         else:
@@ -228,9 +232,6 @@ class UseSubclass(Construction):
     is_above: bool = False
     # How the site looks the original up, if it does not name it.
     lookup: Lookup | None = None
-    # Whether the site calls a value, which was the original in this configuration and may be
-    # another class in others.
-    by_value: bool = False
 
     is_parallel = False
 
@@ -244,7 +245,7 @@ class UseSubclass(Construction):
         if self.lookup is not None:
             return self._asked_for(self.lookup, _call_of(original), text)
         self.check_called(site, text)
-        unknown = site.partial is None and not self.by_value
+        unknown = site.partial is None and not self.of_value
         if unknown and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
                 f"elements of `{site.path}` differ, and what is called here is not "
@@ -399,38 +400,27 @@ def _told_by_number(
     return _Told(numbers, test, "share" if regions else "index", first_apart)
 
 
-def _told_by_class(changes: Collection[Construction]) -> list[UseSubclass] | None:
-    """The changes, one for each original class, if the called value selects them; else None."""
-    found: dict[str, UseSubclass] = {}
-    for change in changes:
-        if not isinstance(change, UseSubclass) or not change.by_value:
-            return None
-        if found.setdefault(change.original, change) != change:
-            return None
-    return list(found.values())
-
-
 def _choose_by_class(
-    site: Site,
-    present: Collection[str],
-    kinds: Sequence[UseSubclass],
-    changes: Mapping[str, Construction],
-    text: ClassText,
+    site: Site, present: Collection[str], changes: Mapping[str, Construction], text: ClassText
 ) -> None:
     """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
-    also = ""
-    if not changes.keys() >= {*present}:
-        # Indices are needed as well: only some elements change.
+    kinds = list(dict.fromkeys(changes.values()))
+    tests = dict.fromkeys(kinds, "")
+    is_one_each = len({kind.of_value for kind in kinds}) == len(kinds)
+    if not is_one_each or not changes.keys() >= {*present}:
+        # By number if there are several classes: a small model may have one of them in a share.
         told = _told_by_number(site, present, changes, text)
-        test = told.test(set().union(*(told.numbers[kind] for kind in kinds)))
-        also = f" and ({test})" if " or " in test else f" and {test}"
+        every = set().union(*(told.numbers[kind] for kind in kinds))
+        for kind in kinds:
+            test = told.test(every if is_one_each else told.numbers[kind])
+            tests[kind] = f" and ({test})" if " or " in test else f" and {test}"
     assert site.callee is not None
     called = ast.unparse(site.callee)
 
     def chosen(original: cst.BaseExpression) -> cst.BaseExpression:
         result = original
         for kind in reversed(kinds):
-            test = f"{called} is {kind.original}{also}"
+            test = f"{called} is {kind.of_value}{tests[kind]}"
             result = conditional(kind.made(original, site, text), test, result)
         return result
 

@@ -297,6 +297,44 @@ def test_a_class_that_is_a_value_tells_which_it_is(tmp_path, init, called, lines
         assert [name.removeprefix("Checkpointed").lower() for name in made] == kinds
 
 
+MINE = """\
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "tests", "wanted"),
+    [
+        ('s["blocks.{0,2}"].replace(Mine)', ["i % 2 == 0"], ["Mine", "Wide", "Wide", "Block"]),
+        (  # several changes of one class
+            "blocks[0].checkpoint()\n    blocks[2].fork_rng()",
+            ["i == 0", "i == 2"],
+            ["CheckpointedBlock", "Wide", "Wide", "Block"],
+        ),
+    ],
+)
+def test_what_replaces_a_class_that_is_a_value_goes_by_it(tmp_path, lines, tests, wanted):
+    source = TWO.replace("{init}", "\n        ".join(OF_TWO.splitlines()))
+    schedule = SCHEDULE.replace("import torch\n", MINE, 1).replace("Config(8)", "Config(4)")
+    output = rewritten(tmp_path, source, schedule.format(lines=lines))
+    text = " ".join(output.files[output.model_file].split())
+    assert [f"if chosen is Block and {test} else" in text for test in tests] == [True] * len(tests)
+    module = imported(written(tmp_path, output))
+    config = module.Config(0)
+    config.kinds = ["block", "wide", "wide", "block"]
+    assert [type(b).__name__ for b in module.Stack(config).blocks] == wanted
+
+
 def test_a_number_that_is_written_out_needs_no_share(tmp_path):
     output = outcome(tmp_path, "self.blocks = nn.ModuleList([Block(8) for _ in range(8)])")
     assert "if i < 4 else" in changed_lines(output)
