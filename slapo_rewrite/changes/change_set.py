@@ -9,12 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
 from slapo_rewrite.changes.change import Change
-from slapo_rewrite.changes.construction import (
-    Construction,
-    ReplaceModule,
-    UseParallelLayer,
-    UseSubclass,
-)
+from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.code.file import SourceFile
@@ -183,8 +178,8 @@ class ChangeSet:
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
-    def _value_called(self, site: Site, node: Node, what: Construction) -> str:
-        """The class of this file that the called value is; "" if the call names the class itself."""
+    def _value_called(self, site: Site, node: Node, what: Change) -> str:
+        """The class of this file that the called value is; "" if the call names it."""
         called = site.callee
         if not isinstance(called, ast.Name | ast.Attribute | ast.Subscript) or any(
             isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(called)

@@ -210,7 +210,8 @@ class ParallelNormStatistic(Change):
         for method, node in text.nodes_at(place):
             if not isinstance(node, ast.Call):
                 continue
-            is_function = (text.file.qualified(node.func) or "").startswith("torch.")
+            named = (text.file.qualified(node.func) or "").startswith("torch.")
+            is_function = named or isinstance(node.func, ast.Name)
             if not (node.args if is_function else isinstance(node.func, ast.Attribute)):
                 continue
             name = text.helper("normalization", self.function)

@@ -115,6 +115,33 @@ def mean_of_parts(
     return collective(x.mean(dim, keepdim, dtype=dtype) * share, sum_parts, sum_parts)
 
 
+def rms_norm_of_parts(
+    x: Tensor,
+    size: int,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "input",
+) -> Tensor:
+    """`rms_norm` of features of which each rank has a part, in PyTorch's operations.
+
+    Args:
+        x: This rank's part of the rows.
+        size: How many features all ranks have together.
+        weight: This rank's part of the scale.
+        eps: Added to the mean of the squares.
+        offset: Added to the weight.
+        cast: When the normalised rows leave float32, as for `rms_norm`.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    r = torch.rsqrt(mean_of_parts(wide.pow(2), size, -1, keepdim=True) + eps)
+    hat = (x if cast == "weight" else wide) * r
+    if cast == "output":
+        return ((offset + weight.to(hat.dtype)) * hat).to(x.dtype)
+    return (offset + weight) * hat.to(x.dtype if cast == "input" else weight.dtype)
+
+
 def var_of_parts(
     x: Tensor,
     size: int,

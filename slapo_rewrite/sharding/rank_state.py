@@ -283,9 +283,7 @@ class Run:
     def editable_place(self) -> Place | None:
         """The operation's own place, if its file is editable."""
         frame = calling_frame()
-        if frame is None or not self.editable(frame.f_code.co_filename):
-            return None
-        return place_of(frame)
+        return place_of(frame) if frame and self.editable(frame.f_code.co_filename) else None
 
     def note_call(self, is_part: bool) -> None:
         """Records whether the current call, which may have to change, passes a part."""
@@ -330,8 +328,6 @@ class Run:
     def method_owner(self, frame: types.FrameType | None) -> str | None:
         """The path of the module whose method a frame runs."""
         module = first_argument(frame) if frame is not None else None
-        if not isinstance(module, nn.Module):
-            return None
         return next((path for path, node in self.tree.nodes.items() if node.live is module), None)
 
     def refused(self, error: PlacementError) -> CannotFollow:

@@ -8,11 +8,13 @@ all-reduces the result's gradient.
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
 
-from slapo_rewrite.sharding.operation_places import calling_frame
+from slapo_rewrite.runtime.kernels.rms_norm import rms_norm_reference
+from slapo_rewrite.sharding.operation_places import calling_frame, place_of
 from slapo_rewrite.sharding.placements import SHARD, PlacementError, State
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.tracked_sizes import Shape
@@ -40,7 +42,11 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
         return None
     if run.split_axes(tensor) != [axis % tensor.dim()]:
         return None
-    place, owner = run.editable_place(), run.method_owner(calling_frame())
+    frames = [frame for frame, _ in traceback.walk_stack(calling_frame())]
+    if frames[0].f_code is rms_norm_reference.__code__ and frames[1].f_code.co_name == "rms_norm":
+        function, frames = "rms_norm_of_parts", frames[2:]  # for a call that a rule has written
+    place = place_of(frames[0]) if run.editable(frames[0].f_code.co_filename) else None
+    owner = run.method_owner(frames[0])
     if place is None or owner is None:
         return None
     size = whole[0][axis]

@@ -110,6 +110,34 @@ CASES = {
         + NORMS,
     ),
 }
+# As a rule has written it: how it leaves float32, and what carries it out.
+FUSED = SCHEDULE.replace("s[", 's.apply("rms_norm", backend="{backend}")\n    s[', 1) + NORMS
+CAST = """\
+dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return {result}
+"""
+RESULTS = {
+    "input": "self.weight * x.to(dtype)",
+    "output": "(self.weight * x).to(dtype)",
+    "offset": "(x * (1.0 + self.weight.float())).to(dtype)",
+}
+
+
+def fused(result: str, backend: str) -> Case:
+    """The case of a norm that a rule has written."""
+    text = source(CAST.format(result=result)).replace(
+        "        return self.weight * x * torch.rsqrt(variance + self.eps)\n", ""
+    )
+    return Case(text, FUSED.replace("{backend}", backend), 1e-5)
+
+
+CASES |= {
+    f"fused_{cast}_{backend}": fused(result, backend)
+    for (cast, result), backend in zip(RESULTS.items(), ("triton", "eager", "triton"), strict=True)
+}
 
 
 def added(output) -> list[str]:
@@ -135,6 +163,10 @@ def test_a_norm_over_split_features_is_one_over_all_ranks(tmp_path):
         ("twice", 'mean_of_parts((x - mean).pow(2), full_size(self, "a"), -1, True)'),
         ("std", 'mean_of_parts(x, full_size(self, "a"), -1).unsqueeze(-1)'),
         ("std", 'std_of_parts(x, full_size(self, "a"), -1, keepdim=True)'),
+        (
+            "fused_input_triton",
+            'rms_norm_of_parts(x, full_size(self, "weight"), self.weight, self.eps)',
+        ),
     ],
 )
 def test_what_is_called_keeps_its_arguments(name, line, tmp_path):
