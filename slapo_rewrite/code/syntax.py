@@ -99,7 +99,8 @@ def encloses(outer: Position, inner: Position) -> bool:
 
 # Names that read a tensor's sizes, and names that read the device, precision or compiler.
 _SIZES = {"shape", "size", "numel", "nelement"}
-_MACHINE = {"cuda", "is_cuda", "is_compiling", "is_autocast_enabled", "float16", "bfloat16", "half"}
+_MACHINE = {"cuda", "is_cuda", "cpu", "is_cpu", "mps", "meta", "is_meta"}
+_MACHINE |= {"is_compiling", "is_autocast_enabled", "float16", "bfloat16", "half"}
 
 
 def sizes_in_tests(function: ast.AST) -> Set[str]:

@@ -57,6 +57,7 @@ class Construction:
     anew: Sequence[str]  # modules that the output imports for itself, by name
     original: types.ModuleType  # the module of the source as it was before the schedule ran
     sizes: tuple[int, ...]  # the world sizes to run on; none for a model that is too large
+    said: Sequence[str]  # what is warned of already
 
     def tried(self, trial: Trial | None) -> None:
         """Builds the output's model, and tries it.
@@ -175,9 +176,10 @@ class Construction:
             near = [plan.states[path].causes() for path in sorted(inside, key=len, reverse=True)]
             causes = [*(c for found in near for c in found), *plan.directives]
             places = list(dict.fromkeys(c.at for c in causes if c.at is not None))
+            unfollowed = [words for words in self.said if "not followed: " in words]
             raise errors.OtherNumbers(
                 f"what comes of this schedule is not the model any more: {error}",
                 at=places[0] if places else None,
                 also=places[1:3],
-                hint=error.hint,
+                hint="; ".join([error.hint, *unfollowed]),
             ) from error

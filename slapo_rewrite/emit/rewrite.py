@@ -152,9 +152,8 @@ class _Emission:
         self.users = own_modules(project.original, project.schedule.tree, project.loaded)
         # These are imported anew with the output, which is built and run.
         anew = [*self.users, project.original.name]
-        made = Construction(
-            self.draft, project, self.plan, self.copies, anew, self.original, self.sizes
-        )
+        given = self.draft, project, self.plan, self.copies, anew, self.original, self.sizes
+        made = Construction(*given, self.lowered.warnings)
         made.tried(self.options.tries)
 
     def _lower(self) -> None:

@@ -64,7 +64,7 @@ from slapo_rewrite.sharding.types import (
 # Finders of branches in a `forward` that were followed one way only, and what these depend on.
 _TESTS = {
     sizes_in_tests: "sizes, and only those of inputs(model) were followed",
-    machine_in_tests: "what it runs on, and only float32 on a CPU was followed",
+    machine_in_tests: "what it runs on, and only float32 without a GPU was followed",
     changing_in_tests: "what earlier calls left, and only a first one was followed",
 }
 

@@ -554,7 +554,8 @@ def test_a_way_that_only_later_steps_take_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("before", "test", "why"),
     [
-        ("", "x.is_cuda", "what it runs on, and only float32 on a CPU"),
+        ("", "x.is_cuda", "what it runs on, and only float32 without a GPU"),
+        ("", "x.device.type == 'mps'", "what it runs on"),
         ("", "torch.cuda.is_available() and x.device.type == 'cuda'", "what it runs on"),
         ("fast = h.dtype == torch.bfloat16\n        ", "fast", "what it runs on"),
         ("", "torch.compiler.is_compiling()", "what it runs on"),
@@ -567,6 +568,13 @@ def test_a_way_that_is_taken_elsewhere_is_told(before, test, why, tmp_path):
         tmp_path, source.replace("if ", f"{before}if ", 1), SPLITTING + "    split(s)\n"
     ).warnings
     assert f"`{test}` decides which way `forward` goes, by {why}" in warning
+
+
+def test_other_numbers_are_told_with_what_was_not_followed(tmp_path):
+    """On the meta device, where the model is followed, it goes another way than anywhere else."""
+    source = COUNTING.replace("self.steps > 100 and self.training", "not h.is_meta")
+    text = refused(tmp_path, source, SPLITTING + "    split(s)\n", "SR106")
+    assert "not followed: `not h.is_meta` decides which way `forward` goes" in text
 
 
 def test_what_only_raises_decides_nothing(tmp_path):
