@@ -188,11 +188,9 @@ class ChangeSet:
         cls, known = resolve(called, site, node), self.file.qualified(called) or ""
         if not isinstance(cls, type) or not self.sources.defines(self.file, cls):
             return ""
-        if known.rpartition(".")[2] == cls.__name__:
-            return ""
-        if isinstance(what, UseSubclass) and (what.module or cls is not node.cls):
-            return ""
-        return cls.__name__
+        is_named = known.rpartition(".")[2] == cls.__name__
+        is_other = isinstance(what, UseSubclass) and (what.module or cls is not node.cls)
+        return "" if is_named or is_other else cls.__name__
 
     def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:
         """Raises for constructor arguments that the sharded layer does not support."""

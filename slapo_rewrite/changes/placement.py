@@ -106,7 +106,9 @@ class Placement:
                 f"{node.shown} is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
                 "no `forward` that could be rewritten, to take a part of",
                 at=cause.at,
-                hint=own_copy(node.cls.__name__, self.files.main.file),
+                hint="write each of its methods once, under no condition"
+                if node.cls.__module__ == self.files.main.file.name
+                else own_copy(node.cls.__name__, self.files.main.file),
             )
         calls = find_subgraph(home.classes, node.cls.__name__, part, cause)
         place = AtNode(type(change).__name__, extent(calls.run[0]), part)

@@ -306,3 +306,16 @@ def test_refusals(body, part, code, words, tmp_path):
 def test_parts_that_do_not_go_together(lines, code, words, tmp_path):
     body = "x = self.a(x)\nx = self.b(x)\nx = self.c(x)\nreturn x"
     assert words in refused(tmp_path, source(body), schedule(*lines), code)
+
+
+def test_a_class_that_has_its_forward_in_two_ways_is_told_what_to_do(tmp_path):
+    text = source("x = self.a(x)\nx = self.b(x)\nreturn x")
+    lines = text.splitlines(keepends=True)
+    first = next(n for n, line in enumerate(lines) if "self.a(x)" in line)
+    head = max(n for n, line in enumerate(lines[:first]) if line.startswith("    def forward"))
+    end = next(n for n, line in enumerate(lines) if n > first and "return x" in line) + 1
+    method = ["    " + line for line in lines[head:end]]
+    other = ["    else:\n", method[0], "            return x\n"]
+    lines[head:end] = ["    if True:\n", *method, *other]
+    said = refused(tmp_path, "".join(lines), schedule('b.checkpoint(["a"])'), "SR305")
+    assert "write each of its methods once, under no condition" in said
