@@ -50,12 +50,14 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
         refuse_replicas(optimizer)
     shares_out = "process_group" in vars(optimizer)  # as ZeRO-1 does
     if is_new and not (isinstance(optimizer, BY_ELEMENT) or shares_out):
-        warnings.warn(
+        said = (
             f"`{type(optimizer).__name__}` is given this rank's parts of split weights: "
             "unless it goes element by element, as AdamW does, it takes other steps than "
-            "for the original model",
-            stacklevel=2,
+            "for the original model"
         )
+        if type(optimizer) in vars(optim).values():  # of torch's, known not to
+            raise RuntimeError(f"{said}. Leave split weights to one that does")
+        warnings.warn(said, stacklevel=2)
 
 
 def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
@@ -102,7 +104,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
 
 
 def refuse_replicas(holder: Any) -> None:
-    """Refuses data parallelism over ranks that hold different parts of weights."""
+    """Refuses data parallelism that copies parts over others, or takes their norm."""
     replicas, ranks = vars(holder).get("process_group"), dist.get_process_group_ranks
     if not isinstance(replicas, dist.ProcessGroup):
         return
@@ -111,6 +113,11 @@ def refuse_replicas(holder: Any) -> None:
             f"`{type(holder).__name__}` would take the tensor-parallel ranks for replicas "
             "and copy parts over others: give it the data-parallel group, or train the "
             "model itself (for Trainer and accelerate see slapo-rewrite's examples/trainer)"
+        )
+    if hasattr(holder, "clip_grad_norm_"):  # FSDP1 flattens parts and copies into one
+        raise RuntimeError(
+            f"`{type(holder).__name__}` would clip by a norm of this rank's parts: take "
+            "`fully_shard`, and `tensor_parallel.clip_grad_norm_`"
         )
 
 

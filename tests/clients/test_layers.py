@@ -95,6 +95,8 @@ def check_replicas_of_different_parts():
         DistributedDataParallel(nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="`FullyShardedDataParallel` would take the tensor"):
             FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="clip by a norm of this rank's parts: take `fully"):
+            FullyShardedDataParallel(model, own[dist.get_rank()], device_id=torch.device("cpu"))
 
 
 def check_distributed_checkpoint():
@@ -147,12 +149,12 @@ class PerRow(torch.optim.Optimizer):
                 each.data -= group["lr"] * nn.functional.normalize(each.grad, dim=-1)
 
 
-JOINT = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, PerRow)
-KINDS = (*JOINT, *(kind for kind in BY_ELEMENT if kind is not torch.optim.SparseAdam))
+JOINT = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
+KINDS = (PerRow, *(kind for kind in BY_ELEMENT if kind is not torch.optim.SparseAdam))
 
 
 def check_optimizers():
-    """One that may compute with all of a matrix says so at its first step, if it has parts."""
+    """One that computes with all of a matrix is refused if it has parts; one that may, says so."""
     for layer in (tp.RowParallelLinear(12, 6), nn.Linear(12, 6)):
         has_parts = tp.world_size() > 1 and type(layer) is not nn.Linear
         for kind in KINDS:
@@ -163,8 +165,11 @@ def check_optimizers():
                     warnings.simplefilter("always")
                     optimizer.step(lambda: torch.zeros(()))
                 names = [str(each.message).split("`")[1] for each in said]
-                warned = has_parts and kind in JOINT and number == 0
+                warned = has_parts and kind is PerRow and number == 0
                 assert names == warned * [kind.__name__], (kind, names)
+        for kind in JOINT if has_parts else ():
+            with pytest.raises(RuntimeError, match=f"`{kind.__name__}` is given .* Leave split"):
+                kind([layer.weight], lr=1e-3).step(lambda: torch.zeros(()))
     if tp.world_size() > 1:
         shared = ZeroRedundancyOptimizer(Held(layer).parameters(), torch.optim.SGD, lr=1.0)
         shared.step()
