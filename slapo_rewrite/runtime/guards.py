@@ -215,7 +215,7 @@ def note_whose_parts(
     metadata["part"] = rank(), world_size()
     is_made = named_world().supposed or torch.get_default_device().type == "meta"
     for name in module.sharded_parameters:
-        part = state_dict.get(prefix + name)
+        part = given = state_dict.get(prefix + name)
         if hasattr(part, "to_local"):  # FSDP2's DTensor
             with torch.no_grad():
                 part = part.to_local()
@@ -227,16 +227,20 @@ def note_whose_parts(
                 "`from_pretrained` reads whole tensors, and this rank holds parts: use "
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
-        # The checkpoint calls the first; the second keeps both out of pickles.
-        vars(part).update(__create_write_items__=_refuse_checkpoint, __getstate__=dict)
+        # The checkpoint calls the first; the second keeps all out of pickles.
+        refuse = partial(_refuse_checkpoint, prefix + name)
+        vars(part).update(__create_write_items__=refuse, __getstate__=dict)
+        if part is given:  # safetensors asks this, and FSDP2 where it gathers
+            vars(part)["is_contiguous"] = refuse
 
 
-def _refuse_checkpoint(name: str, part: Tensor) -> None:
-    """Stops torch.distributed.checkpoint from saving one rank's part as the whole."""
+def _refuse_checkpoint(name: str, *_: object) -> None:
+    """Stops what would save one rank's part as the whole."""
     raise RuntimeError(
-        f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's only: save `loading.full_state_dict(model)`, on every rank, or the "
-        "`sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
+        f"`{name}` is this rank's part, and a checkpoint of torch.distributed or of "
+        "safetensors would keep one rank's only: save `loading.full_state_dict(model)`, "
+        "which all ranks call, or the `sharded_state(model, optimizer)` of a model "
+        "rewritten `--with sharded_state`"
     )
 
 

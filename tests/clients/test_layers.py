@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -99,15 +100,18 @@ def check_replicas_of_different_parts():
             FullyShardedDataParallel(model, own[dist.get_rank()], device_id=torch.device("cpu"))
 
 
-def check_distributed_checkpoint():
-    """It keeps one rank's tensor of each name; `torch.save` of a rank's parts is as ever."""
+def check_checkpoints():
+    """They keep one rank's tensor of each name; `torch.save` of a rank's parts is as ever."""
     model = Held(tp.ColumnParallelLinear(6, 12))
     with tempfile.TemporaryDirectory() as folder:
         states = {"model": model.state_dict()}, model.state_dict(), {"model": model}
         for state in states if tp.world_size() > 1 else ():
             with pytest.raises(checkpoint.CheckpointException, match="is this rank's part, and"):
                 checkpoint.save(state, checkpoint_id=folder)
+            with pytest.raises(RuntimeError, match=r"`inner\.0\.weight` is this rank's part, and"):
+                safetensors.torch.save_model(model, f"{folder}/parts.safetensors")
             checkpoint.save(full_state_dict(model), checkpoint_id=folder)
+            safetensors.torch.save_file(full_state_dict(model), f"{folder}/all.safetensors")
     saved = io.BytesIO()
     torch.save(model.state_dict(), saved)
     saved.seek(0)
@@ -216,7 +220,7 @@ def test_a_weight_is_read_once_a_call():
 def run_checks():
     check_adapters()
     check_replicas_of_different_parts()
-    check_distributed_checkpoint()
+    check_checkpoints()
     check_batches()
     check_optimizers()
     check_other_layers()
