@@ -38,14 +38,14 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     """Before an optimizer's step: checks that it can train the parts of weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
-    is_new = not vars(optimizer).get("knows_parts")
-    optimizer.knows_parts = True
+    is_new = vars(optimizer).get("known_state") is not optimizer.state
+    optimizer.known_state = optimizer.state  # another after `load_state_dict`
     for layer in layers_run if is_new else ():  # FSDP2 replaces parameters
         mark_parts(layer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(hasattr(p, "model_parallel") for p in parameters):
         return
-    note_copies(parameters, begins=is_new and not optimizer.state)
+    note_copies(parameters, optimizer.state, is_new)
     if is_new:
         refuse_replicas(optimizer)
     shares_out = "process_group" in vars(optimizer)  # as ZeRO-1 does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -114,6 +115,32 @@ def check_copies_of_their_own(changed: str) -> None:
         model = make()
     with pytest.raises(RuntimeError, match=r"began with other values .* `loading\.build`"):
         train(model, by_the_whole)
+
+
+def check_loaded_state(of_one: bool) -> None:
+    """The optimizer's state that each rank saved, or that of the first, goes on."""
+    torch.manual_seed(0)
+    model = loading.build(make)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(torch.ones(8, 6)).sum().backward()
+        optimizer.step()
+    saved = [optimizer.state_dict()]
+    if of_one:
+        dist.broadcast_object_list(saved, 0)
+    optimizer.load_state_dict(saved[0])
+    refused = pytest.raises(RuntimeError, match=r"one rank's state of the optimizer: save a file")
+    with refused if of_one else contextlib.nullcontext():
+        for _ in range(STEPS):
+            model(torch.ones(8, 6)).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("of_one", [False, True])
+def test_the_state_of_one_ranks_optimizer_is_refused(of_one: bool) -> None:
+    """Moments of other parts fit where all are of one size."""
+    run(check_loaded_state, 2, of_one)
 
 
 @pytest.mark.processes
