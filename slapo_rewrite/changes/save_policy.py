@@ -19,7 +19,7 @@ def context(imports: Imports, kept: tuple[str, ...] | Function, causes: Causes) 
         contexts = imports.helper("recomputation", "policy_contexts", causes)
         doc = f"Tells checkpoints to keep what `{kept.name}` says."
         return imports.define(name, f'"""{doc}"""\nreturn {contexts}({policy})', causes)
-    name = "keep_" + "_and_".join(kept if len(kept) < 3 else (kept[0], "others"))
+    name = "keep_" + "_and_".join(kept if len(kept) < 3 else (kept[0], "others")).replace(".", "_")
     keep_results = imports.helper("recomputation", "keep_results", causes)
     operators = imports.operators(causes)
     shown = ", ".join(f"{operators}.{operation}" for operation in operations(kept))

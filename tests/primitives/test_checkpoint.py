@@ -180,13 +180,14 @@ def test_what_is_kept(tmp_path):
         tmp_path,
         's["blocks.*"].checkpoint()',
         's["blocks.*"].checkpoint(save=["mm"])',
+        's["blocks.*"].checkpoint(save=["aten.mm", "addmm.default"])',
         's["blocks.*"].checkpoint(save=keep_products)',
         's["blocks.*"].checkpoint(["up", "down"], save=("linear", "tanh"))',
     )
-    nothing, mm, policy, part = (counts for _, _, counts in found)
+    nothing, mm, same, policy, part = (counts for _, _, counts in found)
     assert nothing["addmm"] == 6 and "addmm" not in want[2]
     assert "addmm" not in mm and mm["tanh"] == 3
-    assert policy == mm
+    assert policy == mm == same
     assert "addmm" not in part and "tanh" not in part and part["bernoulli_"] == 3
 
 
