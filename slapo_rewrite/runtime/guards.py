@@ -228,19 +228,19 @@ def note_whose_parts(
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
         # The checkpoint calls the first; the second keeps all out of pickles.
-        refuse = partial(_refuse_checkpoint, prefix + name)
+        refuse = partial(_refuse_parts, prefix + name)
         vars(part).update(__create_write_items__=refuse, __getstate__=dict)
         if part is given:  # safetensors asks this, and FSDP2 where it gathers
             vars(part)["is_contiguous"] = refuse
 
 
-def _refuse_checkpoint(name: str, *_: object) -> None:
-    """Stops what would save one rank's part as the whole."""
+def _refuse_parts(name: str, *_: object) -> None:
+    """Stops what would save one rank's parts as the whole."""
     raise RuntimeError(
-        f"`{name}` is this rank's part, and a checkpoint of torch.distributed or of "
-        "safetensors would keep one rank's only: save `loading.full_state_dict(model)`, "
-        "which all ranks call, or the `sharded_state(model, optimizer)` of a model "
-        "rewritten `--with sharded_state`"
+        f"`{name}` would be written as this rank's part only: write, or give as "
+        "`state_dict=`, `loading.full_state_dict(model)`, which all ranks call, or use "
+        "`loading.save_pretrained` of a model rewritten `--with save_pretrained`, or "
+        "`sharded_state(model, optimizer)` of one rewritten `--with sharded_state`"
     )
 
 
@@ -249,9 +249,5 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     states = [a for a in (*args, kwargs.get("state_dict")) if isinstance(a, dict)]
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
-        raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: let one rank "
-            "write with `state_dict=loading.full_state_dict(model)`, which all call, or "
-            "use `loading.save_pretrained` of a model rewritten `--with save_pretrained`"
-        )
+        _refuse_parts(type(model).__name__)
     return type(model).save_pretrained(model, *args, **kwargs)
