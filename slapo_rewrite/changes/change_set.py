@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from slapo_rewrite import errors
@@ -16,7 +17,15 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
 from slapo_rewrite.model.construction_sites import RECORDED, Site
-from slapo_rewrite.model.join import Sources, find_site, holder_of, known_site, resolve, size_at
+from slapo_rewrite.model.join import (
+    Sources,
+    find_site,
+    given_partial,
+    holder_of,
+    known_site,
+    resolve,
+    size_at,
+)
 from slapo_rewrite.model.layers import Layer
 from slapo_rewrite.model.tree import Node, Tree
 
@@ -124,15 +133,24 @@ class ChangeSet:
                 at=causes[0].at if causes else None,
             )
         at, owner = self.site(node, causes)
+        site = self.sites[at.start]
+        held = given_partial(site, node)
+        named = self.name_of(held.func, site, node) if held is not None else ""
+        if isinstance(what, UseParallelLayer | UseSubclass) and named:
+            what = replace(what, given=named, of_partial=True)
         if isinstance(what, UseParallelLayer):
-            self._check_callee(self.sites[at.start], node, causes)
-            self._check_arguments(self.sites[at.start], what.layer, causes)
-        if isinstance(what, UseSubclass):
-            what = replace(what, lookup=lookup_of(self.sites[at.start], node))
+            # What stands in the call tells sizes by their place.
+            if not named or held is None or held.args:
+                self._check_callee(site, node, causes)
+            self._check_arguments(site, what.layer, held.keywords if held else (), causes)
+        if isinstance(what, UseSubclass) and not named:
+            what = replace(what, lookup=lookup_of(site, node))
             if what.lookup is None:
-                self._check_class(self.sites[at.start], node, causes)
-        if isinstance(what, ReplaceModule) or (isinstance(what, UseSubclass) and not what.lookup):
-            what = replace(what, of_value=self._value_called(self.sites[at.start], node, what))
+                self._check_class(site, node, causes)
+        if not named and (
+            isinstance(what, ReplaceModule) or (isinstance(what, UseSubclass) and not what.lookup)
+        ):
+            what = replace(what, given=self._value_called(site, node, what))
         self.made.setdefault((owner.path, at), {})[node.path] = what
         for place in self.alike(at, node):
             self.add(owner.path, place, what, causes)
@@ -178,29 +196,41 @@ class ChangeSet:
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
 
+    def name_of(self, cls: object, site: Site, node: Node) -> str:
+        """The name of a class at the top level of the file; "" if the file does not name it."""
+        for name in self.file.names:
+            for expr in (
+                ast.Name(name),
+                ast.Attribute(ast.Name(name), getattr(cls, "__name__", "")),
+            ):
+                if resolve(expr, site, node) is cls:
+                    return ast.unparse(expr)
+        return ""
+
     def _value_called(self, site: Site, node: Node, what: Change) -> str:
-        """The class of this file that the called value is; "" if the call names it."""
+        """The name of the class that the called value is; "" if the call names it."""
         called = site.callee
         if not isinstance(called, ast.Name | ast.Attribute | ast.Subscript) or any(
             isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(called)
         ):
             return ""
         cls, known = resolve(called, site, node), self.file.qualified(called) or ""
-        if not isinstance(cls, type) or not self.sources.defines(self.file, cls):
+        if not isinstance(cls, type) or known.rpartition(".")[2] == cls.__name__:
             return ""
-        is_named = known.rpartition(".")[2] == cls.__name__
-        is_other = isinstance(what, UseSubclass) and (what.module or cls is not node.cls)
-        return "" if is_named or is_other else cls.__name__
+        is_other = isinstance(what, UseSubclass) and cls is not node.cls
+        return "" if is_other else self.name_of(cls, site, node)
 
-    def _check_arguments(self, site: Site, layer: Layer, causes: Causes) -> None:
+    def _check_arguments(
+        self, site: Site, layer: Layer, further: Collection[str], causes: Causes
+    ) -> None:
         """Raises for constructor arguments that the sharded layer does not support."""
         if not layer.arguments or not isinstance(site.call, ast.Call):
             return
-        for keyword in site.arguments[1]:
-            if keyword.arg is not None and keyword.arg not in layer.arguments:
+        for name in (*(keyword.arg for keyword in site.arguments[1]), *further):
+            if name is not None and name not in layer.arguments:
                 raise errors.Unsupported(
-                    f"a sharded layer does not take the argument `{keyword.arg}`",
-                    at=self.file.at(keyword),
+                    f"a sharded layer does not take the argument `{name}`",
+                    at=self.file.at(site.value),
                     cause=causes,
                     hint=f"{layer.name} takes {', '.join(layer.arguments)}",
                 )

@@ -40,11 +40,12 @@ from slapo_rewrite.runtime.weights import Concat, Original, Split, Transpose, We
 class Construction(Change):
     """Another class at a construction site."""
 
-    # The class that a value was which is called there, and which may be another one in another
-    # configuration, by its name in the file. "" where the call names its class.
-    of_value: str = field(default="", kw_only=True)
-
     order = 2
+
+    # If the site calls a value, which may be another class in another configuration: the name in
+    # the file of the class that it is here, and whether the value is a `partial` of that class.
+    given: str = field(default="", kw_only=True)
+    of_partial: bool = field(default=False, kw_only=True)
 
     @property
     def class_name(self) -> str:
@@ -73,6 +74,13 @@ class Construction(Change):
         """Whether the site calls a variable, whose assignment was changed instead."""
         return False
 
+    def called(self, name: str, site: Site, text: ClassText) -> str:
+        """What is called in the original's place: a class, with what a `partial` gives that."""
+        if not self.of_partial or site.callee is None:
+            return name
+        value = ast.unparse(site.callee)
+        return f"{text.helper('given_classes', 'with_class')}({value}, {self.given}, {name})"
+
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
         """Changes what the site constructs, for all elements or by their indices."""
         changes: dict[str, Construction] = {}
@@ -85,7 +93,7 @@ class Construction(Change):
         is_one = len(set(changes.values())) == 1 and present <= changes.keys()
         if is_one and self.held_by_variable(site, text):
             return
-        if all(change.of_value for change in changes.values()):
+        if all(change.given and not change.of_partial for change in changes.values()):
             _choose_by_class(site, present, changes, text)
         elif is_one:
             text.replace(site.value, lambda n: self.made(n, site, text), self.becomes(site))
@@ -141,7 +149,8 @@ class UseParallelLayer(Construction):
         layer = self.layer
         if layer.unit and not layer.unit.required and self._made_above(site, text):
             layer = replace(layer, unit=None)  # the layer above checks the unit for both
-        return with_keywords(_call(original, name, site), layer_keywords(layer, site, text))
+        made = _call(original, self.called(name, site, text), site)
+        return with_keywords(made, layer_keywords(layer, site, text))
 
     def _made_above(self, site: Site, text: ClassText) -> bool:
         """Whether the statements just above construct the same layer, under the same conditions."""
@@ -245,7 +254,7 @@ class UseSubclass(Construction):
         if self.lookup is not None:
             return self._asked_for(self.lookup, _call_of(original), text)
         self.check_called(site, text)
-        unknown = site.partial is None and not self.of_value
+        unknown = site.partial is None and not self.given
         if unknown and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
                 f"elements of `{site.path}` differ, and what is called here is not "
@@ -258,7 +267,7 @@ class UseSubclass(Construction):
             meaning = text.file.qualified(callee.value) or ""
             if meaning.rpartition(".")[2] == self.original:
                 name = f"{name}.{callee.attr}"  # an alternative constructor
-        return _call(original, name, site)
+        return _call(original, self.called(name, site, text), site)
 
     def _asked_for(self, lookup: Lookup, original: cst.Call, text: ClassText) -> cst.BaseExpression:
         """The subclass for configurations that select the original, else the old expression."""
@@ -283,6 +292,8 @@ class UseSubclass(Construction):
         """Changes the assignment of the variable that the site calls, if it does call one."""
         callees = [n for n in ast.walk(site.function) if _is_same_name(n, site.callee)]
         if not site.variable or len(callees) > 1:  # it constructs other modules as well
+            return False
+        if self.of_partial and not _is_made_there(site):
             return False
         for statement in site.variable:
             for node in uses_of(statement, self.original):
@@ -406,7 +417,7 @@ def _choose_by_class(
     """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
     kinds = list(dict.fromkeys(changes.values()))
     tests = dict.fromkeys(kinds, "")
-    is_one_each = len({kind.of_value for kind in kinds}) == len(kinds)
+    is_one_each = len({kind.given for kind in kinds}) == len(kinds)
     if not is_one_each or not changes.keys() >= {*present}:
         # By number if there are several classes: a small model may have one of them in a share.
         told = _told_by_number(site, present, changes, text)
@@ -420,7 +431,7 @@ def _choose_by_class(
     def chosen(original: cst.BaseExpression) -> cst.BaseExpression:
         result = original
         for kind in reversed(kinds):
-            test = f"{called} is {kind.of_value}{tests[kind]}"
+            test = f"{called} is {kind.given}{tests[kind]}"
             result = conditional(kind.made(original, site, text), test, result)
         return result
 
@@ -482,6 +493,13 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     text.replace(node.target, counted, why)
     text.replace(node.iter, lambda made: expression("enumerate({made})", made=made), why)
     return name
+
+
+def _is_made_there(site: Site) -> bool:
+    """Whether the variable that is called holds nothing but what the function itself makes."""
+    came_in = not names_in(site.callee or site.call).isdisjoint(parameters(site.function))
+    made = [isinstance(getattr(each, "value", None), ast.Call) for each in site.variable]
+    return all(made) and not came_in
 
 
 def _is_same_name(node: ast.AST, name: ast.expr | None) -> bool:

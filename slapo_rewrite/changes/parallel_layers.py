@@ -19,7 +19,7 @@ from slapo_rewrite.code.text import within
 from slapo_rewrite.code.written_out import with_arguments
 from slapo_rewrite.directive import Causes, merged_causes
 from slapo_rewrite.model.construction_sites import Site
-from slapo_rewrite.model.join import Sources, find_site, known_site, size_at
+from slapo_rewrite.model.join import Sources, find_site, given_partial, known_site, size_at
 from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.types import layer_key
@@ -135,6 +135,8 @@ def _in_arguments(expr: ast.expr, sources: Sources, owner: Node, site: Site) -> 
     """
     found, call = sources.constructor(owner.cls), site.call
     if found is None or not isinstance(call, ast.Call) or site.partial is not None:
+        return None
+    if given_partial(site, owner) is not None:  # which gives more than stands there
         return None
     file, constructor = found
     late = Late(file, constructor, constructor.body[-1])

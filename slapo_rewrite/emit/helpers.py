@@ -29,13 +29,13 @@ from slapo_rewrite.schedule.load import ScheduleFile
 
 # Each module after those that it needs.
 RUNTIME_ORDER = (
-    "annotations", "remaking", "recomputation", "shards", "copies", "guards", "packed_axes",
-    "tensor_parallel", "vocab_parallel_loss", "rng", "conv1d", "replicated", "grouped_query",
-    "convolution", "embedding_bag", "multihead_attention", "transformer_layers", "normalization",
-    "mixed_norms", "mixed_precision", "mixed_conv1d", "mixed_attention", "mixed_parallel",
-    "mixed_parallel_conv1d", "mixed_parallel_convolution", "mixed_parallel_norms", "weights",
-    "loading", "deferred_init", "distributed_checkpoint", "lora", "pretrained", "backward_steps",
-    "stages", "checkpoints", "deepspeed_pipeline", "torch_pipeline",
+    "annotations", "given_classes", "remaking", "recomputation", "shards", "copies", "guards",
+    "packed_axes", "tensor_parallel", "vocab_parallel_loss", "rng", "conv1d", "replicated",
+    "grouped_query", "convolution", "embedding_bag", "multihead_attention", "transformer_layers",
+    "normalization", "mixed_norms", "mixed_precision", "mixed_conv1d", "mixed_attention",
+    "mixed_parallel", "mixed_parallel_conv1d", "mixed_parallel_convolution", "mixed_parallel_norms",
+    "weights", "loading", "deferred_init", "distributed_checkpoint", "lora", "pretrained",
+    "backward_steps", "stages", "checkpoints", "deepspeed_pipeline", "torch_pipeline",
 )  # fmt: skip
 
 # What an output offers beside what the model file itself calls.

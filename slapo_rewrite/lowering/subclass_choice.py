@@ -127,6 +127,8 @@ class SubclassChoice:
                 known = name = made.reference(self.imports, every)
             elif called is not None and self.file.qualified(called) and not here:
                 name = ast.unparse(called)
+            elif (named := self.changes.name_of(cls, site, node)) and not here:
+                name = named
             elif lookup_of(site, node):
                 name = self.imports.function(Function(cls.__name__, cls.__module__), every)
             elif site.callee is None and not here:

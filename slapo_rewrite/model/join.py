@@ -99,6 +99,16 @@ def resolve(expr: ast.expr, site: Site, node: Node) -> object | None:
     return worth.value if isinstance(worth, Constant) else None
 
 
+def given_partial(site: Site, node: Node) -> functools.partial[object] | None:
+    """The `partial` of a module's class that its site calls, where that came in as a value."""
+    callee = site.callee
+    held = resolve(callee, site, node) if isinstance(callee, ast.Name | ast.Attribute) else None
+    if site.partial is not None or not isinstance(held, functools.partial):
+        return None
+    # Where the source was changed, the class is another one of its name.
+    return held if getattr(held.func, "__name__", None) == node.cls.__name__ else None
+
+
 def size_at(expr: ast.expr, site: Site, node: Node) -> int | None:
     """The whole number that an expression came to there; None where it is not known to be one."""
     value = resolve(expr, site, node)

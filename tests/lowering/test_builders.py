@@ -332,7 +332,7 @@ CASES = {
     "by a class that came in": (
         "Block(nn.Linear)",
         '["layers.*.*.inner"].checkpoint()',
-        "needs a subclass of `Linear`, which this file does not name",
+        "+            CheckpointedLinear(8, 8) if make is nn.Linear else make(8, 8)\n",
     ),
     "replaced": (
         "Stack(*[Two(nn.Linear(8, 4 * n), nn.Linear(4 * n, 8)) for n in (1, 2)])",

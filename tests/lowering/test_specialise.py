@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
+import torch
 
 from tests.lowering import test_builders
 from tests.marks import long
 from tests.numbers import Case, compare, prepare
 from tests.processes import run
-from tests.rewriting import changed_lines, refused, rewritten
+from tests.rewriting import changed_lines, imported, refused, rewritten, written
 
 ATTENTION = """\
 import torch
@@ -494,7 +497,11 @@ class Net(nn.Module):
     "model, path, made",
     [
         ("m.Net()", "blocks.0", "CheckpointedBlock(dim) if block_fn is Block and i == 0 else"),
-        ("m.Net(m.partial(m.Block, act=torch.tanh))", "blocks.0", None),
+        (
+            "m.Net(m.partial(m.Block, act=torch.tanh))",
+            "blocks.0",
+            "with_class(block_fn, Block, CheckpointedBlock)(dim) if i == 0 else block_fn(dim)",
+        ),
         ("m.Net(Own)", "blocks.0", None),
         ("m.Net(nn.Linear)", "blocks.0", None),
         ("m.Net()", "one", "layer = partial(CheckpointedBlock, act=torch.tanh)"),
@@ -512,6 +519,136 @@ def test_a_class_that_comes_in_as_a_value(model, path, made, tmp_path):
         refused(tmp_path, GIVEN, schedule, "SR103")
     else:
         assert made in " ".join(rewritten(tmp_path, GIVEN, schedule).files["source_0.py"].split())
+
+
+def test_a_partial_may_be_the_class_itself_in_another_model(tmp_path):
+    schedule = "import torch\n\n\ndef model(m):\n"
+    schedule += "    return m.Net(m.partial(m.Block, act=torch.tanh))\n\n\n"
+    schedule += "def verify_model(m):\n    return m.Net()\n\n\n"
+    schedule += 'def inputs(model):\n    return {"x": torch.randn(2, 8)}\n\n\n'
+    schedule += 'def schedule(s):\n    s["blocks"][:2].checkpoint()\n'
+    output = rewritten(tmp_path, GIVEN, schedule)
+    assert not output.warnings
+    module = imported(written(tmp_path, output))
+
+    class Other(module.Block):
+        pass
+
+    for given, made in (
+        (module.Block, "CheckpointedBlock"),
+        (functools.partial(functools.partial(module.Block), act=torch.tanh), "CheckpointedBlock"),
+        (functools.partial(Other, act=torch.tanh), "Other"),
+        (lambda dim: Other(dim, act=torch.tanh), "Other"),
+    ):
+        first = module.Net(given).blocks[0]
+        assert type(first).__name__ == made
+        assert (first.act is torch.tanh) == (given is not module.Block)
+
+
+GIVEN_LAYERS = """from functools import partial
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, dim=8, up=None, down=nn.Linear):
+        super().__init__()
+        up = up or partial(nn.Linear, bias=False)
+        self.up, self.down = up(dim, 4 * dim), down(4 * dim, dim)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def small():
+    return Net(down=partial(nn.Linear, device=None, bias=False))
+"""
+
+
+GIVEN_LAYERS_SCHEDULE = """import torch
+
+
+def model(m):
+    return m.small()
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 3, 8)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+
+
+def schedule(s):
+    s["up"].shard("weight", axis=0)
+    s["down"].shard("weight", axis=1)
+    s.infer_sync()
+"""
+
+
+def test_a_layer_that_comes_in_as_a_partial_of_its_class(tmp_path):
+    """It is split with what the `partial` gives it, as far as a split layer takes that by name."""
+    case = {"given": Case(GIVEN_LAYERS, GIVEN_LAYERS_SCHEDULE)}
+    prepare(tmp_path, case)
+    run(compare, 2, tmp_path, case)
+    text = " ".join((tmp_path / "given_out/given_original.py").read_text().split())
+    assert "with_class(up, nn.Linear, ColumnParallelLinear)(" in text
+    assert "with_class(down, nn.Linear, RowParallelLinear)(4 * dim, dim)" in text
+
+
+def test_a_class_of_another_file_that_comes_in_as_a_partial(tmp_path):
+    source = GIVEN_LAYERS.replace("partial(nn.Linear, device=None, bias=False)", "layer")
+    source = source.replace("down(4 * dim, dim)", "nn.ModuleList(down(4 * dim) for _ in range(2))")
+    source = source.replace("self.down(self.up(x)", "self.down[1](self.down[0](self.up(x))")
+    source += "\n\nlayer = partial(nn.TransformerEncoderLayer, nhead=2, dim_feedforward=8)\n"
+    schedule = GIVEN_LAYERS_SCHEDULE.partition("def schedule")[0]
+    schedule += 'def schedule(s):\n    s["down"][:1].checkpoint()\n'
+    made = rewritten(tmp_path, source, schedule).files["source_0.py"]
+    assert "class CheckpointedTransformerEncoderLayer(nn.TransformerEncoderLayer):" in made
+    made = " ".join(made.split())
+    assert "with_class(down, nn.TransformerEncoderLayer, CheckpointedTrans" in made
+    assert "else down(4 * dim)" in made
+
+
+def test_a_partial_that_gives_by_place_says_another_size_where_it_is_called(tmp_path):
+    source = GIVEN_LAYERS.replace("down(4 * dim, dim)", "down(dim)")
+    source = source.replace("partial(nn.Linear, device=None", "partial(nn.Linear, 32")
+    assert "not made by a call" in refused(tmp_path, source, GIVEN_LAYERS_SCHEDULE, "SR103")
+
+
+def test_a_partial_that_gives_what_no_split_layer_takes_is_refused(tmp_path):
+    source = """from functools import partial
+
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, table=partial(nn.Embedding, norm_type=2.0)):
+        super().__init__()
+        self.table = table(16, 8)
+
+    def forward(self, ids):
+        return self.table(ids)
+"""
+    schedule = """import torch
+
+
+def model(m):
+    return m.Net()
+
+
+def inputs(model):
+    return {"ids": torch.randint(0, 16, (2, 3))}
+
+
+def schedule(s):
+    s["table"].shard("weight", axis=0)
+    s["table"].sync("fwd_post", "all_reduce")
+"""
+    error = refused(tmp_path, source, schedule, "SR305")
+    assert "does not take the argument `norm_type`" in error
 
 
 COUNTED = """import torch
@@ -569,6 +706,8 @@ def schedule(s):
     assert "ReplicatedLayerNorm(4)" in (tmp_path / "counted_out/counted_original.py").read_text()
 
 
+# What the `partial` gives is taken from that where it is called.
+BY_VALUE = "with_class(Linear, nn.Linear, CheckpointedLinear)("
 PARTIAL = """\
 from functools import partial
 
@@ -595,18 +734,15 @@ class Model(nn.Module):
         ("", "", "CheckpointedLinear(8, 8, bias=False) if i < 2 else Linear(8)"),
         ("Linear(8)", "Linear(8, bias=True)", "CheckpointedLinear(8, 8, bias=True) if i < 2"),
         ("Linear = partial", "flag = False\nLinear = partial", "CheckpointedLinear(8, 8, bias=F"),
-        ("bias=False", "bias=str() == 'a'", None),
-        ("Linear(8)", "Linear(8, **{})", None),
-        ("class Model", "if nn:\n    Linear = partial(nn.Linear, 8)\n\n\nclass Model", None),
+        ("bias=False", "bias=str() == 'a'", BY_VALUE),
+        ("Linear(8)", "Linear(8, **{})", BY_VALUE),
+        ("class Model", "if nn:\n    Linear = partial(nn.Linear, 8)\n\n\nclass Model", BY_VALUE),
     ],
 )
 def test_a_partial_of_a_class_gives_the_subclass_what_it_gives(old, new, made, tmp_path):
     schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n"
     schedule += '    s["layers"][:2].checkpoint()\n'
     source = PARTIAL.replace(old, new)
-    if made is None:
-        assert "write the construction out" in refused(tmp_path, source, schedule, "SR103")
-        return
     assert made in changed_lines(rewritten(tmp_path, source, schedule))
 
 
@@ -614,10 +750,10 @@ def test_a_partial_of_a_class_gives_the_subclass_what_it_gives(old, new, made, t
     ("old", "new", "made"),
     [
         ("", "", "CheckpointedLinear(8, 8, bias=bias) if i < 2 else Linear(8)"),
-        ("self.layers = ", "bias = True\n        self.layers = ", None),
-        ("for _ in range(3)", "for bias in range(3)", None),
+        ("self.layers = ", "bias = True\n        self.layers = ", BY_VALUE),
+        ("for _ in range(3)", "for bias in range(3)", BY_VALUE),
         ("Linear(8)", "(lambda bias: Linear(8))(1)", None),
-        ("bias=bias", "bias=self.training", None),
+        ("bias=bias", "bias=self.training", BY_VALUE),
     ],
 )
 def test_a_partial_of_arguments_gives_what_they_are(old, new, made, tmp_path):
@@ -654,11 +790,9 @@ def test_a_partial_of_what_a_name_is_bound_to_gives_that(bound, is_known, tmp_pa
     )
     schedule = "def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n"
     schedule += '    s["layers"][:2].checkpoint()\n'
-    if is_known:
-        made = "CheckpointedLinear(8, 8, bias=bias) if i < 2 else Linear(8)"
-        assert made in changed_lines(rewritten(tmp_path, source, schedule))
-    else:
-        refused(tmp_path, source, schedule, "SR103")
+    known = "CheckpointedLinear(8, 8, bias=bias) if i < 2 else Linear(8)"
+    made = changed_lines(rewritten(tmp_path, source, schedule))
+    assert (known if is_known else BY_VALUE) in made
 
 
 @pytest.mark.parametrize("of", ["self.__class__", "type(self)"])
