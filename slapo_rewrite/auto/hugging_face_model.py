@@ -122,13 +122,18 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 # Arguments other than labels from which a loss is computed.
 TARGETS = ("future_values", "future_time_features")
-# Labels for heads that are not of text, by a part of the class's name.
-LABELS: dict[str, str] = {
-    "Classification": "torch.randint($num_labels, (2,))",
-    "SemanticSegmentation": "torch.randint($num_labels, (2, $image_size:64, $image_size:64))",
-    "CTC": "torch.randint(3, $vocab_size, (2, 4))",
-    "SpeechSeq2Seq": TOKENS,
-    "ConditionalGeneration": TOKENS,
+IN_TEXT = "torch.randint(16, (2,))"
+# Labels of heads whose labels are not their input tokens, by a part of the class's name.
+LABELS: dict[str, dict[str, str]] = {
+    "TokenClassification": {"labels": "torch.randint($num_labels, (2, 16))"},
+    "Classification": {"labels": "torch.randint($num_labels, (2,))"},
+    "QuestionAnswering": {"start_positions": IN_TEXT, "end_positions": IN_TEXT},
+    "SemanticSegmentation": {
+        "labels": "torch.randint($num_labels, (2, $image_size:64, $image_size:64))"
+    },
+    "CTC": {"labels": "torch.randint(3, $vocab_size, (2, 4))"},
+    "SpeechSeq2Seq": {"labels": TOKENS},
+    "ConditionalGeneration": {"labels": TOKENS},
 }
 
 
@@ -208,13 +213,18 @@ def _steps(
         own = replace(step, twin=twin, imports=tuple(sorted({*step.imports, *imports})))
         # The tool's own inputs need `vocab_size` in the configuration itself.
         has_words = isinstance(getattr(config, "vocab_size", None), int)
-        if "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes and has_words:
+        reads = "input_ids" in takes and main == "input_ids" and CONTRASTIVE not in takes
+        # Labels that are no tokens have shapes that only written inputs say.
+        answers = cls.__name__.endswith(("Classification", "QuestionAnswering"))
+        if reads and has_words and not answers:
             yield own
         known: list[dict[str, str]] = []  # different templates may give the same inputs
         for made_up in _made_up(takes, mains, cls.__name__):
             if (inputs := _filled(made_up, model.config)) not in known:
                 known.append(inputs)
                 yield replace(own, inputs=inputs)
+        if reads and has_words and answers:
+            yield own
 
 
 def _small(cls: Any, config: Any, model: nn.Module) -> Any:
@@ -266,8 +276,8 @@ def _made_up(
         for texts in itertools.product(*(arguments[name] for name in names)):
             given = dict(zip(names, texts, strict=True))
             labels = next((t for n, t in LABELS.items() if n in name), None)
-            if labels is not None and "labels" in takes:
-                yield {**given, "labels": labels}
+            if labels is not None and labels.keys() <= takes.keys():
+                yield {**given, **labels}
             yield given
 
 

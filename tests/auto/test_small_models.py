@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from slapo_rewrite.auto.hugging_face_model import steps_of
+from slapo_rewrite.auto.hugging_face_model import IN_TEXT, steps_of
 from slapo_rewrite.auto.step import first_that_runs
 
 # By what each needs: what the default leaves open, a layer that comes late, as many heads of a
@@ -61,6 +61,22 @@ def test_a_step_of_a_small_model_runs(name):
     assert NEEDING[name] in step.model
     is_default = NEEDING[name].endswith("Config()")
     assert step.title.endswith("in its default configuration") is is_default
+
+
+@pytest.mark.parametrize(
+    ("head", "labels"),
+    [
+        ("SequenceClassification", {"labels": "torch.randint(model.config.num_labels, (2,))"}),
+        ("TokenClassification", {"labels": "torch.randint(model.config.num_labels, (2, 16))"}),
+        ("QuestionAnswering", dict.fromkeys(("start_positions", "end_positions"), IN_TEXT)),
+    ],
+)
+def test_labels_that_are_no_tokens_are_written(head, labels):
+    module = importlib.import_module("transformers.models.bert.modeling_bert")
+    step, _ = first_that_runs(steps_of(getattr(module, f"BertFor{head}")), module)
+    assert step is not None and step.loss is None
+    tokens = {"input_ids": "torch.randint(3, model.config.vocab_size, (2, 16))"}
+    assert step.inputs == {**tokens, **labels}
 
 
 def test_a_small_model_has_a_layer_of_each_kind():
