@@ -14,7 +14,7 @@ from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.auto import hugging_face_model, plain_model
-from slapo_rewrite.auto.flow import Flow, are_layers, flow_of
+from slapo_rewrite.auto.flow import Flow, are_layers, flow_of, told_apart
 from slapo_rewrite.auto.hugging_face_model import is_one
 from slapo_rewrite.auto.oracle import Oracle
 from slapo_rewrite.auto.placement_search import Search
@@ -72,7 +72,14 @@ def derive(source: str, wanted: str = "") -> Derived:
     oracle = Oracle(source, step)
     model, inputs = oracle.small()
     flow = flow_of(model.train(), inputs, oracle.project.tree.root.live)
-    found = Search(oracle, flow, step.has_loss).run()
+    search = Search(oracle, flow, step.has_loss)
+    found, root = search.run(), oracle.project.tree.root
+    by_stage = told_apart(model, inputs, root.live, search.stages)
+    if by_stage is not None:
+        oracle.asked = 0
+        other = Search(oracle, by_stage, step.has_loss).run()
+        if _share(other, root) > _share(found, root):
+            found, flow = other, by_stage
     lists, uncounted, why = _lists(oracle, flow, found)
     cuts = oracle.refusal(["s.cut_evenly(2)"]) is None
     head, title = step.text(), step.title
@@ -90,12 +97,12 @@ def derive(source: str, wanted: str = "") -> Derived:
             lists = {path: parts for path, parts in lists.items() if path not in unmade}
             why = "" if lists else next(iter(unmade.values()))
         elif refused is None:
-            share = _share(found, oracle.project.tree.root)
+            share = _share(found, root)
             return Derived(text, head, title, found.groups, share, why, others)
         elif not found.groups:
             raise refused
         else:
-            ways = _without_one(found, refused, oracle.project.tree.root)
+            ways = _without_one(found, refused, root)
             found = next((f for f in ways[:-1] if _refused(source, written(f)) is None), ways[-1])
 
 

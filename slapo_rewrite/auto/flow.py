@@ -124,6 +124,18 @@ def flow_of(model: nn.Module, inputs: Mapping[str, Any], full: nn.Module) -> Flo
     return _followed(model, inputs, apart) if apart else flow
 
 
+def told_apart(
+    model: nn.Module, inputs: Mapping[str, Any], full: nn.Module, stages: Collection[str]
+) -> Flow | None:
+    """The same, where elements of lists of stages are each a node; None where none may be."""
+
+    def count(whole: nn.Module, path: str) -> int:
+        return len([*whole.get_submodule(path).children()])
+
+    alike = frozenset(path for path in stages if count(model, path) == count(full, path))
+    return _followed(model, inputs, alike) if alike else None
+
+
 def _feeds_itself(flow: Flow, pattern: str) -> list[str]:
     """The modules of a pattern if results of some reach others; else none."""
     return sorted(flow.layers[pattern].paths) if pattern in flow.sources[pattern] else []

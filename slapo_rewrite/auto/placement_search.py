@@ -98,6 +98,7 @@ class Search:
         self._refusals: dict[str, tuple[int, str]] = {}
         # Whether a trial of the current component was refused because of other instances.
         self._is_uncounted = False
+        self.stages = set[str]()  # lists of stages of other sizes, of which layers were refused
         self._way: dict[tuple[str, ...], int | None] = {}  # by shape: the number of the legal way
         known = [p for p in flow.layers if p in self.modules]
         self.step = sum(map(self._saved, known)) / (1 - 1 / RANKS)
@@ -132,6 +133,9 @@ class Search:
             for p in (*self.flow.layers, *self.flow.tables)
             if p not in taken and p in self.modules and self._size([p]) > 0.001 * self.total
         }
+        refused = (p for p in whole if p in self._refusals and p.count("*") > 1)
+        several = (p for p in refused if len({_weight(m) for m in self.modules[p]}) > 1)
+        self.stages = {p.partition(".*.")[0] for p in several}
         return Found(tuple(groups), whole)
 
     def _size(self, patterns: Iterable[str]) -> int:

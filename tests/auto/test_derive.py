@@ -1380,6 +1380,43 @@ def test_heads_are_split_on_two_ranks_or_not_at_all(tmp_path):
     )
 
 
+def test_stages_whose_heads_divide_are_split_beside_those_whose_heads_do_not(tmp_path):
+    """As Swin's: three heads in the first stage, and six in the next one."""
+    source = SINKS.partition("class Model")[0]
+    source += """class Stage(nn.Module):
+    def __init__(self, width, heads, end):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(width, heads) for _ in range(2))
+        self.end = nn.Linear(width, 2 * width) if end else nn.Identity()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.end(x)
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        made = ((width * 2**i, heads * 2**i, i == 0) for i in range(2))
+        self.stages = nn.ModuleList(Stage(*each) for each in made)
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
+"""
+    step = STEP.replace("WIDTH, 8", "384, 3").replace("32, 4", "48, 3")
+    step = step.replace("model.attention.query.in", "model.stages[0].blocks[0].query.in")
+    found = derived(tmp_path, source, step)
+    assert {path.split()[0] for path in shards(found.text)} == {
+        "1.blocks.*.{query,key,value}",
+        "1.blocks.*",
+        "1.blocks.*.out",
+    }
+    assert 0.7 < found.share < 0.8 and "Left whole: `stages.0.blocks.*.{" in found.text
+
+
 TAKEN_OUT = """
 import torch
 from torch import nn
