@@ -128,11 +128,7 @@ def told_apart(
     model: nn.Module, inputs: Mapping[str, Any], full: nn.Module, stages: Collection[str]
 ) -> Flow | None:
     """The same, where elements of lists of stages are each a node; None where none may be."""
-
-    def count(whole: nn.Module, path: str) -> int:
-        return len([*whole.get_submodule(path).children()])
-
-    alike = frozenset(path for path in stages if count(model, path) == count(full, path))
+    alike = frozenset(path for path in stages if _list_around(model, full, path) == path)
     return _followed(model, inputs, alike) if alike else None
 
 
@@ -330,6 +326,7 @@ def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
 
     If a layer is both, the roles alternate in the order in which the layers run: one that gets
     shards is a consumer, and returns full values to the next producers, as in a state-space block.
+    A second reading makes it a producer, whose own producers stay whole, as in low-rank attention.
     """
     found: list[tuple[set[str], set[str]]] = []
     for consumer, producers in flow.sources.items():
@@ -344,10 +341,14 @@ def components(flow: Flow) -> list[tuple[frozenset[str], frozenset[str]]]:
             else:
                 apart.append(known)
         found = [*apart, (given, taken)]
-    turns = (
+    turns = [
         _in_turns(flow, given, taken) if given & taken else (given, taken) for given, taken in found
-    )
-    return [(frozenset(given), frozenset(taken)) for given, taken in turns]
+    ]
+    for given, taken in found:
+        feeding = set[str]().union(*(flow.sources[layer] for layer in given & taken))
+        if feeding and given - feeding and taken - given:
+            turns.append((given - feeding, taken - given))
+    return [*dict.fromkeys((frozenset(given), frozenset(taken)) for given, taken in turns)]
 
 
 def together(

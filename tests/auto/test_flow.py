@@ -49,6 +49,17 @@ class StateSpace(nn.Module):
         return self.leave(x * self.step(step) * write.sum(-1, keepdim=True))
 
 
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.few, self.many = nn.Linear(8, 6), nn.Linear(4, 16)
+        self.q, self.o = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        few, shared = self.few(x).split([4, 2], dim=-1)
+        return self.o(self.q(x) * self.many(few) * shared.sum(-1, keepdim=True))
+
+
 class Assigned(nn.Module):
     def __init__(self):
         super().__init__()
@@ -86,7 +97,12 @@ def test_producers_of_one_consumer_hang_together():
 
 def test_layers_that_are_both_take_turns():
     """What is given parts adds up, and what is behind it begins with whole values again."""
-    assert found(StateSpace())[1] == {("enter step", "leave select")}
+    assert found(StateSpace())[1] == {("enter step", "leave select"), ("step", "leave")}
+
+
+def test_layers_that_are_both_may_give_parts_of_what_comes_whole():
+    """As attention of low rank: heads are split where they are made, and not what they share."""
+    assert found(LowRank())[1] == {("few q", "many o"), ("many q", "o")}
 
 
 def test_what_is_written_in_place_is_followed():
