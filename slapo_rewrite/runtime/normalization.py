@@ -118,7 +118,7 @@ def mean_of_parts(
 def rms_norm_of_parts(
     x: Tensor,
     size: int,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float = 1e-6,
     *,
     offset: float = 0.0,
@@ -129,7 +129,7 @@ def rms_norm_of_parts(
     Args:
         x: This rank's part of the rows.
         size: How many features all ranks have together.
-        weight: This rank's part of the scale.
+        weight: This rank's part of the scale, or None for none.
         eps: Added to the mean of the squares.
         offset: Added to the weight.
         cast: When the normalised rows leave float32, as for `rms_norm`.
@@ -137,6 +137,8 @@ def rms_norm_of_parts(
     wide = x if x.dtype == torch.float64 else x.float()
     r = torch.rsqrt(mean_of_parts(wide.pow(2), size, -1, keepdim=True) + eps)
     hat = (x if cast == "weight" else wide) * r
+    if weight is None:
+        return hat.to(x.dtype)
     if cast == "output":
         return ((offset + weight.to(hat.dtype)) * hat).to(x.dtype)
     return (offset + weight) * hat.to(x.dtype if cast == "input" else weight.dtype)

@@ -411,6 +411,13 @@ def normed(rng: random.Random, name: str) -> Block:
             "        super().__init__()", "        self.weight = nn.Parameter(torch.ones(width))", "",
             "    def forward(self, x):", f"        v = {mean}", f"        return {end}", "", "",
         ]  # fmt: skip
+        if rng.random() < 0.5:  # as a rule knows it: its call, and not the mean, is of parts then
+            made.top[-4:-2] = [
+                "        d, x = x.dtype, x.to(torch.float32)",
+                "        v = x.pow(2).mean(-1, keepdim=True)",
+                "        x = x * torch.rsqrt(v + 1e-6)",
+                f"        return {rng.choice(['self.weight * x.to(d)', '(self.weight * x).to(d)'])}",
+            ]
     else:
         made.init.append(f"self.norm = nn.{'LayerNorm' if kind == 'layer' else 'RMSNorm'}({INNER})")
     made.init.append(f"self.down = nn.Linear({INNER}, {DIM})")
@@ -532,7 +539,7 @@ def network(rng: random.Random) -> Net:
         stated(rng, net, mode == "sequence", head, stays)
     if rng.random() < 0.15 and net.paths:
         net.lines.append(f's["{rng.choice(net.paths)[0]}"].checkpoint()')
-    if rng.random() < 0.15:
+    if rng.random() < 0.25:
         net.lines.insert(rng.choice([0, len(net.lines)]), "s.apply_all()")
     return net
 

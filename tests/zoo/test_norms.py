@@ -140,6 +140,13 @@ CASES |= {
 }
 
 
+def test_a_norm_without_a_scale_is_fused_over_all_ranks_too(tmp_path):
+    """Another parameter of the module says how many features there are."""
+    text = CASES["fused_output_eager"].source.replace("(self.weight * x).to(dtype)", "x.to(dtype)")
+    lines = added(rewritten(tmp_path, text, CASES["fused_output_eager"].schedule))
+    assert 'return rms_norm_of_parts(x, full_size(self, "weight"), None, self.eps)' in lines
+
+
 def added(output) -> list[str]:
     return [line[1:].strip() for line in changed_lines(output).splitlines() if line[0] == "+"]
 
