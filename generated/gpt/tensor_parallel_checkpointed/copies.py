@@ -14,18 +14,26 @@ ALIKE = 1e-4  # relative; sums in another order on a GPU differ by less
 SMALL = 1e-4  # of the largest gradient; smaller ones may be rounding errors
 # By process group: how often layers have run, which is the same on all ranks (a rank
 # may skip steps of its optimizer); and the norms of gradients and, as training begins,
-# of values, at the first optimizer step since the ranks last compared them.
+# of values, and of what an optimizer has loaded for parts, at the first optimizer step
+# since the ranks last compared them.
 runs: dict[Any, int] = {}
-norms: dict[Any, list[tuple[float, float]]] = {}
+norms: dict[Any, tuple[list[tuple[float, float]], float]] = {}
 
 
-def note_copies(parameters: Iterable[Any], begins: bool) -> None:
-    """Before an optimizer's step: records norms of what is not split."""
-    group = named_world().group or dist.group.WORLD
+def note_copies(parameters: Iterable[Any], states: Any, is_new: bool) -> None:
+    """Before an optimizer's step: records norms of what is not split, and of states."""
+    group, loaded = named_world().group or dist.group.WORLD, 0.0
     copies = [p for p in parameters if not hasattr(p, "model_parallel")]
     trained = [p for p in copies if p.grad is not None]
-    if group not in norms and trained:
-        norms[group] = [(_norm(p.grad), _norm(p) * begins) for p in trained]
+    if not trained or (group in norms and not (is_new and states)):
+        return
+    for p in parameters if is_new else ():
+        state = states.get(p, {})
+        if hasattr(p, "model_parallel") and state.get("step", 1):
+            moments = [t for t in state.values() if getattr(t, "shape", 0) == p.shape]
+            loaded += sum(map(_norm, moments))
+    begins = is_new and not states
+    norms[group] = [(_norm(p.grad), _norm(p) * begins) for p in trained], loaded
 
 
 def _norm(x: Any) -> float:
@@ -40,7 +48,8 @@ def compare_gradients() -> None:
     """When a layer runs: now and then, the ranks compare the norms that were recorded.
 
     Raises:
-        RuntimeError: Values differ as training begins, or all gradients do.
+        RuntimeError: Values differ as training begins, or all gradients do; or the
+            optimizer has loaded the same for all parts.
     """
     # Recomputation in a backward pass runs layers again, and minds operations of ours.
     if torch._C._current_graph_task_id() != -1:
@@ -52,8 +61,14 @@ def compare_gradients() -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # CUDA graphs cannot hold this
     everyones: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyones, norms.pop(group, []), group)
-    pairs = [zip(*each, strict=True) for each in zip(*everyones, strict=False)]
+    dist.all_gather_object(everyones, norms.pop(group, ([], 0.0)), group)
+    records, loaded = zip(*everyones, strict=True)
+    if loaded[0] and len({*loaded}) == 1:
+        raise RuntimeError(
+            "all ranks have loaded one rank's state of the optimizer: save a file for each, "
+            "or `sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
+        )
+    pairs = [zip(*each, strict=True) for each in zip(*records, strict=False)]
     gradients, values = zip(*pairs, strict=True) if pairs else ((), ())
     if any(max(n) - min(n) > ALIKE * max(n) for n in values):
         raise RuntimeError(
@@ -62,7 +77,7 @@ def compare_gradients() -> None:
         )
     large = [n for n in gradients if max(n) > SMALL * max(map(max, gradients))]
     differ = [max(n) - min(n) > ALIKE * max(n) for n in large]
-    if len({*map(len, everyones)}) > 1 or (differ and all(differ)):
+    if len({*map(len, records)}) > 1 or (differ and all(differ)):
         raise RuntimeError(
             "the ranks have trained otherwise what each has a copy of: they have left out "
             "other steps, or scaled by a norm of their own, as torch.nn.utils."

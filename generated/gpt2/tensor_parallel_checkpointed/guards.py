@@ -38,24 +38,26 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     """Before an optimizer's step: checks that it can train the parts of weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
-    is_new = not vars(optimizer).get("knows_parts")
-    optimizer.knows_parts = True
+    is_new = vars(optimizer).get("known_state") is not optimizer.state
+    optimizer.known_state = optimizer.state  # another after `load_state_dict`
     for layer in layers_run if is_new else ():  # FSDP2 replaces parameters
         mark_parts(layer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(hasattr(p, "model_parallel") for p in parameters):
         return
-    note_copies(parameters, begins=is_new and not optimizer.state)
+    note_copies(parameters, optimizer.state, is_new)
     if is_new:
         refuse_replicas(optimizer)
     shares_out = "process_group" in vars(optimizer)  # as ZeRO-1 does
     if is_new and not (isinstance(optimizer, BY_ELEMENT) or shares_out):
-        warnings.warn(
+        said = (
             f"`{type(optimizer).__name__}` is given this rank's parts of split weights: "
             "unless it goes element by element, as AdamW does, it takes other steps than "
-            "for the original model",
-            stacklevel=2,
+            "for the original model"
         )
+        if type(optimizer) in vars(optim).values():  # of torch's, known not to
+            raise RuntimeError(f"{said}. Leave split weights to one that does")
+        warnings.warn(said, stacklevel=2)
 
 
 def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
@@ -102,7 +104,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
 
 
 def refuse_replicas(holder: Any) -> None:
-    """Refuses data parallelism over ranks that hold different parts of weights."""
+    """Refuses data parallelism that copies parts over others, or takes their norm."""
     replicas, ranks = vars(holder).get("process_group"), dist.get_process_group_ranks
     if not isinstance(replicas, dist.ProcessGroup):
         return
@@ -111,6 +113,11 @@ def refuse_replicas(holder: Any) -> None:
             f"`{type(holder).__name__}` would take the tensor-parallel ranks for replicas "
             "and copy parts over others: give it the data-parallel group, or train the "
             "model itself (for Trainer and accelerate see slapo-rewrite's examples/trainer)"
+        )
+    if hasattr(holder, "clip_grad_norm_"):  # FSDP1 flattens parts and copies into one
+        raise RuntimeError(
+            f"`{type(holder).__name__}` would clip by a norm of this rank's parts: take "
+            "`fully_shard`, and `tensor_parallel.clip_grad_norm_`"
         )
 
 
@@ -208,7 +215,7 @@ def note_whose_parts(
     metadata["part"] = rank(), world_size()
     is_made = named_world().supposed or torch.get_default_device().type == "meta"
     for name in module.sharded_parameters:
-        part = state_dict.get(prefix + name)
+        part = given = state_dict.get(prefix + name)
         if hasattr(part, "to_local"):  # FSDP2's DTensor
             with torch.no_grad():
                 part = part.to_local()
@@ -220,16 +227,20 @@ def note_whose_parts(
                 "`from_pretrained` reads whole tensors, and this rank holds parts: use "
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
-        # The checkpoint calls the first; the second keeps both out of pickles.
-        vars(part).update(__create_write_items__=_refuse_checkpoint, __getstate__=dict)
+        # The checkpoint calls the first; the second keeps all out of pickles.
+        refuse = partial(_refuse_parts, prefix + name)
+        vars(part).update(__create_write_items__=refuse, __getstate__=dict)
+        if part is given:  # safetensors asks this, and FSDP2 where it gathers
+            vars(part)["is_contiguous"] = refuse
 
 
-def _refuse_checkpoint(name: str, part: Tensor) -> None:
-    """Stops torch.distributed.checkpoint from saving one rank's part as the whole."""
+def _refuse_parts(name: str, *_: object) -> None:
+    """Stops what would save one rank's parts as the whole."""
     raise RuntimeError(
-        f"`{name}` is this rank's part, and torch.distributed.checkpoint would keep one "
-        "rank's only: save `loading.full_state_dict(model)`, on every rank, or the "
-        "`sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
+        f"`{name}` would be written as this rank's part only: write, or give as "
+        "`state_dict=`, `loading.full_state_dict(model)`, which all ranks call, or use "
+        "`loading.save_pretrained` of a model rewritten `--with save_pretrained`, or "
+        "`sharded_state(model, optimizer)` of one rewritten `--with sharded_state`"
     )
 
 
@@ -238,9 +249,5 @@ def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     states = [a for a in (*args, kwargs.get("state_dict")) if isinstance(a, dict)]
     notes = [n for state in states for n in getattr(state, "_metadata", {}).values()]
     if world_size() > 1 and (not states or any("part" in each for each in notes)):
-        raise RuntimeError(
-            "`model.save_pretrained` would write this rank's parts only: let one rank "
-            "write with `state_dict=loading.full_state_dict(model)`, which all call, or "
-            "use `loading.save_pretrained` of a model rewritten `--with save_pretrained`"
-        )
+        _refuse_parts(type(model).__name__)
     return type(model).save_pretrained(model, *args, **kwargs)
