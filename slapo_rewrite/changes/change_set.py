@@ -147,9 +147,7 @@ class ChangeSet:
             what = replace(what, lookup=lookup_of(site, node))
             if what.lookup is None:
                 self._check_class(site, node, causes)
-        if not named and (
-            isinstance(what, ReplaceModule) or (isinstance(what, UseSubclass) and not what.lookup)
-        ):
+        if isinstance(what, ReplaceModule | UseParallelLayer | UseSubclass) and not named:
             what = replace(what, given=self._value_called(site, node, what))
         self.made.setdefault((owner.path, at), {})[node.path] = what
         for place in self.alike(at, node):
@@ -214,10 +212,12 @@ class ChangeSet:
             isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(called)
         ):
             return ""
-        cls, known = resolve(called, site, node), self.file.qualified(called) or ""
-        if not isinstance(cls, type) or known.rpartition(".")[2] == cls.__name__:
+        bound: list[ast.expr] = [s.value for s in site.variable if isinstance(s, ast.Assign)]
+        names = (self.file.qualified(each) or "" for each in bound or [called])
+        cls = resolve(called, site, node)
+        if not isinstance(cls, type) or all(n.rpartition(".")[2] == cls.__name__ for n in names):
             return ""
-        is_other = isinstance(what, UseSubclass) and cls is not node.cls
+        is_other = isinstance(what, UseSubclass) and (what.lookup or cls is not node.cls)
         return "" if is_other else self.name_of(cls, site, node)
 
     def _check_arguments(

@@ -20,6 +20,7 @@ from slapo_rewrite.changes.places import AtSite, Place
 from slapo_rewrite.changes.reads import cut_what_is_written
 from slapo_rewrite.code.arguments import parameters
 from slapo_rewrite.code.build import (
+    call,
     code,
     conditional,
     expression,
@@ -78,8 +79,10 @@ class Construction(Change):
         """What is called in the original's place: a class, with what a `partial` gives that."""
         if not self.of_partial or site.callee is None:
             return name
-        value = ast.unparse(site.callee)
-        return f"{text.helper('given_classes', 'with_class')}({value}, {self.given}, {name})"
+        given = [ast.unparse(site.callee), self.given, name]
+        if isinstance(self, UseParallelLayer):
+            given.append(text.helper("tensor_parallel", "single_rank_only"))
+        return f"{text.helper('given_classes', 'with_class')}({', '.join(given)})"
 
     def write(self, text: ClassText, here: Sequence[PlacedChange]) -> None:
         """Changes what the site constructs, for all elements or by their indices."""
@@ -416,20 +419,25 @@ def _choose_by_class(
 ) -> None:
     """`NewA(...) if kind is A and i < 6 else NewB(...) if kind is B and i < 6 else kind(...)`."""
     kinds = list(dict.fromkeys(changes.values()))
-    tests = dict.fromkeys(kinds, "")
+    tests, among = dict.fromkeys(kinds, ""), None
     is_one_each = len({kind.given for kind in kinds}) == len(kinds)
     if not is_one_each or not changes.keys() >= {*present}:
         # By number if there are several classes: a small model may have one of them in a share.
         told = _told_by_number(site, present, changes, text)
         every = set().union(*(told.numbers[kind] for kind in kinds))
+        among = told.test(every)
         for kind in kinds:
-            test = told.test(every if is_one_each else told.numbers[kind])
+            test = among if is_one_each else told.test(told.numbers[kind])
             tests[kind] = f" and ({test})" if " or " in test else f" and {test}"
     assert site.callee is not None
     called = ast.unparse(site.callee)
 
     def chosen(original: cst.BaseExpression) -> cst.BaseExpression:
         result = original
+        if any(isinstance(kind, UseParallelLayer) for kind in kinds):
+            # Another class is not split, and the values around it are parts.
+            refused = call(text.helper("tensor_parallel", "single_rank_only"), original)
+            result = refused if among is None else conditional(refused, among, original)
         for kind in reversed(kinds):
             test = f"{called} is {kind.given}{tests[kind]}"
             result = conditional(kind.made(original, site, text), test, result)

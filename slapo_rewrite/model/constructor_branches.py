@@ -70,7 +70,8 @@ def _decided(
         is_yes = node not in unreached and isinstance(way, Constant) and bool(way.value)
         is_no = node not in unreached and not is_yes
         if isinstance(node, ast.IfExp):
-            statement, test = file.statement_of(node), ast.unparse(node.test)
+            statement, test = file.statement_of(node), file.segment(node.test)
+            test = test if "\n" not in test else ast.unparse(node.test)
             yield _branch([node.body], statement, test, is_yes, names)
             yield _branch([node.orelse], statement, f"not ({test})", is_no, names)
             continue

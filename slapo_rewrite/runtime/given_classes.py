@@ -6,10 +6,16 @@ from typing import Any
 
 
 def with_class(
-    maker: Callable[..., Any], original: type, other: type
+    maker: Callable[..., Any],
+    original: type,
+    other: type,
+    otherwise: Callable[[Any], Any] = partial,
 ) -> Callable[..., Any]:
-    """What makes `other` with all that `maker` gives, if that makes `original`; else `maker`."""
+    """Makes `other` with the arguments of `maker` if that makes `original`.
+
+    Else returns `otherwise(maker)`.
+    """
     made = partial(maker)
     if made.func is not original:
-        return maker
+        return otherwise(maker)  # type: ignore[no-any-return]
     return partial(other, *made.args, **made.keywords)

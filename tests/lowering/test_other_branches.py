@@ -125,3 +125,64 @@ def test_taken_on_two_ranks(output, case):
     _, module, shards = output
     with shards.world_of(2):
         module.Model(module.Config(**TAKEN[case]))
+
+
+BY_VALUE = """\
+from functools import partial
+
+from torch import nn
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+KINDS = {"plain": nn.Linear, "twice": Twice}
+
+
+class MLP(nn.Module):
+    def __init__(self, kind, make):
+        super().__init__()
+        self.up = KINDS[kind](8, 16)
+        self.down = make(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, kind="plain", maker=nn.Linear):
+        super().__init__()
+        make = partial(maker, bias=True)
+        self.layers = nn.ModuleList([MLP(kind, make) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+"""
+
+
+@pytest.mark.parametrize("path", ["layers.*", "layers.0"])
+def test_layers_whose_class_is_a_value(tmp_path, path):
+    """Of another class they are the original's on one rank, and refused on two."""
+    output = rewritten(tmp_path, BY_VALUE, f'{SPLITTING}    split(s["{path}"])\n')
+    module = imported(written(tmp_path, output))
+    text = "".join(output.files[output.model_file].split())
+    assert "ifKINDS[kind]isnn.Linearelsesingle_rank_only(KINDS[kind](8,16))" in text
+    assert "with_class(make,nn.Linear,RowParallelLinear,single_rank_only)(" in text
+    original = imported(tmp_path / "source_0.py")
+    shards = importlib.import_module(f"{module.__package__}.shards")
+    with shards.world_of(2):
+        module.Model()
+    for given, of in (({"kind": "twice"}, "Twice"), ({"maker": "Twice"}, "Twice")):
+        models = []
+        for each in (original, module):
+            torch.manual_seed(0)
+            models.append(each.Model(**{n: getattr(each, v, v) for n, v in given.items()}))
+        x = torch.randn(2, 8)
+        assert torch.equal(models[0](x), models[1](x))
+        assert any(type(m).__name__ == of for m in models[1].modules())
+        with shards.world_of(2), pytest.raises(NotImplementedError, match="brings in layers"):
+            module.Model(**{n: getattr(module, v, v) for n, v in given.items()})

@@ -594,7 +594,7 @@ def test_a_layer_that_comes_in_as_a_partial_of_its_class(tmp_path):
     prepare(tmp_path, case)
     run(compare, 2, tmp_path, case)
     text = " ".join((tmp_path / "given_out/given_original.py").read_text().split())
-    assert "with_class(up, nn.Linear, ColumnParallelLinear)(" in text
+    assert "with_class(up, nn.Linear, ColumnParallelLinear, single_rank_only)(" in text
     assert "with_class(down, nn.Linear, RowParallelLinear)(4 * dim, dim)" in text
 
 

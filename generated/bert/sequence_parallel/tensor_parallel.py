@@ -135,8 +135,8 @@ def scatter(x: Tensor, axis: int) -> Tensor:
     return collective(x, shard.cut, shard.gather)
 
 
-def single_rank_only() -> None:
-    """Refuses, at more than one rank, layers that the model had not when it was split.
+def single_rank_only(layer: Any = None) -> Any:
+    """Returns `layer`; refuses, at more than one rank, what the model had not when split.
 
     Raises:
         NotImplementedError: There are several ranks.
@@ -146,6 +146,7 @@ def single_rank_only() -> None:
             "this configuration brings in layers that the model had not when this file "
             "was written, and how to split them is not known: write an output for it"
         )
+    return layer
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:

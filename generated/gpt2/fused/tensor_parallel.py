@@ -70,8 +70,8 @@ def gather(x: Tensor, shard: Shard) -> Tensor:
     return collective(x, shard.gather, shard.cut)
 
 
-def single_rank_only() -> None:
-    """Refuses, at more than one rank, layers that the model had not when it was split.
+def single_rank_only(layer: Any = None) -> Any:
+    """Returns `layer`; refuses, at more than one rank, what the model had not when split.
 
     Raises:
         NotImplementedError: There are several ranks.
@@ -81,6 +81,7 @@ def single_rank_only() -> None:
             "this configuration brings in layers that the model had not when this file "
             "was written, and how to split them is not known: write an output for it"
         )
+    return layer
 
 
 def record_shard(module: Any, name: str, shard: Shard) -> None:
