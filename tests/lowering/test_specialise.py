@@ -593,9 +593,9 @@ def test_a_layer_that_comes_in_as_a_partial_of_its_class(tmp_path):
     case = {"given": Case(GIVEN_LAYERS, GIVEN_LAYERS_SCHEDULE)}
     prepare(tmp_path, case)
     run(compare, 2, tmp_path, case)
-    text = " ".join((tmp_path / "given_out/given_original.py").read_text().split())
-    assert "with_class(up, nn.Linear, ColumnParallelLinear, single_rank_only)(" in text
-    assert "with_class(down, nn.Linear, RowParallelLinear)(4 * dim, dim)" in text
+    text = "".join((tmp_path / "given_out/given_original.py").read_text().split())
+    assert "with_class(up,nn.Linear,ColumnParallelLinear,single_rank_only)(" in text
+    assert "with_class(down,nn.Linear,RowParallelLinear,single_rank_only)(4*dim,dim" in text
 
 
 def test_a_class_of_another_file_that_comes_in_as_a_partial(tmp_path):
