@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from slapo_rewrite.runtime.kernels.rms_norm import rms_norm_reference
 from slapo_rewrite.sharding.operation_places import calling_frame, place_of
 from slapo_rewrite.sharding.placements import SHARD, PlacementError, State
 from slapo_rewrite.sharding.rank_state import Run
@@ -26,6 +25,9 @@ _OF_PARTS = {
     "var": ("var_of_parts", {"dim", "keepdim", "unbiased", "correction"}),
     "std": ("std_of_parts", {"dim", "keepdim", "unbiased", "correction"}),
 }
+
+# What a kernel's call computes, by its module: its code is not imported, for it needs triton.
+_REFERENCE = "slapo_rewrite.runtime.kernels.rms_norm", "rms_norm_reference"
 
 
 def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) -> State | None:
@@ -43,7 +45,8 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
     if run.split_axes(tensor) != [axis % tensor.dim()]:
         return None
     frames = [frame for frame, _ in traceback.walk_stack(calling_frame())]
-    if frames[0].f_code is rms_norm_reference.__code__ and frames[1].f_code.co_name == "rms_norm":
+    computed = frames[0].f_globals.get("__name__"), frames[0].f_code.co_name
+    if computed == _REFERENCE and frames[1].f_code.co_name == "rms_norm":
         function, frames = "rms_norm_of_parts", frames[2:]  # for a call that a rule has written
     place = place_of(frames[0]) if run.editable(frames[0].f_code.co_filename) else None
     owner = run.method_owner(frames[0])
