@@ -99,9 +99,11 @@ class ClassText:
         """Replaces an expression by a text."""
         self.replace(node, lambda _: parsed(text), why)
 
-    def insert_before(self, statement: ast.stmt, text: str, why: str) -> None:
+    def insert_before(
+        self, statement: ast.stmt, text: str, why: str, tests: tuple[ast.expr, ...] = ()
+    ) -> None:
         """Inserts a statement before another."""
-        self.at(statement).before.append(Line(text, self.causes, why))
+        self.at(statement).before.append(Line(text, self.causes, why, tests=tests))
 
     def insert_after(self, statement: ast.stmt, text: str, why: str, *, once: bool = False) -> None:
         """Inserts a statement after another."""

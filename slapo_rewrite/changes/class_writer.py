@@ -141,7 +141,10 @@ class ClassWriter:
         passed = ", ".join(passed_on(constructor))
         call = fitted(f"super().__init__({passed})", 8, self.line_length)
         text = [header, " " * 8 + call]
-        made = [s for s, change in lines.items() if change.inside or change.again]
+        made: list[ast.stmt | ast.expr] = [
+            statement for statement, change in lines.items() if change.inside or change.again
+        ]
+        made += [test for change in lines.values() for line in change.before for test in line.tests]
         text += [
             " " * 8 + reindented(self.file.segment(local), local.col_offset, 8)
             for local in self._locals(constructor, made)
@@ -153,6 +156,7 @@ class ClassWriter:
             self._check_repeatable(new.base, constructor, statement)
             change = lines[statement]
             may_be_left = not self._starts(statement).isdisjoint(new.optional)
+            may_be_left |= any(line.tests for line in change.before)
             guards = self._guards(constructor, statement) if may_be_left else []
             if self._starts(statement) and (change.inside or change.again):
                 same_weights = self.imports.helper("remaking", "same_weights", change.causes())
@@ -189,7 +193,7 @@ class ClassWriter:
         return [f"if {test}:" if taken else f"if not ({test}):" for test, taken in tests]
 
     def _conditions(
-        self, constructor: ast.FunctionDef, statement: ast.stmt
+        self, constructor: ast.FunctionDef, statement: ast.stmt | ast.expr
     ) -> list[tuple[ast.expr, bool]]:
         """The tests around a statement, outermost first, each with the truth value it needs."""
         around = reversed([*self.file.around(statement, constructor)])
@@ -222,9 +226,9 @@ class ClassWriter:
                 )
 
     def _locals(
-        self, constructor: ast.FunctionDef, statements: Iterable[ast.stmt]
+        self, constructor: ast.FunctionDef, statements: Iterable[ast.stmt | ast.expr]
     ) -> list[ast.stmt]:
-        """The assignments of local variables and arguments that statements read."""
+        """The assignments of local variables and arguments that statements or tests read."""
         known = {*parameters(constructor), *self.file.names, *dir(builtins)}
         needed: list[ast.stmt] = []
         left = list(statements)
@@ -362,7 +366,7 @@ class ClassWriter:
         return self._wrapper(new_name, f"{mixed}{shown}", doc, text)
 
 
-def _bound_beside(outer: ast.stmt, statement: ast.stmt) -> Set[str]:
+def _bound_beside(outer: ast.stmt, statement: ast.stmt | ast.expr) -> Set[str]:
     """The names that a statement binds, apart from those that `statement` inside it binds."""
     if not within(outer, statement):
         return bound_in(outer)

@@ -6,6 +6,7 @@ refuses a configuration that comes there.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 from slapo_rewrite.changes.change import Change
@@ -29,9 +30,12 @@ class RefuseBranch(Change):
         """Writes the line."""
         statement = next(s for s in text.file.statements if extent(s) == place.at)
         line = f"{text.helper('tensor_parallel', 'single_rank_only')}()"
+        tests = [o.test for _, o in text.file.around(statement) if isinstance(o, ast.If)]
         if self.condition is not None:
             line = f"if {self.condition}:\n    {line}"
-        text.insert_before(statement, line, "how these layers are split was not worked out")
+            tests += [node.test for node in ast.walk(statement) if isinstance(node, ast.IfExp)]
+        why = "how these layers are split was not worked out"
+        text.insert_before(statement, line, why, tuple(tests))
 
 
 def place_refusals(to: Placement, causes: Causes) -> None:
@@ -51,6 +55,8 @@ def place_refusals(to: Placement, causes: Causes) -> None:
         home, is_among = to.files.constructing(node.cls), path in inner | around
         for function in home.classes.methods(node.cls.__name__) if home is not None else ():
             assert home is not None
+            if home.classes.method(node.cls.__name__, function.name) is not function:
+                continue  # called by `super()` alone: a subclass could not change it
             for branch in branches(home.file, function, node):
                 key, made = (home.file.name, branch.at, is_among), branch.classes - closed
                 if branch.is_taken:

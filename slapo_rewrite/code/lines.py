@@ -31,6 +31,8 @@ class Line:
     why: str  # the reason, in a few words
     # Whether a subclass's constructor leaves it to its base's: no size may be divided twice.
     once: bool = False
+    # The tests under which it stands: a subclass's constructor repeats them.
+    tests: tuple[ast.expr, ...] = ()
 
 
 @dataclass

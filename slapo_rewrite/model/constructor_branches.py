@@ -23,10 +23,10 @@ _HARMLESS = {
     nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish,
     nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish,
 }  # fmt: skip
-# What may come to its statements several times, or another time.
+# What may execute its statements several times, or at another time, or cannot be repeated.
 _REPEATED = (
-    ast.For, ast.While, ast.comprehension, ast.ListComp, ast.GeneratorExp, ast.DictComp,
-    ast.SetComp, ast.Lambda, ast.FunctionDef, ast.ClassDef,
+    ast.For, ast.While, ast.With, ast.Try, ast.comprehension, ast.ListComp, ast.GeneratorExp,
+    ast.DictComp, ast.SetComp, ast.Lambda, ast.FunctionDef, ast.ClassDef,
 )  # fmt: skip
 
 

@@ -127,6 +127,25 @@ def test_taken_on_two_ranks(output, case):
         module.Model(module.Config(**TAKEN[case]))
 
 
+def test_a_branch_that_whole_layers_of_the_class_take(tmp_path):
+    """The subclass of the split ones asks after it has made them, with the locals of the test."""
+    source = SOURCE.replace("if number == 1:", "last = number + 0\n        if last == 1:")
+    output = rewritten(tmp_path, source, SPLITTING + '    split(s["layers.0"])\n')
+    module = imported(written(tmp_path, output))
+    text = output.files[output.model_file]
+    subclass = text.partition("class TensorParallelBlock(Block):")[2].partition("\n\n\n")[0]
+    assert "        last = number + 0\n" in subclass
+    assert "        if last == 1:\n            single_rank_only()\n" in subclass
+    with importlib.import_module(f"{module.__package__}.shards").world_of(2):
+        model = module.Model()
+        assert type(model.layers[1]) is module.Block and hasattr(model.layers[1], "last")
+        for given in ({"norm": True}, {"gate": True}, {"kind": "wide"}):
+            with pytest.raises(NotImplementedError, match="brings in layers"):
+                module.Model(module.Config(**given))
+        with pytest.raises(NotImplementedError, match="brings in layers"):
+            module.TensorParallelBlock(module.Config(), 1)
+
+
 BY_VALUE = """\
 from functools import partial
 
