@@ -71,6 +71,8 @@ def _decided(
         is_no = node not in unreached and not is_yes
         if isinstance(node, ast.IfExp):
             statement, test = file.statement_of(node), file.segment(node.test)
+            if isinstance(statement, ast.If):  # in its test, which may be that of an `elif`
+                continue
             test = test if "\n" not in test else ast.unparse(node.test)
             yield _branch([node.body], statement, test, is_yes, names)
             yield _branch([node.orelse], statement, f"not ({test})", is_no, names)

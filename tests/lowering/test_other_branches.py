@@ -26,6 +26,8 @@ class Config:
     head: bool = False
     twin: bool = False
     half: bool = False
+    more: bool = False
+    nested: bool = False
 
 
 class Inner(nn.Module):
@@ -55,6 +57,16 @@ class Block(nn.Module):
             self.drop = nn.Dropout(0.1)
         if config.scale:
             self.scale = 2.0
+        if config.more:
+            self.more = nn.LayerNorm(16)
+            if config.head:
+                self.most = nn.LayerNorm(16)
+        if config.nested and number < 2:
+            self.nested = Block(config, 2)
+        self.is_new = True
+        if self.is_new:
+            self.made = nn.LayerNorm(8)
+            self.is_new = False
         if number == 1:
             self.last = nn.LayerNorm(8)
         self.down = nn.Linear(16, 8)
@@ -86,12 +98,14 @@ REFUSED = {
     "one of several ways": {"kind": "wide"},
     "a layer of a class that is given parts": {"deep": True},
     "a class that is given parts": {"half": True},
+    "a layer, and others in a branch inside": {"more": True},
 }
 TAKEN = {
     "what computes each element by itself": {"drop": True, "kind": "none"},
     "a number": {"scale": True},
     "a layer among whole values": {"head": True},
     "a class with parts inside alone": {"twin": True},
+    "one among parts": {"nested": True},
 }
 
 
