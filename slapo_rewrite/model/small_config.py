@@ -144,7 +144,7 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
             setattr(config, own, min(value, _AT_MOST[name]))
         elif name in _AT_MOST and _is_uniform(value):
             setattr(config, own, type(value)(min(v, _AT_MOST[name]) for v in value))
-        elif _is_mask(name) and hasattr(config, "apply_spec_augment"):
+        elif _is_mask(name) and hasattr(config, "mask_time_prob"):  # of SpecAugment
             config.apply_spec_augment = False  # what the masks would be made of stays
         elif _is_drawn(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))

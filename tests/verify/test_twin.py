@@ -106,6 +106,13 @@ def test_a_vocabulary_without_what_pads_it_is_small():
     assert small.type_vocab_size == 2
 
 
+def test_what_masks_of_speech_are_made_of_stays():
+    for config in (transformers.Wav2Vec2Config(), transformers.Data2VecAudioConfig()):
+        small = small_config(config)  # data2vec's has no such attribute of its own
+        assert small.mask_time_prob == config.mask_time_prob > 0
+        assert small.apply_spec_augment is False
+
+
 def test_windows_that_are_given_for_every_layer_are_small():
     small = small_config(transformers.LongformerConfig(attention_window=[512] * 12))
     assert small.attention_window == [8, 8]
