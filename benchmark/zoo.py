@@ -220,7 +220,7 @@ def results(done: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def runs(found: dict[str, Any]) -> bool:
-    """Whether the original ran a training step on inputs that were made up."""
+    """Whether the original ran a training step on generated inputs."""
     return "identity" in found
 
 
@@ -251,8 +251,8 @@ def table(outcomes: Iterable[dict[str, Any]]) -> str:
     late = sum(is_unfinished(found) for found in outcomes if not runs(found))
     rest = len(outcomes) - len(ran) - late
     lines.append("")
-    lines.append(f"Beside these, {rest} run on no inputs that were made up, and {late} did not")
-    lines.append("end in time.")
+    lines.append(f"Not counted: {rest} families do not run on generated inputs, and {late} did not")
+    lines.append("finish in time.")
     return "\n".join(lines) + "\n"
 
 
@@ -267,8 +267,9 @@ def summary(outcomes: Iterable[dict[str, Any]]) -> str:
     right = [found for found in ran if found["auto"] == RIGHT]
     quarter = _quarter_split(ran)
     return (
-        f"{len(right)} of {len(ran)} families of `transformers` that run on made-up inputs are "
-        f"verified so at two ranks, {len(quarter)} with a quarter or more of their parameters split"
+        f"{len(right)} of {len(ran)} families of `transformers` that run on generated inputs "
+        f"pass this verification at two ranks. {len(quarter)} of them have a quarter or more of "
+        "their parameters split"
     )
 
 
