@@ -72,12 +72,12 @@ class Checkpoint(Primitive):
 
     `budget` chooses among the selected layers, elements of lists: those are recomputed, as a whole
     or modules inside them, with which a training step fits in so much memory at the least time.
-    The step is one of `batch` rows of `sequence` tokens (those of `inputs(model)`, if nothing is
-    given), trained in `precision` with DeepSpeed's Adam, which `zero` divides among `replicas`, in
-    `micro_batches` of so many rows. The budget is one GPU's: without `ranks` one that holds whole
-    layers, with it one of so many that share them as the whole schedule says, what is fused or
-    recomputed otherwise counted too. `explain` says what was chosen, and how much memory is
-    predicted.
+    A step has `micro_batches` micro-batches, each of `batch` rows of `sequence` tokens (those of
+    `inputs(model)`, if nothing is given). It is trained in `precision` with DeepSpeed's Adam and
+    stage `zero` of ZeRO over `replicas`. The budget is one GPU's. Without `ranks` this GPU holds
+    whole layers. With `ranks` it is one of so many that share them as the whole schedule says;
+    fusion and other recomputation are counted too. `explain` says what was chosen, and how much
+    memory is predicted.
 
     Rewrite:
         nn.ModuleList([Block(width) for _ in range(depth)])
