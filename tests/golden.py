@@ -27,13 +27,15 @@ PIPELINE = ("bert", "gpt", "llama", "t5")
 # Models whose schedule `--schedule auto` has worked out; it lies beside their outputs.
 WORKED_OUT = ("albert", "gpt_neo", "opt", "roberta")
 
-HEAD = """# What the bundled schedules give
+HEAD = """# Outputs of the bundled schedules
 
-Made by `make generated`; a test fails when it is not current. Of the outputs of transformers'
-models git keeps `rewrite.diff`, `rewrite.json` and the helper files; `make generated` writes the
-model files beside them. The GPT is a model of ours (`tests/models/gpt.py`), and is here whole.
-For ALBERT, GPT-Neo, OPT and RoBERTa no schedule is bundled: `--schedule auto` wrote the
-`schedule.py` beside their outputs.
+`make generated` writes this folder. A test fails if it is not current.
+
+- Outputs of transformers' models: git keeps `rewrite.diff`, `rewrite.json` and the helper files.
+  `make generated` writes the model files beside them.
+- The GPT is a model of this repository (`tests/models/gpt.py`). Its outputs are complete here.
+- For ALBERT, GPT-Neo, OPT and RoBERTa no schedule is bundled. `--schedule auto` wrote the
+  `schedule.py` beside their outputs.
 
 """
 COLUMNS = (
@@ -47,8 +49,8 @@ COLUMNS = (
 )
 TAIL = """
 
-A relative import becomes absolute since the file leaves its package; such lines are not kept, and
-are left out of hunks and added lines.
+A relative import becomes absolute, because the file leaves its package. Such lines do not count as
+unchanged, and they are not counted in hunks and added lines.
 """
 
 
