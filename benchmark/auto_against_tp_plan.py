@@ -376,9 +376,10 @@ def table(outcomes: Iterable[dict[str, Any]]) -> str:
     why = Counter(_kind(found) for found in outcomes if not is_counted(found))
     left = "; ".join(f"{count} {words}" for words, count in why.most_common())
     text += (
-        "\nMore is sent (in brackets, of what both split; and the predicted time of a step over "
+        "\n`auto` sends more for these families (in brackets: over the plan for what both split; "
+        "then, where it was predicted, the time of a step over the time with only what both "
+        f"split): {names}.\n"
     )
-    text += f"that with what both split alone, where it was predicted): {names}.\n"
     return f"{text}Not counted: {left}.\n"
 
 
@@ -396,14 +397,14 @@ def _short(found: Mapping[str, Any]) -> str:
 def _kind(found: Mapping[str, Any]) -> str:
     why = str(found.get("why") or found["auto"])
     if why.startswith("refused: no model of"):
-        return "whose original runs on no inputs that were made up"
+        return "whose original does not run on generated inputs"
     if why.startswith("refused"):
         return "whose plan is refused"
     if "has no counterpart" in why:
-        return "whose plan has a style that is not written"
+        return "whose plan has a style that the benchmark cannot write"
     if "has no plan" in why:
         return "whose trained model has no plan"
-    return "that did not end in time, or whose step does not run"
+    return "that did not finish in time, or whose step does not run"
 
 
 def results(done: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
