@@ -103,38 +103,36 @@ def _rewrite() -> Parser:
     parser.option(
         "--schedule, -s",
         "S",
-        "a file, the name of a bundled one, or auto: worked out from the model (auto:CLASS, "
-        "or auto:FILE.py with model(m), inputs(model) and loss(outputs))",
+        "a schedule file, the name of a bundled schedule, or auto: derived from the model "
+        "(auto:CLASS selects a class; auto:FILE.py has model(m), inputs(model), loss(outputs))",
         required=True,
     )
     parser.path(
         "--write-schedule",
         "FILE",
-        "where `--schedule auto` writes what it works out (default: OUT_schedule.py)",
+        "where `--schedule auto` writes the schedule (default: OUT_schedule.py)",
     )
     parser.path("-o, --output", "OUT", "the output folder")
     parser.several("--set", "K=V", "set a knob (repeatable)", default=[])
     parser.flag(
         "--diff",
-        "print the unified diff, write nothing; unless SLAPO_REWRITE_CACHE=0 it is kept in "
-        "~/.cache/slapo-rewrite for the next time",
+        "print the unified diff, do not write OUT; the diff is cached in ~/.cache/slapo-rewrite "
+        "unless SLAPO_REWRITE_CACHE=0",
     )
-    parser.flag("--check", "exit 1 if OUT is not current, write nothing")
-    parser.flag("--verify", "run original against rewritten afterwards")
+    parser.flag("--check", "exit with 1 if OUT is not current, write nothing")
+    parser.flag("--verify", "compare the output with the original afterwards")
     _add_worlds(parser)
-    parser.flag("--single-file", "one module instead of a package")
-    parser.path(
-        "--support", "DIR", "a folder beside OUT for its helpers, which several outputs share"
-    )
+    parser.flag("--single-file", "write one module instead of a package")
+    parser.path("--support", "DIR", "a folder beside OUT for helpers that several outputs share")
     parser.several(
         "--with",
         "NAME",
-        "add a further helper: load_pretrained, save_pretrained, build_deferred, "
+        "add an optional helper: load_pretrained, save_pretrained, build_deferred, "
         "add_adapters, sharded_state (repeatable)",
         dest="further",
         default=[],
     )
-    parser.flag("--merge", "carry hand edits in OUT over")
+    parser.flag("--merge", "keep hand edits in OUT, by a three-way merge")
     parser.flag("--force", "overwrite hand edits in OUT")
     parser.add_argument("--version", action="version", version=f"slapo-rewrite {__version__}")
     _add_json(parser, "what --check found, or what was written")
@@ -152,7 +150,7 @@ def _others() -> str:
 def _verify() -> Parser:
     parser = Parser(
         "verify",
-        "Run original against rewritten in real processes and compare their numbers.",
+        "Run the original and the rewritten model in real processes and compare their numbers.",
         "slapo-rewrite verify out --world 2",
     )
     parser.out()
@@ -165,22 +163,22 @@ def _verify() -> Parser:
 def _explain() -> Parser:
     parser = Parser(
         "explain",
-        "Say which line of the schedule caused a line of the output, and why.",
+        "Print which line of the schedule caused a line of the output, and why.",
         "slapo-rewrite explain out modeling_bert.py:120",
-        "the whole of it, to be reviewed:\n  slapo-rewrite explain out --html report.html\n"
+        "all changes, for review:\n  slapo-rewrite explain out --html report.html\n"
         "  slapo-rewrite explain out --markdown",
     )
     parser.out()
     parser.add_argument(
-        "place", metavar="FILE:LINE", nargs="?", help="one line; without it, every change"
+        "place", metavar="FILE:LINE", nargs="?", help="one line (default: every change)"
     )
     parser.path(
         "--html",
         "FILE",
-        "write a page for review: diff, module tree, rules, verification, prediction",
+        "write a page for review: diff, module tree, rules, verification, predictions",
     )
-    parser.flag("--markdown", "print it in short, for a pull request's comment")
-    parser.number("--world", "ranks that these tell the sizes on (default: 2)")
+    parser.flag("--markdown", "print a short form, for a comment on a pull request")
+    parser.number("--world", "number of ranks for the sizes in --html and --markdown (default: 2)")
     _add_inputs(parser)
     _add_json(parser, "the changes")
     return parser
@@ -189,12 +187,12 @@ def _explain() -> Parser:
 def _update() -> Parser:
     parser = Parser(
         "update",
-        "Rewrite an output with the source, schedule and knobs that its record names; say which of "
-        "them\nhas changed, and show what is new. Hand edits stay.",
+        "Rewrite an output with the source, schedule and knobs in its record.\n"
+        "Print which of them changed and what is new. Hand edits stay.",
         "slapo-rewrite update out",
     )
     parser.out()
-    parser.flag("--check", "exit 1 if OUT is not current, write nothing")
+    parser.flag("--check", "exit with 1 if OUT is not current, write nothing")
     parser.flag("--force", "overwrite hand edits in OUT")
     _add_inputs(parser)
     _add_json(parser, "what was done")
@@ -226,53 +224,53 @@ def _primitives() -> Parser:
 def _tune() -> Parser:
     parser = Parser(
         "tune",
-        "Search the knobs' space for the highest throughput, by running your training command.",
+        "Search for the knobs' values with the highest throughput, by running your command.",
         "slapo-rewrite tune gpt.py --schedule s.py -o tuned "
         "--run 'torchrun --nproc-per-node 2 train.py {out} --batch {batch_size}'",
-        "the schedule says what knobs may be (`from slapo_rewrite import Choices, Range`):\n"
+        "the schedule lists the values of knobs (`from slapo_rewrite import Choices, Range`):\n"
         "  def schedule(s, ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5): ...\n"
-        "and, in a function that is optional, knobs of the run, and which points may be tried:\n"
+        "an optional function adds knobs of the run, and says which points may be tried:\n"
         "  def space(knobs, batch_size: Annotated[int, Range(8, 64, 8)] = 8):\n"
         "      return knobs.batch_size * (1 - knobs.ckpt_ratio) <= 32",
-        "in the command, {out} is the folder of the rewritten model, {NAME} a knob's value; it "
-        "prints\na line of JSON, and more is better:\n"
+        "in the command, {out} is the folder of the rewritten model, and {NAME} a knob's value. "
+        "It\nprints a line of JSON; a larger number is better:\n"
         '  {"throughput": 123.4}\n'
-        "what runs out of memory, or of time, counts as slower than everything else; what fails "
-        "otherwise\nends the search. The same command goes on where it ended.",
+        "a run that is out of memory, or out of time, counts as slower than all others. Any other "
+        "failure\nends the search. The same command continues a search.",
     )
     parser.source(
-        "a Python file or an importable module; or the schedule, if it says SOURCE = ...", nargs="?"
+        "a Python file or an importable module; or the schedule, if it has SOURCE = ...", nargs="?"
     )
     parser.option("--schedule, -s", "S", "a file, or the name of a bundled one")
-    parser.option("--run", "COMMAND", "trains for a while, for the shell")
+    parser.option("--run", "COMMAND", "a shell command that trains for a while")
     parser.path(
         "-o, --output",
         "FOLDER",
-        "for trials.jsonl, the rewritten models, logs and surface.png (default: tuned)",
+        "the folder for trials.jsonl, rewritten models, logs and surface.png (default: tuned)",
         default=Path("tuned"),
     )
     parser.several("--set", "K=V", "fix a knob (repeatable)", default=[])
     parser.several(
         "--strategy",
         "NAME",
-        "model: what a model of the trials so far expects most of (default); slapo: the "
-        "largest batch by bisection, then the ratio; random; exhaustive",
+        "how to choose the next trial. model: by a statistical model of the trials so far "
+        "(default); slapo: the largest batch by bisection, then the ratio; random; exhaustive",
     )
-    parser.number("--trials", "no more than N, those in the record among them")
-    parser.option("--timeout", "SECONDS", "for each run", type=float)
+    parser.number("--trials", "at most N trials, including those in the record")
+    parser.option("--timeout", "SECONDS", "time limit for each run", type=float)
     parser.option(
         "--confidence",
         "P",
-        "end when with this probability nothing is more than 1%% better (default: 0.9)",
+        "end if no point is more than 1%% better, with this probability (default: 0.9)",
         type=float,
         default=0.9,
     )
-    parser.number("--seed", "of random numbers", least=0, default=0)
+    parser.number("--seed", "seed of random numbers", least=0, default=0)
     _add_json(parser, "the result")
     parser.path(
         "--replay",
         "GRID",
-        "instead of running: how many trials the strategies need on measured throughputs, "
+        "do not run: print how many trials the strategies need on measured throughputs, "
         'a JSON file {"batch_size": [...], "ckpt_ratio": [...], "throughput": [[...], ...]}',
     )
     parser.number("--seeds", "how often to replay (default: 20)")
@@ -282,29 +280,29 @@ def _tune() -> Parser:
 def _plan() -> Parser:
     parser = Parser(
         "plan",
-        "Predict the best ways to train a model on so many GPUs: time and memory, no GPU needed.",
+        "Predict the best ways to train a model on N GPUs: time and memory. No GPU is needed.",
         "slapo-rewrite plan transformers.models.llama.modeling_llama --schedule llama "
         "--gpus 64 --gpu h100 --batch 256 --sequence 4096",
-        "what is varied: tensor and data parallelism, micro-batches, the stage of ZeRO, and the "
-        "knobs\n`sequence_parallel`, `pipeline_stages`, `ckpt_ratio` and `fuse`, as far as the "
+        "it varies tensor and data parallelism, micro-batches and the stage of ZeRO; also the "
+        "knobs\n`sequence_parallel`, `pipeline_stages`, `ckpt_ratio` and `fuse`, if the "
         "schedule has them.",
     )
     parser.source()
     parser.option(
         "--schedule, -s", "S", "a file, the name of a bundled one, or auto", required=True
     )
-    parser.number("--gpus", "how many there are", required=True)
+    parser.number("--gpus", "number of GPUs", required=True)
     parser.option(
         "--gpu",
         "NAME",
-        "what they are: v100, a100, h100 (default), h200, b200; measure: this machine's; or a "
-        "table of your own, FILE.toml",
+        "kind of GPU: v100, a100, h100 (default), h200, b200; measure: this machine's GPU; or "
+        "your own table, FILE.toml",
         default="h100",
     )
-    parser.number("--batch", "rows of a step", "B", required=True)
-    parser.number("--sequence", "tokens of a row (default: what the schedule's inputs give)", "L")
-    parser.option("--memory", "SIZE", "what a rank may hold, 70GiB say (default: all)")
-    parser.number("--nodes-of", "GPUs of a node (default: 8)", default=8)
+    parser.number("--batch", "rows in a step", "B", required=True)
+    parser.number("--sequence", "tokens in a row (default: as in the schedule's inputs)", "L")
+    parser.option("--memory", "SIZE", "memory limit of a rank, such as 70GiB (default: all)")
+    parser.number("--nodes-of", "GPUs in a node (default: 8)", default=8)
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32", "tf32"), help="default: bf16, on v100 fp16"
     )
@@ -323,7 +321,7 @@ def _add_worlds(parser: Parser) -> None:
     """What to verify: the whole model, or its pipeline."""
     parser.number("--world", "world sizes to verify the whole model at (default: 1 2)", nargs="+")
     for name, what in (
-        ("--pp", "stages of the pipeline to verify (default: all that there are)"),
+        ("--pp", "stages of the pipeline to verify (default: all)"),
         ("--tp", "ranks that share a stage's layers (default: 1)"),
         ("--dp", "replicas of the pipeline (default: 1)"),
     ):
@@ -337,8 +335,8 @@ def _add_json(parser: Parser, what: str) -> None:
 
 def _add_inputs(parser: Parser) -> None:
     """Where the original and the schedule of an output are."""
-    parser.option("--source", "SOURCE", "the original, if it is not where it was")
-    parser.option("--schedule", "S", "the schedule, if it is not where it was")
+    parser.option("--source", "SOURCE", "the original, if it was moved")
+    parser.option("--schedule", "S", "the schedule, if it was moved")
 
 
 PARSERS: dict[str, Callable[[], Parser]] = {
