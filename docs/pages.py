@@ -23,9 +23,9 @@ from slapo_rewrite.primitives.page import described, first_line, rules
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"primitives": list(registry()), "rules": rules()}
 ABOUT = {
-    "primitives": "The verbs of a [schedule](../schedules.md), methods of a selection.",
-    "rules": "Each is a pattern with a better way to compute it: `s.apply(NAME)` puts one in, "
-    "`s.apply_all()` those that pay.",
+    "primitives": "Primitives are the methods of a selection in a [schedule](../schedules.md).",
+    "rules": "A rule is a pattern with a better way to compute it. `s.apply(NAME)` applies one "
+    "rule, `s.apply_all()` all rules that pay.",
 }
 OTHERS = "repository/"  # where the site has files from outside this folder
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
