@@ -1,4 +1,4 @@
-"""Constructions whose class a configuration tells: transformers' factories, and properties."""
+"""Constructions whose class depends on a configuration: transformers' factories, properties."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from slapo_rewrite.model.tree import Node
 
 @dataclass(frozen=True)
 class Lookup:
-    """A construction that makes `cls._from_config(...)` for configurations of one class.
+    """A construction that looks its class up: `cls._from_config(...)` for one configuration class.
 
-    Or one of what a property of a configuration gives, `config.mlp_class(...)`, which is `cls`.
+    Or a call of the class that a property of a configuration returns: `config.mlp_class(...)`.
     """
 
     config: str  # the configuration, or its property, as an expression
-    name: str  # the configuration's class, or what a property gives
-    module: str | None = None  # what defines that; a property's class is known by its name
-    # What `_from_config` gets, where that is not what the construction says.
+    name: str  # the configuration's class, or the class that the property returns
+    module: str | None = None  # defines the configuration's class; None for a property
+    # The arguments of `_from_config`, if they are not those of the construction.
     arguments: str | None = None
 
 
 def lookup_of(site: Site, node: Node) -> Lookup | None:
-    """How the class of a module was looked up; None where that is not what made it.
+    """How a construction looked up the class of a module; None if it did not.
 
-    A property that another file defines knows the original's class alone.
+    A property that is defined in another file can only return the original's class.
 
-    `AutoModel.from_config(config, ...)`, and that of its relatives, gives its arguments to
-    `_from_config` of the class that it has for `type(config)`, and `load_backbone(config)` does so
-    with `config.backbone_config`. Left alone are code from the hub, and classes that are chosen by
-    more than the configuration's class or take but a part of the configuration.
+    `AutoModel.from_config(config, ...)`, like that of other auto classes, passes its arguments to
+    `_from_config` of the class registered for `type(config)`; `load_backbone(config)` does so with
+    `config.backbone_config`. None also for code from the hub, and for classes whose choice depends
+    on more than the configuration's class, or that take a part of the configuration.
     """
     auto_factory: Any = sys.modules.get("transformers.models.auto.auto_factory")
     call, cls = site.value, type(getattr(node.live, "config", None))
@@ -77,9 +77,9 @@ def lookup_of(site: Site, node: Node) -> Lookup | None:
 
 
 def is_looked_up(sources: Sources, node: Node) -> bool:
-    """Whether a class of the model's file, or of what holds it, is looked up in another file.
+    """Whether the class of a module or of an owner is defined here and looked up in another file.
 
-    Not by a lookup that can be written out.
+    Lookups that `lookup_of` can write out do not count.
     """
     for holder in (node, *node.owners()):
         if holder.owner is not None and holder.cls.__module__ == sources.main.name:

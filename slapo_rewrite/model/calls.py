@@ -1,4 +1,4 @@
-"""Seeing a model's modules being called: `module.forward(x)` is as good a call as `module(x)`."""
+"""Watches the calls of a model's modules, by `module(x)` and by `module.forward(x)`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Leave = Callable[[nn.Module, Any, Any], None]
 def calls_watched(
     watched: Iterable[tuple[nn.Module, Enter | None, Leave | None]],
 ) -> Iterator[None]:
-    """Has functions told of each call of modules meanwhile.
+    """Calls functions around each call of modules in the context.
 
-    Each is told before its module runs (itself, the arguments, the keyword arguments), and
-    afterwards (itself, the arguments, the result).
+    `Enter` is called before the module runs, with the module, its arguments and keyword arguments;
+    `Leave` afterwards, with the module, its arguments and its result.
     """
     watched = list(watched)
     handles: list[Any] = []
@@ -40,7 +40,7 @@ def calls_watched(
 
 @contextlib.contextmanager
 def calls_noted(modules: Mapping[K, nn.Module], leaving: bool = False) -> Iterator[list[K]]:
-    """Notes which modules are called meanwhile, or return if so asked, by what they go by."""
+    """Records the keys of modules in the order of their calls; of their returns if `leaving`."""
     found: list[K] = []
     notes = [(module, lambda *_, key=key: found.append(key)) for key, module in modules.items()]
     with calls_watched((m, None, note) if leaving else (m, note, None) for m, note in notes):
@@ -49,8 +49,8 @@ def calls_noted(modules: Mapping[K, nn.Module], leaving: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def forward_as_call(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Has `module.forward(x)` carried out as `module(x)` meanwhile, so that its hooks see it."""
-    called: set[nn.Module] = set()  # their hooks are at work, and their `forward` comes next
+    """Makes `module.forward(x)` run `module(x)` in the context, so that the module's hooks run."""
+    called: set[nn.Module] = set()  # modules whose hooks are running, before `forward`
     handles, calls = [], {}
     for module in dict.fromkeys(modules):
         handles.append(module.register_forward_pre_hook(lambda m, _: called.add(m), prepend=True))
@@ -66,7 +66,7 @@ def forward_as_call(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forwards_instead(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Has modules run these functions meanwhile in the place of what `forward` is."""
+    """Replaces `forward` of modules by these functions in the context."""
     own = {module: vars(module).get("forward") for module in functions}
     for module, function in functions.items():
         vars(module)["forward"] = function
@@ -93,10 +93,10 @@ def _call(
 
 
 def around_layer(cls: type, layer: type, enter: Enter, leave: Leave) -> type:
-    """A class with the `forward` that `cls` puts around a layer's, and the layer's own watched.
+    """A subclass of `cls` and of `layer` that watches the layer's own `forward`.
 
-    `super().forward(...)` in `cls` leads to the watched one. `enter` is told before it, as by
-    `calls_watched`, and `leave` after it.
+    `super().forward(...)` in `cls` calls the watched one. `enter` and `leave` are called before and
+    after it, as by `calls_watched`.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Where Python was when it made a module, and what it knew there.
+"""Records the call stack and the variables of each module's construction.
 
-While a model is built, `nn.Module.__init__` notes the calls that led to it. Of several expressions
-that may have made a module, the one that Python passed through did. The variables of the nearest
-calls are kept, so that another module can be made in the same place.
+While a model is built, a patched `nn.Module.__init__` records the calls that led to it. They tell
+which of several expressions in the source made a module. The variables of the innermost calls are
+kept, so that another module can be made in the same place.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from slapo_rewrite.code.syntax import end_position, position
 from slapo_rewrite.code.text import Place, positions
 
 _MAX_CALLS = 16
-# How many of the calls have their variables kept.
+# The number of innermost calls whose variables are kept.
 _MAX_SCOPES = 5
 
-# The places of the calls that led somewhere, the innermost first.
+# The places of the calls of a call stack, innermost first.
 Stack = tuple[Place, ...]
-# The variables around a call: those of the function, and those of the file.
+# The variables at a call: the function's locals and the module's globals.
 Scope = tuple[dict[str, Any], dict[str, Any]]
-# For each module the names set on it, each with the modules whose constructors ran, by identity.
+# For each module the names set on it, each with the `id`s of modules under construction then.
 Sets = WeakKeyDictionary[nn.Module, list[tuple[str, frozenset[int]]]]
-# What sets a name of a module.
+# The methods that set an attribute of a module.
 _SETTING = ("__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
-# Where torch carries out what sets a parameter.
+# The modules of torch whose frames are skipped to find the code that sets a parameter.
 _SETTERS = {__name__, "torch.nn.modules.module", "torch.nn.modules.container"}
-# Where a module keeps its record, which goes when it goes.
+# The attribute for the record of a module, which is freed with the module.
 _RECORD = "_slapo_rewrite_record"
 _orders = itertools.count()
 
 
 @dataclass
 class _Record:
-    """How a module was made, and the one that it is a copy of."""
+    """How a module was made, and of which module it is a copy."""
 
-    of: int = 0  # the identity of the module that was made
+    of: int = 0  # the `id` of the module that the constructor made
     stack: Stack = ()
     scopes: tuple[Scope, ...] = ()
-    order: int = 0  # greater than that of all that were made before
-    # Where each of its parameters and buffers was set last by something else than torch.
+    order: int = 0  # greater than for all modules that were made before
+    # The last place outside of torch that set each parameter and buffer.
     last: dict[str, Place] = field(default_factory=dict)
-    # The same in a method of its own, if there is such a place: others put there what is tied.
+    # The same, preferably in a method of the module itself: other code may tie parameters.
     tensors: dict[str, tuple[bool, Place, Scope]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> _Record:
@@ -74,9 +74,9 @@ def _record(module: nn.Module) -> _Record:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Notes the calls that lead to each module made meanwhile, the innermost first."""
+    """Records the call stack of each module that is made in the context, innermost call first."""
     original = nn.Module.__init__
-    around = sys._getframe(2)  # below `contextlib`'s: what leads here leads to every module
+    around = sys._getframe(2)  # skips `contextlib`; outer calls are the same for all modules
 
     @functools.wraps(original)
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ def recorded() -> Iterator[None]:
                 return
             by_torch = str(frame.f_globals.get("__name__")).startswith("torch.")
             if by_torch and type(self).__module__.startswith("torch."):
-                return  # nobody rewrites these
+                return  # torch's modules are not rewritten
             known, place, own = _record(self), _place_in(frame), _receiver(frame) is self
             if not by_torch:
                 known.last[name] = place
@@ -112,7 +112,7 @@ def recorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sets_noted() -> Iterator[Sets]:
-    """Notes which names are set on modules meanwhile, and which others were being made then."""
+    """Records which names are set on modules, and which modules were under construction then."""
     noted: Sets = WeakKeyDictionary()
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
@@ -129,12 +129,12 @@ def sets_noted() -> Iterator[Sets]:
 
 
 def stack_of(module: nn.Module) -> Stack:
-    """The calls that led to a module; none where it was not made while that was noted."""
+    """The call stack of a module; empty if it was not made while stacks were recorded."""
     return _record(module).stack
 
 
 def is_copy(module: nn.Module) -> bool:
-    """Whether a module is a copy of the one that was made."""
+    """Whether a module is a copy of the module that the constructor made."""
     return _record(module).of not in (0, id(module))
 
 
@@ -144,25 +144,25 @@ def order_of(module: nn.Module) -> int:
 
 
 def scope_of(module: nn.Module, number: int) -> Mapping[str, Any] | None:
-    """What every name meant in one of the calls that led to a module; None where that is gone."""
+    """The variables at one call of a module's stack; None if they were not kept."""
     scopes = _record(module).scopes
     return ChainMap(*scopes[number]) if number < len(scopes) else None
 
 
 def variable(module: nn.Module, number: int, name: str) -> object:
-    """What a local variable was in one of the calls that led to a module; None if not known."""
+    """The value of a local variable in one call of a module's stack; None if it is not known."""
     scopes = _record(module).scopes
     return scopes[number][0].get(name) if number < len(scopes) else None
 
 
 def scope_at(file: SourceFile, call: ast.expr, module: nn.Module) -> Mapping[str, Any] | None:
-    """What every name meant where a call made a module; None where that is not known."""
+    """The variables at the call that made a module; None if they are not known."""
     number = depth(file, call, stack_of(module))
     return scope_of(module, number) if number is not None else None
 
 
 def tensor_set(module: nn.Module, name: str) -> tuple[Place, Mapping[str, Any]] | None:
-    """Where a parameter or buffer was made, and what every name meant there; None if not noted."""
+    """Where a parameter or buffer was set, and the variables there; None if not recorded."""
     if name not in _record(module).tensors:
         return None
     _, call, scope = _record(module).tensors[name]
@@ -170,19 +170,19 @@ def tensor_set(module: nn.Module, name: str) -> tuple[Place, Mapping[str, Any]] 
 
 
 def last_set(module: nn.Module, name: str) -> errors.Span | None:
-    """Where something else than torch set a parameter or buffer last, for a diagnostic."""
+    """The last place outside of torch that set a parameter or buffer, for a diagnostic."""
     call = _record(module).last.get(name)
     return place((call,)) if call is not None else None
 
 
 def stand_in(module: nn.Module, other: nn.Module) -> None:
-    """Notes that a module stands where another was made."""
+    """Gives a module the record of the module that it replaces."""
     own, made = _record(module), _record(other)
     vars(module)[_RECORD] = replace(made, of=id(module), last=own.last, tensors=own.tensors)
 
 
 def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
-    """Which of the calls of a stack an expression is; None where it is none of them."""
+    """The number of an expression in a call stack; None if it is not there."""
     begin, end = position(value), end_position(value)
     for number, (name, at) in enumerate(stack):
         # A method call over several lines begins, for CPython, at the line of the method's name.
@@ -192,12 +192,12 @@ def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:
 
 
 def is_file(file: SourceFile, name: str) -> bool:
-    """Whether code of this file name is that of a file."""
+    """Whether a file name, as in a code object, is that of a file."""
     return bool(_real(name) == _real(os.path.abspath(file.path)))
 
 
 def place(stack: Stack) -> errors.Span | None:
-    """The innermost of the calls, for a diagnostic."""
+    """The innermost call, for a diagnostic."""
     return stack[0].shown("made here") if stack else None
 
 
@@ -227,7 +227,7 @@ def _scope_in(frame: FrameType) -> Scope:
 
 
 def _made_around(frame: FrameType | None) -> Iterator[int]:
-    """The modules in whose constructors a call is."""
+    """The `id`s of the modules whose constructors are running."""
     while frame is not None:
         if frame.f_code.co_name == "__init__" and frame.f_code.co_varnames:
             yield id(_receiver(frame))
@@ -235,15 +235,15 @@ def _made_around(frame: FrameType | None) -> Iterator[int]:
 
 
 def _receiver(frame: FrameType) -> object:
-    """The first argument of a call: the object, where it is one of a method."""
+    """The first argument of a call: the object, if it is a method call."""
     names = frame.f_code.co_varnames
     return frame.f_locals.get(names[0]) if names else None
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a call; inside a comprehension also those around it.
+    """The local variables of a frame; for a comprehension also those of the functions around it.
 
-    A generator is called by whoever consumes it, not by the function that it stands in.
+    The caller of a generator is its consumer, not the function that contains it.
     """
     around = frame.f_back if frame.f_code.co_name.startswith("<") else None
     while around is not None and all(c is not frame.f_code for c in around.f_code.co_consts):

@@ -11,7 +11,7 @@ from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.syntax import count_of
 
-# Made in a function that is not a method of the class that keeps it, or of one around that.
+# Made in a function that is not a method of the class of the module's owner or an ancestor.
 RECORDED = "recorded"
 
 
@@ -19,63 +19,62 @@ RECORDED = "recorded"
 class Loop:
     """A loop around a construction."""
 
-    # The `for` of a comprehension or of a statement; a `while`.
+    # The `for` of a comprehension, or a `for` or `while` statement.
     node: ast.comprehension | ast.For | ast.While
-    counter: str | None  # the local variable that counts its turns from 0, if there is one
-    # Whether its turns are the elements of the list that it fills, from the first one on.
+    counter: str | None  # the local variable that counts iterations from 0, if any
+    # Whether its iterations are the elements of the list that it fills, in order.
     counts: bool
 
     @property
     def index(self) -> str | None:
-        """The local variable that counts the elements made from 0, if there is one."""
+        """The local variable that is the index of the list's element, if there is one."""
         return self.counter if self.counts else None
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An expression that makes a module or a parameter, and the name that it is given."""
+    """An expression that makes a module or a parameter, and the path where that is stored."""
 
-    file: SourceFile  # the file it stands in
-    class_name: str  # the class in whose method it stands; the model's, where it is in none
-    function: ast.FunctionDef  # the function that holds the expression
+    file: SourceFile  # the file that contains it
+    class_name: str  # the class whose method contains it, or else the model's class
+    function: ast.FunctionDef  # the function that contains the expression
     # Attribute path from the module of that class: `query`, `mlp.c_fc`, `layer.0` for a known
     # element, `layer.*` for elements made by a loop.
     path: str
-    # Where it stands: `assign` (in the class that keeps the module), `argument` (in that of a
-    # module around it), `recorded` (in a function that belongs to none). Or what is special about
-    # it: `factory` (`from_config`, `ACT2FN[...]`), `alias` (another attribute's module),
-    # `parameter`, `buffer`.
+    # Where it is: `assign` (in the class that stores the module), `argument` (in the class of an
+    # ancestor), `recorded` (in a function of neither). Or what it makes: `factory`
+    # (`from_config`, `ACT2FN[...]`), `alias` (another attribute's module), `parameter`, `buffer`.
     kind: str
-    statement: ast.stmt  # the innermost statement that holds `value`
+    statement: ast.stmt  # the innermost statement that contains `value`
     value: ast.expr  # the expression
     loops: tuple[Loop, ...]  # the loops around it, outermost first
-    # Where the callee is a local variable, the statements that assign it.
+    # If the callee is a local variable, the statements that assign it.
     variable: tuple[ast.stmt, ...] = ()
-    alias: str | None = None  # where `value` means an existing module, its path
-    # Where `value` calls a function of this file that does no more than make the module, what it
-    # calls, in the words that are known here.
+    alias: str | None = None  # if `value` is an existing module, its path
+    # If `value` calls a function of this file that only makes the module, the call in that
+    # function, written in the caller's variables.
     written_out: ast.Call | None = None
 
     @property
     def is_given(self) -> bool:
-        """Whether the module is made outside of the class that keeps it."""
+        """Whether the module is made outside of the class that stores it."""
         return self.kind in ("argument", RECORDED)
 
     @property
     def call(self) -> ast.expr:
-        """What makes it: the expression, or what the function does that this calls."""
+        """The expression, or the body of the function that it calls, written out."""
         return self.written_out or self.value
 
     @property
     def callee(self) -> ast.expr | None:
-        """What is called to make it; None where the expression is not a call."""
+        """The callee of the call; None if the expression is not a call."""
         return self.call.func if isinstance(self.call, ast.Call) else None
 
     @functools.cached_property
     def partial(self) -> ast.Call | None:
-        """What is called, where that is `partial(Class, ...)`, or a name for it.
+        """The `partial(Class, ...)` that is called, directly or by a name; else None.
 
-        Of constants, or where it has that name of names that are the same at the call.
+        Its arguments must be constants, or, if it has a name, variables that are never rebound.
         """
         if {"functools", "functools.partial"}.isdisjoint(self.file.imports.values()):
             return None
@@ -91,7 +90,7 @@ class Site:
         return found if plain and is_partial else None
 
     def _is_given_once(self, value: ast.expr) -> bool:
-        """Whether a value is a name that the function binds once, for an argument or by itself."""
+        """Whether a value is a variable that the function binds once, as a parameter or inside."""
         if not (isinstance(value, ast.Name) and self.variable):
             return False
         taken = [n for n in ast.walk(self.function) if isinstance(n, ast.arg) and n.arg == value.id]
@@ -102,7 +101,7 @@ class Site:
         return len(bound) == 1 and bound[0] in (target for s in plain for target in s.targets)
 
     def _named(self, name: str) -> ast.expr | None:
-        """What a name is given, where one statement of the function, or else of the file, does."""
+        """The value of a name that a single statement of the function, or of the file, assigns."""
         bound: tuple[ast.stmt, ...] = self.variable
         if not bound:
             if any(isinstance(n, ast.arg) and n.arg == name for n in ast.walk(self.function.args)):
@@ -118,7 +117,7 @@ class Site:
 
     @property
     def arguments(self) -> tuple[list[ast.expr], list[ast.keyword]]:
-        """What the class gets, by place and by name; what a `partial` of it gives included."""
+        """The positional and keyword arguments of the class, those of a `partial` included."""
         assert isinstance(self.call, ast.Call)
         args, keywords = self.call.args, self.call.keywords
         if (made := self.partial) is not None:
@@ -129,7 +128,7 @@ class Site:
 
     @property
     def count(self) -> ast.expr | None:
-        """How many turns the one loop around it takes, as an expression that can stand inside."""
+        """The number of iterations of its only loop, as an expression valid inside it; or None."""
         if len(self.loops) != 1 or not self.loops[0].counts:
             return None
         node = self.loops[0].node

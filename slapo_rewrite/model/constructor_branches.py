@@ -1,4 +1,4 @@
-"""Branches of what constructs modules: which of them a module took, and what layers each makes."""
+"""Branches in constructors: which of them a module took, and which layers each makes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slapo_rewrite.code.text import Position
 from slapo_rewrite.model.construction_calls import is_file, scope_of, stack_of, tensor_set
 from slapo_rewrite.model.tree import Node
 
-# Modules that compute each element by itself, and have nothing to be split or added up.
+# Elementwise modules without parameters, which work on shards as they are.
 _HARMLESS = {
     nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish,
     nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish,
 }  # fmt: skip
-# What may execute its statements several times, or at another time, or cannot be repeated.
+# Nodes whose body may run several times, or later, or cannot be repeated.
 _REPEATED = (
     ast.For, ast.While, ast.With, ast.Try, ast.comprehension, ast.ListComp, ast.GeneratorExp,
     ast.DictComp, ast.SetComp, ast.Lambda, ast.FunctionDef, ast.ClassDef,
@@ -32,20 +32,20 @@ _REPEATED = (
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a constructor, as one module came by it."""
+    """A branch of a constructor, for one module."""
 
     at: Position
-    first: ast.stmt  # the statement before which a line can stand
-    condition: str | None  # of an `a if b else c` in that statement: what has it taken
+    first: ast.stmt  # the statement before which a line can be inserted
+    condition: str | None  # for `a if b else c` in that statement: when it is taken
     is_taken: bool
-    # The classes of modules and parameters that it names, but for those of single elements.
+    # The classes of modules and parameters that it names, without elementwise ones.
     classes: frozenset[type]
 
 
 def branches(file: SourceFile, function: ast.FunctionDef, node: Node) -> Iterator[Branch]:
-    """The branches of a method that constructs what a module holds; none of another method.
+    """The branches of a method that makes submodules or parameters of a module.
 
-    Those in loops are left out, and those of which it is not known whether the module took them.
+    Branches in loops are left out, and those for which it is not known whether they were taken.
     """
     if not any(isinstance(inner, ast.If | ast.IfExp) for inner in ast.walk(function)):
         return
@@ -59,7 +59,7 @@ def branches(file: SourceFile, function: ast.FunctionDef, node: Node) -> Iterato
 def _decided(
     file: SourceFile, function: ast.FunctionDef, names: Mapping[str, Any]
 ) -> Iterator[Branch]:
-    """The same by their conditions alone."""
+    """The branches of a method, decided by their conditions alone."""
     unreached: set[ast.AST] = set()
     for node in _once(function):
         if not isinstance(node, ast.If | ast.IfExp):
@@ -85,7 +85,7 @@ def _decided(
 
 
 def _once(node: ast.AST) -> Iterator[ast.AST]:
-    """What is inside a node, each before what it holds, and is come to once at most."""
+    """The descendants of a node that run at most once, parents first."""
     for inner in ast.iter_child_nodes(node):
         if not isinstance(inner, _REPEATED):
             yield inner
@@ -113,7 +113,7 @@ def _branch(
 def _known_in(
     file: SourceFile, function: ast.FunctionDef, node: Node
 ) -> tuple[Mapping[str, Any], list[Position]]:
-    """What names meant in a method of a module, and where it made what the module holds."""
+    """The variables in a method of a module, and the places where it made what the module holds."""
     me = function.args.args[0].arg if function.args.args else ""
     names: Mapping[str, Any] = ChainMap({me: node.live}, vars(sys.modules[node.cls.__module__]))
     made: list[Position] = []

@@ -1,4 +1,4 @@
-"""What the elements of a model that are called in sequence cost, counted on the meta device."""
+"""Counts, on the meta device, the cost of a model's modules that are called in sequence."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from slapo_rewrite.model.meta_device import Answers, carry_out, with_values
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.tree import is_container
 
-# What gives a view without saying so, or memory that nothing has been written to yet.
+# Operators that return a view without being marked so, or uninitialised memory.
 FREE = {"aten::_unsafe_view", "aten::empty", "aten::empty_like"}
 _OF_ALL = (torch.all, Tensor.all)
-# What reads no more than it gives.
+# Operators that read only as much as they write.
 PICKING = {"aten::embedding", "aten::gather", "aten::index_select"}
 
 
 @dataclass
 class Cost:
-    """What an element of a model costs in one forward pass."""
+    """The cost of a module in one forward pass."""
 
     flops: float = 0  # of matrix products and attention
     moved: float = 0  # bytes that all other operators read and write
 
 
 def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Paths of the modules that a model calls one after the other, between which it can be cut.
+    """The paths of the modules that a model calls in sequence, between which it can be cut.
 
-    These are the items of its lists and what stands beside the lists, as far as they have
-    parameters and are called once.
+    These are the elements of its lists and the modules beside the lists, if they have parameters
+    and are called once.
     """
     pieces = {path: module for path, module in _pieces(model) if list(module.parameters())}
     called = calls_of(model, inputs, pieces)
@@ -52,14 +52,14 @@ def elements_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 def calls_of(
     model: nn.Module, inputs: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> list[str]:
-    """Which of some modules a training step calls, in order, by what they go by."""
+    """The keys of the modules that a forward pass calls, in order."""
     with calls_noted(modules) as called:
         _run(model, inputs)
     return called
 
 
 def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules below one that have no lists of their own, and the items of those lists."""
+    """The descendants of a module without lists of their own, and the elements of lists."""
     for name, child in module.named_children():
         inner = joined_path(path, name)
         is_item = is_container(type(module)) and not is_container(type(child))
@@ -70,11 +70,11 @@ def _pieces(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> list[Cost]:
-    """What each element of a model costs, everything else the model does included.
+    """The costs of modules of a model, which include everything else that the model computes.
 
     The model is on the meta device, in the dtype and with the batch that it is to be trained with.
-    What runs before the second element is called is part of the first, and so on: the head is part
-    of the last. They have to be called in this order, each of them once (`ValueError`).
+    Operators that run before the second module is called count for the first, and so on: the head
+    counts for the last. Raises `ValueError` unless each is called once, in this order.
     """
     elements = {number: model.get_submodule(path) for number, path in enumerate(paths)}
     with calls_noted(elements) as called:
@@ -86,7 +86,7 @@ def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
 
 
 def check_order(paths: Sequence[str], called: Sequence[int]) -> None:
-    """Refuses elements that are not called in their order, each of them once (`ValueError`)."""
+    """Raises `ValueError` unless each module is called once, in this order."""
     if [*called] != [*range(len(paths))]:
         found = [paths[number] for number in called]
         raise ValueError(f"`forward` calls {found}, and not each of {list(paths)} once")
@@ -99,7 +99,7 @@ def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators, each for the element that was called last."""
+    """Counts operators, each for the module that was called last."""
 
     def __init__(self, count: int, called: Sequence[int]) -> None:
         super().__init__()
@@ -120,40 +120,39 @@ class _Counter(TorchDispatchMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float | None:
-    """Of a matrix product, or of attention; None for any other operator."""
+    """The FLOPs of a matrix product or of attention; None for other operators."""
     name = func._schema.name
     if "scaled_dot_product" in name:
         is_backward = name.endswith("_backward")
         query, key, value = args[1:4] if is_backward else args[:3]
-        scores = query.shape[:-1].numel() * key.shape[-2]  # fewer keys' heads are read by several
-        # Back: the scores again, and two products for each of the two that there were.
+        scores = query.shape[:-1].numel() * key.shape[-2]  # with fewer key heads as well
+        # Backward: recomputes the scores, then two products for each of the two in forward.
         width, again = query.shape[-1], value.shape[-1]
         names = (argument.name for argument in func._schema.arguments)
         if {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"):
-            scores /= 2  # what lies ahead is left out
+            scores /= 2  # future positions are skipped
         return float(2 * scores * ((3 * width + 2 * again) if is_backward else width + again))
-    if name == "aten::_grouped_mm":  # rows of one, or what is summed over, are dealt out in groups
+    if name == "aten::_grouped_mm":  # groups divide the rows or the contracted axis
         one, other = args[:2]
         groups = len(one) if one.dim() == other.dim() == 3 else 1
         return float(2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1])
-    # A product that is added to a tensor in place is no other one.
+    # `addmm_` and others count like their out-of-place variants.
     product = getattr(torch.ops.aten, func._overloadpacket.__name__.rstrip("_"), None)
     count = flop_registry.get(func._overloadpacket) or flop_registry.get(product)
     return None if count is None else float(count(*args, **kwargs, out_val=results))
 
 
 class Product(NamedTuple):
-    """What tells how fast a GPU computes a product."""
+    """The properties of a matrix product that determine a GPU's speed."""
 
-    # "plain"; "attention", of one kernel; "masked" where that takes a mask, a bias or values of
-    # another width; "unaligned" where rows begin elsewhere than at multiples of 16 bytes, so that
-    # loads are short.
+    # "plain"; "attention" by one kernel; "masked" if that takes a mask, a bias or values of another
+    # width; "unaligned" if rows do not begin at multiples of 16 bytes, which makes loads short.
     kind: str
     width: int  # bytes of an element
 
     @classmethod
     def of(cls, func: Any, matrices: Sequence[Tensor]) -> Product:
-        """Of an operator that reads and writes these."""
+        """The product of an operator that reads and writes these tensors."""
         name, width = func._schema.name, min((m.element_size() for m in matrices), default=0)
         if "scaled_dot_product" in name:
             return cls("masked" if "efficient" in name else "attention", width)
@@ -167,10 +166,10 @@ class Product(NamedTuple):
 
 
 class OnMeta(TorchFunctionMode):
-    """Answers what asks for values, and makes one operator of what is one on a GPU.
+    """Answers reads of values, and calls the fused operators that torch uses on a GPU.
 
-    Inside, what a model makes without naming a device (`torch.arange(n)`) has no values either.
-    `is_gpu` says whether it is a GPU that the step is to run on; a CPU has other operators.
+    Tensors that a model makes without naming a device (`torch.arange(n)`) are meta tensors as well.
+    `is_gpu` says whether the step is to run on a GPU; a CPU has other operators.
     """
 
     def __init__(self, is_gpu: bool = True) -> None:
@@ -195,7 +194,7 @@ class OnMeta(TorchFunctionMode):
         if func in self.instead:
             return self.instead[func](*args, **kwargs)
         result = carry_out(func, args, kwargs)
-        if func in _OF_ALL:  # data are ordinary: nothing is padded, no row holds several texts
+        if func in _OF_ALL:  # assumes no padding and no packed rows
             result.is_of_all = True
         return result
 
@@ -215,10 +214,10 @@ def _attention(
     enable_gqa: bool = False,
     is_gpu: bool = True,
 ) -> Tensor:
-    """One operator, where there is one for what it is given."""
+    """Calls the fused attention operator for these arguments, if there is one."""
     needs_gradient = attn_mask is not None and attn_mask.requires_grad
     is_even = query.shape[-1] == value.shape[-1]  # as flash attention takes them
-    # A CPU's kernel has none of these.
+    # The CPU kernel supports none of these.
     if not is_gpu and (dropout_p or needs_gradient or not is_even):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -235,7 +234,7 @@ def _attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )
     else:
-        if enable_gqa:  # flash attention alone reads a key for several queries, and takes no mask
+        if enable_gqa:  # only flash attention reads a key for several queries; it takes no mask
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
         results = torch.ops.aten._scaled_dot_product_efficient_attention(

@@ -1,4 +1,4 @@
-"""An output before it is written: imported as its user will import it, and its model built."""
+"""Imports an output before it is written, as its user will, and builds its model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from slapo_rewrite.model.meta_device import pretend_world
 from slapo_rewrite.model.short_build import ALL, Shortening
 from slapo_rewrite.model.tree import Tree, build_model, uncompiled
 
-# What the output is called as a package meanwhile, and the package in which it lies.
+# The temporary name of the output's package, and of the package that contains it.
 PACKAGE = "slapo_rewrite_output"
 
 
 class FailedOutput(Exception):
-    """A file of the output fails where it is imported or run.
+    """A file of the output fails when it is imported or run.
 
     Attributes:
-        error: What was raised.
-        frames: The lines of the output that it passed through, by file name, the innermost last.
+        error: The exception.
+        frames: The output's lines in its traceback, with file names, innermost last.
     """
 
     def __init__(self, error: BaseException, frames: list[tuple[str, int]]) -> None:
@@ -45,13 +45,13 @@ class FailedOutput(Exception):
 
 @dataclass
 class Emitted:
-    """An output that is imported."""
+    """An imported output."""
 
     module: types.ModuleType  # the rewritten model file's module
-    folder: Path  # where its files lie meanwhile
-    names: Sequence[str] = ()  # what its files are imported as
-    # By module path and name, the tensors that are to be parts in the last tree: the axis that is
-    # split, the size along it that this rank should have, and that of the full tensor.
+    folder: Path  # the temporary folder of its files
+    names: Sequence[str] = ()  # the module names of its files
+    # The sharded tensors of the last tree by module path and name: the sharded axis, this rank's
+    # size along it, and the full size.
     parts: dict[str, dict[str, tuple[int, int, int]]] = field(default_factory=dict)
 
     def tree(
@@ -59,7 +59,7 @@ class Emitted:
     ) -> Tree:
         """The model that a schedule's `model(m)` builds of the output, on the meta device.
 
-        It is built as the first of `world` ranks; alone where they do not fit.
+        It is built as rank 0 of `world` ranks, or of one if a size does not divide.
         """
         try:
             with _unheard(), pretend_world(world) if world > 1 else contextlib.nullcontext():
@@ -76,27 +76,27 @@ class Emitted:
             raise
 
     def helper(self, name: str) -> types.ModuleType | None:
-        """A helper module of the output, wherever it lies, if there is one of that name."""
+        """The helper module of that name, in whichever folder; None if the output has none."""
         return next((m for m in self.modules() if m.__name__.rpartition(".")[2] == name), None)
 
     def instead_of(self, cls: type) -> type:
-        """The class of the output that a class of the original has become, if it has one."""
+        """The output's version of a class of the original; that class itself without one."""
         named = ((module, vars(module).get(cls.__name__)) for module in self.modules())
         own = (c for module, c in named if isinstance(c, type) and c.__module__ == module.__name__)
         return next(own, cls)
 
     def modules(self) -> list[types.ModuleType]:
-        """The modules of all of its files."""
+        """The imported modules of all its files."""
         return [sys.modules[name] for name in self.names]
 
     def frames(self, error: BaseException | None) -> list[tuple[str, int]]:
-        """The lines of the output that an error passed through, by file name."""
+        """The output's lines in an error's traceback, with file names."""
         return _frames(self.folder, error)
 
     def is_of_helper(self, error: BaseException) -> bool:
-        """Whether a helper raises an error, which then says what a user can do.
+        """Whether a helper raises an error, whose message then tells users what to do.
 
-        In an output of a single file it may be the model that does.
+        In a single-file output it may also be raised by the model.
         """
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised = frames[-1].f_code.co_filename if frames else ""
@@ -108,11 +108,11 @@ class Emitted:
 def imported(
     files: Mapping[str, str], model_file: str, users: Collection[str] = ()
 ) -> Iterator[Emitted]:
-    """Imports every file of an output, for as long as it lasts.
+    """Imports every file of an output, in the context.
 
-    The files are by their path from the output's folder. Where one fails, the user's own modules
-    `users` are imported anew as well: one may be a registry that takes a class of each name once,
-    and has the original's.
+    `files` maps paths from the output's folder to texts. If one fails, they are imported once more
+    together with the user's own modules `users`: one of these may be a registry that accepts each
+    class name once, and holds the original's.
     """
     names = [name for name in files if name.endswith(".py") and name != "__init__.py"]
     names.sort(key=lambda name: (name == "pipeline.py", name != model_file))  # stages last
@@ -164,7 +164,7 @@ def _import(folder: Path, names: Sequence[str]) -> None:
 
 
 def _module(name: str) -> str:
-    """What a file of the output is imported as."""
+    """The module name of a file of the output."""
     path = Path(os.path.normpath(Path(PACKAGE, PACKAGE, name)))
     return ".".join(path.with_suffix("").parts)
 
@@ -175,7 +175,7 @@ def _parts(live: Any) -> dict[str, tuple[int, int, int]]:
 
 
 def _forget() -> None:
-    if PACKAGE not in sys.modules:  # nor is anything that lies in it
+    if PACKAGE not in sys.modules:  # nor are its modules
         return
     for name in [n for n in sys.modules if n.startswith(PACKAGE)]:
         if name.partition(".")[0] != PACKAGE:
@@ -183,12 +183,12 @@ def _forget() -> None:
         module = sys.modules.pop(name)
         if hasattr(module, "watch_registrations"):
             for watch in module.watch_registrations():
-                watch.remove()  # torch would keep the output
+                watch.remove()  # torch would keep the output alive
 
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """What the source says while it is imported or built it has said already; no caches either."""
+    """Hides output and warnings, which the original has shown already; writes no bytecode."""
     quiet = contextlib.redirect_stdout(io.StringIO())
     uncached = mock.patch.object(sys, "dont_write_bytecode", True)
     with quiet, uncached, warnings.catch_warnings(), contextlib.chdir("."):

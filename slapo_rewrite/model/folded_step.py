@@ -1,4 +1,4 @@
-"""A step of a model that has two layers of each kind: what is counted of a deep one."""
+"""Counts the training step of a deep model on a model with two layers of each kind."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from slapo_rewrite.model.step_profile import ROWS, NotLaunched, Profile, counted
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted of a model of two layers of each kind, and how deep the real one is."""
+    """The counts of a model with two layers of each kind, and the depth of the real model."""
 
-    profile: Profile  # what a step takes
-    # By the path of each list, for each of its layers which of those that were kept stands for it.
+    profile: Profile  # the counts of a step
+    # By path of a list: for each of its layers, the position of its representative.
     stands_for: Mapping[str, tuple[int, ...]]
-    names: Mapping[str, int]  # all parameters of the full model: how many numbers each is
-    # What `cut_evenly` makes stages even by: a size for each layer; none where it was counted on
-    # several ranks.
+    names: Mapping[str, int]  # all parameters of the full model, with their sizes
+    # The size of each layer by which `cut_evenly` balances stages; empty if counted on several
+    # ranks.
     cut_sizes: Sequence[float] = ()
 
 
 class DoesNotRun(Exception):
-    """A model cannot be built on so many ranks, or its step does not run, in words."""
+    """A model cannot be built on that many ranks, or its step does not run; holds the reason."""
 
 
 class StepFails(DoesNotRun):
-    """The step itself fails: it may need the layers that were left out, by their number say."""
+    """The step itself fails: it may need layers that were removed, by their number for example."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is counted of."""
+    """The settings of a counted step."""
 
-    sequence: int | None  # how many tokens a row has; None for what the schedule's `inputs` give
+    sequence: int | None  # tokens per row; None: as the schedule's `inputs` returns
     dtype: torch.dtype  # of parameters and activations
-    is_gpu: bool  # whether it is to be counted as on a GPU
+    is_gpu: bool  # whether it is counted as on a GPU
 
 
 class FoldedStep:
-    """A step of a model, to be counted in one way or several.
+    """A training step of a model, which can be counted several times.
 
-    The model is in the dtype afterwards. `kernels` are the modules whose kernels are taken to run,
-    as on a GPU.
+    Converts the model to the dtype. `kernels` are the modules whose Triton kernels count as run, as
+    on a GPU.
 
     Raises:
-        DoesNotRun: There are no inputs for it, or the rows are too long.
+        DoesNotRun: The inputs cannot be made, or the rows are too long.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FoldedStep:
         self.inputs = in_dtype(self.given, shape.dtype)
 
     def count(self) -> Profile:
-        """Counts it; `StepFails` where it does not run."""
+        """Counts the step; raises `StepFails` if it does not run."""
         loss = partial(small_model.loss_of, self.schedule, inputs=self.given)
         try:
             with launching_nothing(self.kernels) if self.is_gpu else nullcontext():
@@ -90,7 +90,7 @@ class FoldedStep:
 
 @contextmanager
 def launching_nothing(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Fused kernels of modules are taken, as on a GPU, and count what they are given and give."""
+    """Takes modules' Triton code paths without launching; kernels count their arguments."""
     with ExitStack() as stack:
         # Autocast knows no meta device, and is off.
         stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *_: False))
@@ -104,7 +104,7 @@ def launching_nothing(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 def check_positions(model: nn.Module, sequence: int | None) -> None:
-    """Without values, nothing tells that a table of positions is too short (`DoesNotRun`)."""
+    """Raises `DoesNotRun` for too few positions, which a run without values cannot notice."""
     config: Any = getattr(model, "config", None)
     numbers = [getattr(config, name, None) for name in small_config.POSITIONS]
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,10 +1,10 @@
-"""What a run of a model holds, and what of it names keep that nothing needs any more.
+"""Measures the memory that a run of a model holds, and how much of it dead variables keep alive.
 
-The live model runs on the meta device: with gradients, in training, and without, in eval mode. Each
-storage that is made and let go is an event, and so is each call of a function of the file. A second
-run drops every name where it is dead; it makes the same storages in the same order, and lets some
-of them go sooner. From both follows what each name keeps, and the most that a call would hold if
-only some of them were dropped.
+The live model runs on the meta device: with gradients in training mode, and without in eval mode.
+Allocating and freeing a storage are events, as is each call of a function of the file. A second run
+deletes every variable where it is dead. It allocates the same storages in the same order, and frees
+some of them earlier. The two runs tell what each variable keeps alive, and the peak of a call if
+only some variables were deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slapo_rewrite.model.watched_functions import Live, watching
 
 
 class CannotMeasure(Exception):
-    """The model does not run without values, in words."""
+    """The model does not run without values; holds the reason."""
 
 
 @dataclass(eq=False)
@@ -40,31 +40,31 @@ class Frame:
     """One call of a function."""
 
     function: ast.FunctionDef
-    first: int  # how many storages had been made when it began
-    last: int = 0  # how many when it ended
-    end: int = 0  # at which event
+    first: int  # the number of storages allocated before it began
+    last: int = 0  # the number of storages allocated before it ended
+    end: int = 0  # the event at which it ended
 
 
 @dataclass
 class Record:
-    """One run."""
+    """The record of one run."""
 
-    # The bytes of each storage, in the order in which they were made.
+    # The bytes of each storage, in order of allocation.
     sizes: list[int] = field(default_factory=list)
-    # By the number of a storage, how many had been made when it was let go, and at which event;
-    # none where it was held to the end.
+    # By storage number: how many storages had been allocated when it was freed, and at which event.
+    # Storages that were never freed are missing.
     let_go: dict[int, tuple[int, int]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)  # the calls of watched functions
-    # By the number of a storage, the names that kept it where they were dropped, each with the call
-    # that it was a name of.
+    # By storage number: the variables that kept it alive until they were deleted, each with its
+    # call.
     keepers: dict[int, list[tuple[Death, Frame]]] = field(default_factory=dict)
 
     def end_of(self, storage: int) -> int:
-        """How many storages had been made when one was let go."""
+        """The number of storages that were allocated before one was freed."""
         return self.let_go.get(storage, (len(self.sizes), 0))[0]
 
     def steps(self) -> list[int]:
-        """How many bytes more are held as each storage is made, and at the end."""
+        """The change of held bytes at each allocation, and at the end."""
         found = [0] * (len(self.sizes) + 1)
         for number, size in enumerate(self.sizes):
             found[number] += size
@@ -72,15 +72,15 @@ class Record:
         return found
 
     def held(self) -> list[int]:
-        """How many bytes are held as each storage is made."""
+        """The held bytes at each allocation."""
         return list(itertools.accumulate(self.steps()[:-1]))
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes storages and calls.
+    """Records storages and calls.
 
-    `functions` are watched, `deaths` are the names that they drop, both by number; what is
-    `outside` is there all the time.
+    `functions` are watched; `deaths` are the variables that they delete. Both are numbered. The
+    `outside` tensors live all the time.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class _Recorder(TorchDispatchMode):
             if self._dropped not in keepers:
                 keepers.append(self._dropped)
 
-    # What watched functions call ------------------------------------------------------------------
+    # Called by watched functions ------------------------------------------------------------------
 
     def enter(self, number: int) -> Any:
-        """A call begins; it ends when what this gives is let go."""
+        """Records the begin of a call, which ends when the returned token is freed."""
         frame = Frame(self._functions[number], len(self.record.sizes))
         self.record.frames.append(frame)
         token = _Token(frame)
@@ -130,24 +130,24 @@ class _Recorder(TorchDispatchMode):
         frame.last, frame.end = len(self.record.sizes), self._events
 
     def drop(self, number: int, call: Any, value: Any) -> None:
-        """A name of a call is about to be dropped."""
+        """Records that a variable of a call is about to be deleted."""
         self._dropped = self._deaths[number], call.frame
         for tensor in tensors(value):
             if (kept := self._storages.number_of(tensor)) is not None:
                 self.record.keepers.setdefault(kept, []).append(self._dropped)
 
     def dropped(self) -> None:
-        """It has been."""
+        """Records that the variable was deleted."""
         self._dropped = None
 
     def over(self) -> Record:
-        """What was recorded."""
+        """Ends the recording and returns it."""
         self._is_over = True
         return self.record
 
 
 class _Token:
-    """Stands for a call as long as that lasts."""
+    """A local object of a running call, freed when the call ends."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -162,7 +162,7 @@ def recorded(
     *,
     training: bool,
 ) -> Record:
-    """What a forward pass holds, with some names dropped; `CannotMeasure` if it does not run."""
+    """Records a forward pass that deletes some variables; raises `CannotMeasure` if it fails."""
     model = tree.root.live
     was_training = model.training
     given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(inputs))

@@ -1,4 +1,4 @@
-"""What a model holds beside parameters and buffers: which of it a step of training changes."""
+"""The state of a model beside parameters and buffers, to find what a training step changes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import nn
 
 from slapo_rewrite.code.own_files import is_own
 
-# What torch keeps of every module, and what stands for its `forward` while that is watched.
+# The attributes of every module, and the `forward` that replaces its own while it is watched.
 _OF_TORCH = {*vars(nn.Module()), "forward"}
 
 
-# Libraries that hold nothing of a model's numbers.
+# Libraries that hold no state of a model.
 LEFT_ALONE = {"numpy", "slapo_rewrite", "torch", "transformers"}
 
 
 def held(module: nn.Module, file: types.ModuleType) -> dict[tuple[str, str], bytes]:
-    """What a module, those inside and the user's files hold: by where that is, and its name.
+    """The state of a module, its submodules and the user's files, by place and name.
 
-    What a file holds that is reached by way of another one is said to be in that.
+    The state of a file that is only used by another one counts as that file's.
     """
     named = dict(module.named_modules())
     homes = {type(each).__module__ for each in named.values()} & sys.modules.keys()
@@ -48,13 +48,13 @@ def held(module: nn.Module, file: types.ModuleType) -> dict[tuple[str, str], byt
         for name, value in vars(holder).items()
         if name not in _OF_TORCH
         and not name.startswith("__")
-        # What is worked out of parameters as it runs, as by weight norm.
+        # Tensors computed from parameters at run time, as by weight norm.
         and not any(own.startswith(f"{name}_") for own in getattr(holder, "_parameters", ()))
     }
 
 
 def used_by(modules: Iterable[types.ModuleType]) -> set[str]:
-    """The modules of libraries, and of the user's, that define what stands in some modules."""
+    """The modules, of libraries or the user, that define the objects in some modules."""
     spaces = {module.__name__: vars(module) for module in modules}
     found = {home_of(value) for space in spaces.values() for value in space.values()}
     known = sys.stdlib_module_names | LEFT_ALONE
@@ -62,33 +62,33 @@ def used_by(modules: Iterable[types.ModuleType]) -> set[str]:
 
 
 def home_of(value: object) -> str:
-    """The module that defines what stands in another one, or that it is."""
+    """The module that defines an object, or the module itself; '' if unknown."""
     name = getattr(value, "__module__", None) or getattr(value, "__name__", None)
     return name if isinstance(name, str) else ""
 
 
 def _beside(modules: Iterable[types.ModuleType], file: types.ModuleType) -> list[types.ModuleType]:
-    """The user's modules that others use."""
+    """The user's modules that some modules use."""
     return [sys.modules[name] for name in sorted(used_by(modules)) if _is_users(name, file)]
 
 
 def _is_users(name: str, file: types.ModuleType) -> bool:
-    """Whether a module is the user's own, or of the library that the model's file is of."""
+    """Whether a module is the user's own, or of the same library as the model's file."""
     library, of_file = (each.partition(".")[0] for each in (name, file.__name__))
     lies = getattr(sys.modules[name], "__file__", None) or ""
     return library not in LEFT_ALONE and (library == of_file or is_own(lies))
 
 
 def _worth(value: object) -> bytes:
-    """Bytes that tell whether something has changed, as far as it can be written down."""
+    """A fingerprint of a value, which changes with it as far as it can be pickled."""
     buffer = io.BytesIO()
-    with contextlib.suppress(Exception):  # of objects of other people's
+    with contextlib.suppress(Exception):  # of foreign classes
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes down what is in an object; what has no state of its own by its identity."""
+    """Pickles the contents of objects; modules, classes and unpicklable objects by `id`."""
 
     def persistent_id(self, given: Any) -> Any:
         if isinstance(given, torch.Tensor) and not given.is_meta:
@@ -101,6 +101,6 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, given: Any) -> Any:
         try:
             made = given.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:  # a lock, say
+        except Exception:  # a lock, for example
             made = ""
         return made if isinstance(made, tuple) else (str, (str(id(given)),))

@@ -1,4 +1,4 @@
-"""What a model of transformers does to initialise its modules."""
+"""How a model of transformers initialises its modules."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def initialises_inside(model: Any, module: nn.Module) -> bool:
-    """Whether a model, asked to initialise a module without tensors, writes to what it holds."""
+    """Whether a model's `_init_weights` of a module without tensors writes to its submodules."""
     own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
     if next(own, None) is not None:
         return False
     try:
         with torch.no_grad(), _NoWrites(), _AsIfStored():
             model._init_weights(module)
-    except Exception:  # or it fails without memory: taken for something that matters
+    except Exception:  # a write, or a failure on meta, which counts as one
         return True
     return False
 
 
 class _NoWrites(TorchDispatchMode):
-    """Fails at the first operation that changes a tensor."""
+    """Raises at the first operation that changes a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
@@ -34,7 +34,7 @@ class _NoWrites(TorchDispatchMode):
 
 
 class _AsIfStored(TorchFunctionMode):
-    """Has tensors without memory say that they have some: `trunc_normal_` leaves others alone."""
+    """Hides that tensors are on the meta device, where `trunc_normal_` does nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]

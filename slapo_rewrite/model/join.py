@@ -1,7 +1,7 @@
-"""Joins the live module tree to the source: which expression made each module and parameter.
+"""Finds the expression in the source that made each module and parameter of the live tree.
 
-While a model is built, the calls that lead to each module are noted, with the variables around
-them. The expression is the innermost of these calls that belongs to the module's place.
+While a model is built, the call stack of each module is recorded, with the variables of its frames.
+The expression is the innermost call of the stack that belongs to the module's place in the tree.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from slapo_rewrite.model.construction_sites import RECORDED, Loop, Site
 from slapo_rewrite.model.sources import Sources as Sources
 from slapo_rewrite.model.tree import CONTAINERS, Node
 
-# What binds a name to no value that an expression gives.
+# Statements that bind a name without an expression.
 _OTHERWISE = (*DEFINITIONS, ast.Import, ast.ImportFrom)
 _Turning = ast.comprehension | ast.For | ast.While
-# A loop, and what has it.
+# A loop, and the node that contains it.
 _Around = tuple[_Turning, ast.AST]
 
 
 def find_site(sources: Sources, node: Node) -> Site:
-    """The construction site of a module; `UnfollowableConstruction` where none can be named."""
+    """The construction site of a module; raises `UnfollowableConstruction` if it is not known."""
     known = sources.known.get((id(node), ""))
     if known is None:
         known = sources.known[id(node), ""] = _module(sources, node)
@@ -55,7 +55,7 @@ def find_site(sources: Sources, node: Node) -> Site:
 
 
 def known_site(sources: Sources, node: Node) -> Site | None:
-    """The same; None where none can be named, as of the root."""
+    """The construction site of a module; None if it is not known, or for the root."""
     try:
         return find_site(sources, node) if node.parent is not None else None
     except errors.UnfollowableConstruction:
@@ -63,7 +63,7 @@ def known_site(sources: Sources, node: Node) -> Site | None:
 
 
 def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
-    """The expression that makes a parameter or buffer that a class keeps itself."""
+    """The expression that makes a parameter or buffer that a module holds directly."""
     key = id(node), name
     known = sources.known.get(key) or _tensor(sources, node, name)
     if known is None:
@@ -77,9 +77,9 @@ def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
 
 
 def holder_of(site: Site, node: Node) -> tuple[Node, str]:
-    """The module whose class holds a module's site, and the module's path from there.
+    """The module whose class contains the construction site of a module, and the path from it.
 
-    The owner, unless somebody gave it the module that he had made.
+    It is the owner, unless the module was made elsewhere and passed to the owner.
     """
     assert node.owner is not None
     if not site.is_given:
@@ -89,7 +89,7 @@ def holder_of(site: Site, node: Node) -> tuple[Node, str]:
 
 
 def resolve(expr: ast.expr, site: Site, node: Node) -> object | None:
-    """What an expression came to at the site of a module, or of a parameter; None if unknown."""
+    """The value of an expression at a module's or parameter's site; None if unknown."""
     if site.kind in ("parameter", "buffer"):
         noted = construction_calls.tensor_set(node.live, site.path.rpartition(".")[2])
         names = noted[1] if noted is not None else None
@@ -100,27 +100,27 @@ def resolve(expr: ast.expr, site: Site, node: Node) -> object | None:
 
 
 def given_partial(site: Site, node: Node) -> functools.partial[object] | None:
-    """The `partial` of a module's class that its site calls, where that came in as a value."""
+    """The `partial` of a module's class that its site calls, if it is the value of a variable."""
     callee = site.callee
     held = resolve(callee, site, node) if isinstance(callee, ast.Name | ast.Attribute) else None
     if site.partial is not None or not isinstance(held, functools.partial):
         return None
-    # Where the source was changed, the class is another one of its name.
+    # Names are compared, since a changed source defines another class of the same name.
     return held if getattr(held.func, "__name__", None) == node.cls.__name__ else None
 
 
 def size_at(expr: ast.expr, site: Site, node: Node) -> int | None:
-    """The whole number that an expression came to there; None where it is not known to be one."""
+    """The value of an expression at a site, if that is known to be an integer; else None."""
     value = resolve(expr, site, node)
     return value if type(value) is int else None
 
 
 def looked_up(sources: Sources, node: Node, root: str | None) -> bool:
-    """Whether what makes a module looks its class up elsewhere, and would not see another one.
+    """Whether a construction looks the class up in another file, and would not find a replacement.
 
-    It sees one where the expression names the class, where the class came in as a value, and where
-    the module is a copy of another one. The root is the module that defines what the expression
-    begins with, if that is imported.
+    It finds one if the expression names the class, if the class is passed in as a value, or if the
+    module is a copy of another one. `root` is the qualified name of the imported object that the
+    expression begins with, or None.
     """
     site = known_site(sources, node)
     return (
@@ -167,7 +167,7 @@ def _module(sources: Sources, node: Node) -> Site:
 
 
 def _kept(sources: Sources, node: Node) -> Site | None:
-    """What a class keeps as it is, of a module that was made before the model was."""
+    """The assignment that stores a module which was made before the model was."""
     for file, name in sources.classes(node.owner.cls) if node.owner is not None else ():
         for method in file.methods(name):
             for statement in ast.walk(method):
@@ -180,10 +180,10 @@ def _kept(sources: Sources, node: Node) -> Site | None:
 
 
 def _site_at(sources: Sources, node: Node, number: int) -> Site | None:
-    """The site that one of the calls is that led to a module; None where it is none.
+    """The construction site at one call of a module's stack; None if that call is not a site.
 
-    A call in a method of a class makes what a module of that class holds. In another function only
-    a call of the class itself is a site, and only where it is named.
+    In a method of a class, a call makes modules of an object of that class. In another function
+    only a call of the module's class is a site, and only if it names the class.
     """
     filled = _filled(sources, node, number)
     scope = construction_calls.scope_of(node.live, number)
@@ -196,7 +196,7 @@ def _site_at(sources: Sources, node: Node, number: int) -> Site | None:
         if number or outside or callee is None:
             return None
         named = site.partial.args[0] if site.partial is not None else callee
-        # Another module may stand in the place of what was made, so which class does not matter.
+        # Any class will do, since the module that was made may have been replaced by another.
         is_class = isinstance(_dotted(named, scope), type)
         if not is_class or not names_in(named).isdisjoint(made.local):
             return None
@@ -213,7 +213,7 @@ def _site_at(sources: Sources, node: Node, number: int) -> Site | None:
 
 
 def _written_out(sources: Sources, node: Node, site: Site, number: int) -> Site | None:
-    """The call of a function that makes a module by a site and does no more, if it can say so."""
+    """The site at a call of a function that only makes the module, with the body written out."""
     scope = construction_calls.scope_of(node.live, number)
     if scope is None or not isinstance(site.call, ast.Call):
         return None
@@ -223,7 +223,7 @@ def _written_out(sources: Sources, node: Node, site: Site, number: int) -> Site 
     callee = getattr(made.node, "func", None)
     name = getattr(callee, "attr", None) or getattr(callee, "id", None)
     if name != site.function.name or name in made.local:
-        return None  # another one may be given there
+        return None  # the name may mean another function
     assert isinstance(made.node, ast.Call)
     written = returned_by(site.function, site.value, site.call, made.node, made.function)
     outer = _filled(sources, node, number) if written is not None else None
@@ -231,7 +231,7 @@ def _written_out(sources: Sources, node: Node, site: Site, number: int) -> Site 
 
 
 def _filled(sources: Sources, node: Node, number: int) -> _Filled | None:
-    """What one of the calls made that led to a module; None where it cannot be read."""
+    """The call at one position of a module's stack, and all its modules; None if unreadable."""
     stack = construction_calls.stack_of(node.live)[: number + 1]
     scope = construction_calls.scope_of(node.live, number)
     if len(stack) <= number or scope is None:
@@ -246,14 +246,14 @@ def _filled(sources: Sources, node: Node, number: int) -> _Filled | None:
 
 
 def _dotted(expr: ast.expr, scope: Mapping[str, Any]) -> object:
-    """What a dotted name means; None of other expressions."""
+    """The value of a dotted name in a scope; None for other expressions."""
     if isinstance(expr, ast.Attribute):
         return getattr(_dotted(expr.value, scope), expr.attr, None)
     return scope.get(expr.id) if isinstance(expr, ast.Name) else None
 
 
 class _Filled:
-    """What a call made in one model, and where that is."""
+    """A call of a constructor, and all modules of one model that it made, by path."""
 
     def __init__(
         self, made: _Made, number: int, root: nn.Module, modules: Mapping[str, nn.Module]
@@ -261,12 +261,12 @@ class _Filled:
         self.made, self._root, self._number, self._modules = made, root, number, modules
         self._sites: dict[tuple[str, str], Site] = {}
         alike = [*grouped((with_wildcards(path), path) for path in modules).values()]
-        # Of each shape of a path which of its segments the loops count.
+        # For each path with wildcards, the positions of the segments that loops count.
         self._counted: dict[str, set[int]] = {with_wildcards(p[0]): set() for p in alike}
         self._loops = self._told(alike)
 
     def start(self, path: str) -> int | None:
-        """How long the path of the module is in whose class the call stands; None without one."""
+        """The path length of the module whose class contains the call; None without one."""
         above: list[Any] = [self._root]
         for segment in path.split(".")[:-1]:
             above.append(above[-1]._modules[segment])
@@ -274,7 +274,7 @@ class _Filled:
         return next((n for n in lengths if self.made.is_of(type(above[n]))), None)
 
     def site(self, node: Node, scope: Mapping[str, Any], written: ast.Call | None = None) -> Site:
-        """The site of a module that the call made; elements of one list share one."""
+        """The site of a module that the call made. The elements of one list share a site."""
         made, segments = self.made, node.path.split(".")
         start = self.start(node.path)
         if start is None or isinstance(scope.get(made.receiver), type):
@@ -301,7 +301,7 @@ class _Filled:
         return self._sites[path, kind]
 
     def _told(self, alike: Sequence[Sequence[str]]) -> tuple[Loop, ...]:
-        """The loops, and whether they count what they make, in all of the lists that this fills."""
+        """The loops around the call, and whether they count the elements of all filled lists."""
         found: list[Loop] = []
         starts = [self.start(paths[0]) or 0 for paths in alike]
         after = [*starts]
@@ -329,7 +329,7 @@ class _Filled:
         return tuple(found)
 
     def _equal(self, counter: str | None, paths: Sequence[str], start: int) -> int | None:
-        """The first number in some paths that is what a loop's counter was, for all of them."""
+        """The first segment that equals the loop counter's value in all paths; None without one."""
         if counter is None:
             return None
         modules = (self._modules[path] for path in paths)
@@ -339,7 +339,7 @@ class _Filled:
         return next((n for n in fitting if self._is_list(paths[0], n)), None)
 
     def _varying(self, paths: Sequence[str], start: int) -> list[int]:
-        """The segments of some paths that are several numbers in lists."""
+        """The positions of list indices that differ between the paths."""
         numbers = [*zip(*(path.split(".") for path in paths), strict=True)]
         several = (n for n in range(start, len(numbers)) if len({*numbers[n]}) > 1)
         return [n for n in several if self._is_list(paths[0], n)]
@@ -349,7 +349,7 @@ class _Filled:
         return isinstance(self._root.get_submodule(holder), CONTAINERS)
 
     def _in_turn(self, around: ast.AST, paths: Sequence[str], place: int) -> bool:
-        """Whether a comprehension makes the elements of lists in turn, from the first one on."""
+        """Whether a comprehension makes the elements of lists in order, from the first on."""
         for head in {".".join(path.split(".")[:place]) for path in paths}:
             listed = [*self._root.get_submodule(head).children()]
             turned = [m for m in listed if _passed(self.made.file, around, m)]
@@ -360,39 +360,39 @@ class _Filled:
 
 
 def _passed(file: SourceFile, node: ast.AST, module: nn.Module) -> bool:
-    """Whether Python passed through a part of a file when it made a module."""
+    """Whether a node of a file is in the call stack of a module."""
     return any(
         encloses(extent(node), at) and construction_calls.is_file(file, name)
         for name, at in construction_calls.stack_of(module)
     )
 
 
-# What stands there ---------------------------------------------------------------------------
+# Reading the source ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """An expression that made something, with what is around it."""
+    """An expression that made modules, with its surroundings."""
 
     file: SourceFile
     node: ast.Call | ast.Subscript
     statement: ast.stmt
-    # The function that carries it out; a lambda as one that returns its value.
+    # The function that evaluates it; a lambda is turned into a function that returns its value.
     function: ast.FunctionDef
-    loops: tuple[_Around, ...]  # those around it there, and what has them
-    local: frozenset[str]  # what is bound in the functions around it
-    class_name: str  # the class in whose body it stands; '' if in none
-    receiver: str  # the first parameter of the class's function; '' if none
-    variable: tuple[ast.stmt, ...]  # what assigns the local variable that it calls
+    loops: tuple[_Around, ...]  # the loops around it in that function, each with its parent
+    local: frozenset[str]  # the names bound in the functions around it
+    class_name: str  # the class whose body contains it, or ''
+    receiver: str  # the first parameter of the method that contains it, or ''
+    variable: tuple[ast.stmt, ...]  # the assignments of the local variable that it calls
 
     def is_of(self, cls: type) -> bool:
-        """Whether it stands in a class, or in one that this is derived from."""
+        """Whether it is in the body of a class or of one of its bases."""
         own = self.file.name, self.class_name
         return any((c.__module__, c.__name__) == own for c in cls.__mro__)
 
 
 def _made_at(sources: Sources, call: Place, scope: Mapping[str, Any]) -> _Made | None:
-    """The call or subscript at a place; None where it stands in no function, or is none."""
+    """The call or subscript at a place; None for another node, or one outside of functions."""
     file = sources.file_named(str(scope.get("__name__")))
     path, at = call
     if file is None or not construction_calls.is_file(file, path):
@@ -405,7 +405,7 @@ def _made_at(sources: Sources, call: Place, scope: Mapping[str, Any]) -> _Made |
 
 
 def _read(file: SourceFile, held: Sequence[ast.AST]) -> _Made | None:
-    """What the innermost of some nodes makes, each of which holds the next one."""
+    """The innermost of some nested nodes, outermost first, if it is a call or subscript."""
     node, around = held[-1], _functions_around(file, held)
     if around is None or not isinstance(node, ast.Call | ast.Subscript):
         return None
@@ -421,9 +421,9 @@ def _read(file: SourceFile, held: Sequence[ast.AST]) -> _Made | None:
 def _functions_around(
     file: SourceFile, held: Sequence[ast.AST]
 ) -> tuple[ast.FunctionDef, tuple[_Around, ...], frozenset[str], str, str] | None:
-    """The function around a node, its loops, what is bound there, and the class that has it.
+    """The function around a node, the loops, the local names, the class and its receiver's name.
 
-    And what the class's function calls its object. The nodes are those that hold the node, and it.
+    `held` are the nodes that contain the node, outermost first, and the node.
     """
     function: ast.FunctionDef | None = None
     class_name: str | None = None
@@ -439,7 +439,7 @@ def _functions_around(
             class_name = outer.name if file.classes.get(outer.name) is outer else ""
         elif isinstance(outer, ast.FunctionDef | ast.Lambda):
             made = _as_function(outer) if isinstance(outer, ast.Lambda) else outer
-            if inner in (outer.body, *made.body):  # and not computed where it is defined
+            if inner in (outer.body, *made.body):  # defaults and decorators are evaluated outside
                 function, receiver = function or made, first_parameter(made)
                 local |= {*parameters(outer), *bound_in(outer)}
     if function is None:
@@ -452,7 +452,7 @@ def _counter(loop: _Turning) -> str | None:
 
 
 def _turning(inner: ast.AST, outer: ast.AST) -> list[_Turning]:
-    """The loops that carry a part out again for where it stands in something."""
+    """The loops of a node that evaluate a child of it repeatedly."""
     match outer:
         case ast.For(body=body) if inner in body:
             return [outer]
@@ -477,7 +477,7 @@ def _as_function(made: ast.Lambda) -> ast.FunctionDef:
 
 
 def _tensor(sources: Sources, node: Node, name: str) -> Site | None:
-    """The site of a parameter or buffer; None where it is not known what sets it."""
+    """The site of a parameter or buffer; None if it is not known which statement sets it."""
     noted = construction_calls.tensor_set(node.live, name)
     if noted is None:
         return None
@@ -512,7 +512,7 @@ def _tensor(sources: Sources, node: Node, name: str) -> Site | None:
 
 
 def _given(statement: ast.stmt, at: Position) -> ast.expr:
-    """What a statement sets, of which this is the target or the call."""
+    """The value that a statement sets, given the place of its target or call."""
     value: ast.expr | None = None
     match statement:
         case ast.Assign(targets=targets, value=value):
@@ -544,5 +544,5 @@ def _assigned(
         if isinstance(found, ast.Assign) and position(found) < position(name):
             if any(is_name(target, name.id) for target in found.targets):
                 return found, found.value
-            break  # one of several that are given together
+            break  # it is unpacked from a tuple
     return statement, name

@@ -1,6 +1,6 @@
-"""Inputs of the functions that rules call, and what a function makes of them.
+"""Sample inputs of the functions that rules call, and a function's results for them.
 
-For comparing one way to carry a function out with another, and for timing it.
+They serve to compare two implementations of a function, and to time them.
 
 Shapes: M rows, D features.
 """
@@ -19,13 +19,13 @@ HEADS, KEY_HEADS, BATCH = 4, 2, 2
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of one call."""
+    """The arguments of one call."""
 
-    args: tuple[Any, ...]  # by position
+    args: tuple[Any, ...]  # positional
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # by name
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that get a gradient, those of modules among them, by a name."""
+        """The tensors that require a gradient, module parameters included, by name."""
         given = {f"argument {n}": value for n, value in enumerate(self.args, 1)} | {**self.kwargs}
         return {name: t for key, value in given.items() for name, t in _leaves(key, value)}
 
@@ -41,13 +41,13 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 class Maker:
     """Makes random inputs."""
 
-    rows: int  # how many rows M there are
-    width: int  # how many features: D, the size of a head, or the vocabulary
+    rows: int  # the number of rows, M
+    width: int  # the number of features, D: of a head or vocabulary as well
     dtype: torch.dtype = torch.float32  # of all floating-point tensors
-    device: str = "cpu"  # where they are
+    device: str = "cpu"  # of all tensors
 
     def tensor(self, *shape: int) -> Tensor:
-        """Random numbers that get a gradient."""
+        """Random numbers that require a gradient."""
         made = torch.randn(shape, device=self.device).to(self.dtype)
         return made.requires_grad_()
 
@@ -60,20 +60,20 @@ class Maker:
         return self.tensor(self.width)
 
     def linear(self, inputs: int) -> nn.Linear:
-        """A layer of D outputs."""
+        """A linear layer with D outputs."""
         return nn.Linear(inputs, self.width, device=self.device).to(self.dtype)
 
     def labels(self, *shape: int) -> Tensor:
-        """Classes below D, of which the first does not count."""
+        """Labels below D; the first is -100, which losses ignore."""
         found = torch.randint(self.width, shape, device=self.device)
         found.view(-1)[0] = -100
         return found
 
     @property
     def inner(self) -> int:
-        """The features that a linear layer is given: a quarter, as in a transformer's MLP.
+        """The input features of a linear layer: a quarter of D, as in a transformer's MLP.
 
-        At most 2,048, as where a vocabulary's logits are made.
+        At most 2,048, as for the logits of a vocabulary.
         """
         return min(max(self.width // 4, 2), 2048)
 
@@ -165,7 +165,7 @@ def _linear_losses(m: Maker) -> list[Sample]:
     ]
 
 
-# By the name of the function; the first sample of each is what is timed.
+# By function name; the first sample of each is timed.
 SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
     "rms_norm": _norms,
     "residual_rms_norm": _residual_norms,
@@ -197,14 +197,14 @@ SAMPLES: dict[str, Callable[[Maker], list[Sample]]] = {
 
 
 def samples(function: str, maker: Maker) -> list[Sample]:
-    """Calls of a function with its options, from the same random numbers at every call."""
+    """Sample calls of a function with its options, with the same random numbers each time."""
     with torch.random.fork_rng(), torch.device(maker.device):
         torch.manual_seed(0)
         return SAMPLES[function](maker)
 
 
 def results(function: Callable[..., Any], sample: Sample) -> dict[str, Tensor]:
-    """What a function gives, and the gradients of all that gets one, by name."""
+    """The outputs of a function, and the gradients of its inputs, by name."""
     outputs = function(*sample.args, **sample.kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     found = {f"output {number}": output.detach() for number, output in enumerate(outputs)}
@@ -218,9 +218,9 @@ def results(function: Callable[..., Any], sample: Sample) -> dict[str, Tensor]:
 def largest_error(
     function: Callable[..., Any], reference: Callable[..., Any], sample: Sample
 ) -> tuple[float, str]:
-    """The largest difference from a reference, relative to the largest value, and of what.
+    """The largest error against a reference, relative to the largest value, and its tensor's name.
 
-    Infinite where one gives what the other does not, or of another shape or dtype.
+    Infinite if a tensor is missing, or has another shape or dtype.
     """
     have, want = results(function, sample), results(reference, sample)
     worst = (0.0, "")

@@ -1,6 +1,6 @@
-"""Which layers of a list are alike, and a model of which each list has a few of every kind.
+"""Finds equal layers of lists, and reduces each list of a model to a few layers of every kind.
 
-The layers of a list are called one after the other, and those that are made alike do alike.
+The layers of a list are called one after the other. Layers that are made alike compute alike.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import nn
 
 from slapo_rewrite.model.tree import Node, Tree
 
-# How many layers of a kind are left: what stands between two of them is seen then.
+# How many layers of a kind are kept: two show what happens between layers.
 LEFT = 2
-# Attributes of other types are no part of what tells layers apart.
+# Only attributes of these types distinguish layers.
 PLAIN = frozenset({bool, int, float, str})
 
 
 @contextlib.contextmanager
 def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> Iterator[None]:
-    """Lists hold these modules alone, numbered anew, for as long as it lasts."""
+    """Reduces lists to these modules, renumbered, in the context."""
     whole = []
     for listed, left in lists:
         modules: dict[str, Any] = listed._modules
@@ -38,15 +38,15 @@ def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> Iterat
 
 
 def kinds_of(node: Node) -> list[Any]:
-    """Of each element: what it is, and its plain attributes but for those that are its number."""
+    """A key for each element: its kind, and its plain attributes other than its index."""
     return kinds_and_numbers(node)[0]
 
 
 def kinds_and_numbers(node: Node) -> tuple[list[Any], set[tuple[str, str]]]:
-    """`kinds_of`, and which attributes are an element's number: by path from it and by name."""
+    """`kinds_of`, and the attributes that are an element's index: relative path and name."""
     children = list(node.children.values())
     found = [_plain_attributes(child) for child in children]
-    # Most attributes are the same in all, and tell no two apart: modules are compared at once.
+    # Most attributes are equal in all elements, so whole modules are compared first.
     apart = {
         (below, name)
         for each in found
@@ -63,7 +63,7 @@ def kinds_and_numbers(node: Node) -> tuple[list[Any], set[tuple[str, str]]]:
 
 
 def _plain_attributes(element: Node) -> dict[str, dict[str, Any]]:
-    """The plain attributes of an element and of what is below, by path from it and by name."""
+    """The plain attributes of an element and its descendants, by relative path and name."""
     start = len(element.path)
     return {
         inner.path[start:]: {n: v for n, v in vars(inner.live).items() if type(v) in PLAIN}
@@ -72,7 +72,7 @@ def _plain_attributes(element: Node) -> dict[str, dict[str, Any]]:
 
 
 def _is_number(below: str, name: str, found: Sequence[Mapping[str, Mapping[str, Any]]]) -> bool:
-    """Whether an attribute is the element's number, counted from anywhere."""
+    """Whether an attribute is the element's index plus a constant."""
     values = [
         (each[below][name], number)
         for number, each in enumerate(found)
@@ -83,12 +83,12 @@ def _is_number(below: str, name: str, found: Sequence[Mapping[str, Mapping[str, 
     return len({value - number for value, number in values}) == 1
 
 
-# Tells what each element of a list is: alike where it is equal.
+# Returns a key for each element of a list, equal for equal elements.
 Kinds = Callable[[Node], Sequence[Any]]
 
 
 def lists_of(tree: Tree) -> list[Node]:
-    """The lists of several modules that stand in no other list."""
+    """The module lists of several elements that are not inside another list."""
     return [
         node
         for node in tree.nodes.values()
@@ -100,18 +100,18 @@ def lists_of(tree: Tree) -> list[Node]:
 
 @dataclass(frozen=True)
 class Fold:
-    """Of which layers of a list a few are left."""
+    """A list of layers, reduced to a few of each kind."""
 
-    left: tuple[int, ...]  # the numbers of those that are
-    # For each layer the place among these of the one that stands for it.
+    left: tuple[int, ...]  # the numbers of the layers that are kept
+    # For each layer, the position in `left` of its representative.
     stands_for: tuple[int, ...]
 
 
 def folds_of(lists: Iterable[Node], kinds: Kinds = kinds_of) -> dict[str, Fold]:
-    """What is left of each list: of each kind the first layers.
+    """Reduces each list to the first layers of each kind.
 
-    Lists of one length are taken apart alike, as one number says of them; `kinds` tells the kinds
-    of a list's elements.
+    Lists of equal length are reduced together, since one configuration value is the length of all.
+    `kinds` returns the keys of a list's elements.
     """
     told = [(node, kinds(node)) for node in lists]
     return {
@@ -121,7 +121,7 @@ def folds_of(lists: Iterable[Node], kinds: Kinds = kinds_of) -> dict[str, Fold]:
 
 
 def fold(kinds: Sequence[Any]) -> Fold:
-    """What is left of layers of these kinds."""
+    """Reduces a list of layers, given their keys."""
     kept: dict[Any, list[int]] = {}
     for number, kind in enumerate(kinds):
         if len(kept.setdefault(kind, [])) < LEFT:
@@ -138,13 +138,13 @@ def fold(kinds: Sequence[Any]) -> Fold:
 
 
 def all_left(folds: Mapping[str, Fold]) -> dict[str, Fold]:
-    """The same lists with all layers, each of which stands for itself."""
+    """The same lists with all layers, each its own representative."""
     numbers = {path: tuple(range(len(fold.stands_for))) for path, fold in folds.items()}
     return {path: Fold(own, own) for path, own in numbers.items()}
 
 
 def shortened(model: nn.Module, folds: Mapping[str, Fold]) -> dict[str, list[nn.Module]]:
-    """Leaves out the other layers of a model, for good, and says which are left in each list."""
+    """Removes the other layers of a model permanently; returns the kept layers of each list."""
     layers = {}
     for path, each in folds.items():
         listed = model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Which tensor-parallel layer takes the place of which torch layer."""
+"""The tensor-parallel layers that replace layers of torch, by sharded parameter and axis."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slapo_rewrite.runtime.tensor_parallel import ReduceScatter
 
 @dataclass(frozen=True)
 class Written:
-    """The value of an argument as source."""
+    """The value of an argument, as source text."""
 
-    text: str  # the expression, in names that are known where the layer is made
+    text: str  # an expression in names that are defined where the layer is made
 
     def __repr__(self) -> str:
         return self.text
@@ -24,78 +24,76 @@ class Written:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a layer's split must be a multiple of, a head's size say."""
+    """The unit of a split: each rank's size must be a multiple of it, as of a head's size."""
 
-    text: str  # an expression for it, in words that the constructor of the layer's owner knows
-    size: int = 0  # what it is worth; 0 where that is not known of this model
-    # Whether the layer has to be given it: ranks that share a unit hold one each.
+    text: str  # an expression for it, in the variables of the owner's constructor
+    size: int = 0  # its value; 0 if that is not known
+    # Whether it must be passed to the layer: ranks that share a unit hold a copy each.
     required: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of `slapo_rewrite.runtime` in the place of a torch one."""
+    """A layer of `slapo_rewrite.runtime` that replaces one of torch."""
 
     module: str  # the runtime module that defines it
     name: str  # the class
-    # Keyword arguments beside the original's, as values: literals, what a runtime module defines,
-    # and expressions.
+    # Further keyword arguments, as values: literals, objects of a runtime module, and expressions.
     keywords: tuple[tuple[str, object], ...] = ()
-    # What its constructor takes of the original's arguments; empty where it takes all.
+    # The original's arguments that its constructor takes; empty if it takes all.
     arguments: tuple[str, ...] = ()
-    unit: Unit | None = None  # what the split must be a multiple of
+    unit: Unit | None = None  # the unit of the split
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a layer: which class does it, and what its output is on a rank."""
+    """One way to shard a layer: the class that does it, and its output on a rank."""
 
     module: str  # the runtime module that defines the class
     name: str  # the class
-    output: str  # `partition`, `partial sum`, or `whole` for a layer that adds up inside
-    # The parameters that stay whole; a parameter that is neither sharded nor here must be sharded
-    # as well.
+    output: str  # `partition`, `partial sum`, or `whole` for a layer that reduces inside
+    # The parameters that stay whole; all others must be sharded.
     whole: frozenset[str] = frozenset()
-    # Whether the input has a gradient that is a partial sum on each rank.
+    # Whether the gradient of the input is a partial sum on each rank.
     has_input_gradient: bool = True
     # What its constructor takes of the original's arguments.
     arguments: tuple[str, ...] = ("in_features", "out_features", "bias", "device", "dtype")
-    takes_part: bool = False  # whether the input is a partition
-    # The split axis of input or output, written in every way that means it.
+    takes_part: bool = False  # whether the input is sharded
+    # The sharded axis of input or output, in each way to write it.
     axes: tuple[int, ...] = (-1,)
 
 
-# The layer that lets several ranks hold the same heads, by the layer that does not.
+# Layers whose heads several ranks may share, by the layer that does not allow it.
 _REPLICATED = {"ColumnParallelLinear": ("grouped_query", "KeyValueParallelLinear")}
 
 
 def scatters(layer: Layer) -> bool:
-    """Whether a layer leaves each rank a slice of the sum of the ranks' outputs."""
+    """Whether a layer reduce-scatters its output."""
     return isinstance(dict(layer.keywords).get("reduce"), ReduceScatter)
 
 
 def replicated(layer: Layer, unit: Unit) -> Layer | None:
-    """The layer of which several ranks may hold the same units; None where there is none."""
+    """The variant of a layer whose units several ranks may share; None if there is none."""
     if layer.name not in _REPLICATED or {"parts", "gather_output"} & dict(layer.keywords).keys():
         return None
     module, name = _REPLICATED[layer.name]
     return replace(layer, module=module, name=name, unit=replace(unit, required=True))
 
 
-# The layers that multiply by a matrix and add a bias, and how the product is written.
+# Layers that multiply by a matrix and add a bias, with the name of the product.
 MULTIPLIED = {
     "torch.nn.modules.linear.Linear": "linear",
     "transformers.pytorch_utils.Conv1D": "matmul",
 }
 
-# The layers that can be split in units.
+# Layers that can be split in units.
 IN_UNITS = {
     *("ColumnParallelLinear", "ColumnParallelConv1D"),
     *("ColumnParallelConv1d", "ColumnParallelConv2d"),
     "ColumnParallelEmbedding",
 }
 
-# The attribute that is this rank's share on a layer, and the one that has the whole size, if any.
+# The attribute for this rank's share of a layer's size, and the one for the full size, if any.
 SHARES: dict[str, tuple[str, str | None]] = {
     "ColumnParallelLinear": ("out_features", None),
     "KeyValueParallelLinear": ("out_features", None),
@@ -169,7 +167,7 @@ def _convolution(name: str, axes: tuple[int, ...]) -> dict[tuple[str, int], Spli
 def _of_channels(
     module: str, name: str, arguments: tuple[str, ...], axes: tuple[int, ...], *tensors: str
 ) -> dict[tuple[str, int], Split]:
-    """A layer that treats every channel, or group of channels, for itself."""
+    """The splits of a layer that computes each channel, or group of channels, independently."""
     split = Split(
         module,
         name,
@@ -182,8 +180,8 @@ def _of_channels(
     return {(tensor, 0): split for tensor in ("weight", "bias", *tensors)}
 
 
-# What is split inside of a layer of torch that is split as one: path and name, axis, and how many
-# blocks lie packed there.
+# The parameters that are split inside a composite layer of torch: path and name -> axis, and the
+# number of blocks packed along it.
 Inner = dict[tuple[str, str], tuple[int, int]]
 _PROJECTED: Inner = {("out_proj", "weight"): (1, 1)}
 _PACKED: Inner = {("", "in_proj_weight"): (0, 3), ("", "in_proj_bias"): (0, 3)}
@@ -195,7 +193,7 @@ _FEEDING: Inner = {
 
 
 def _attending(*names: str) -> Inner:
-    """The attentions of these names, and what is fed forward."""
+    """The split parameters of a transformer layer with attentions of these names."""
     inner = _PACKED | _PROJECTED
     return _FEEDING | {
         (f"{name}.{path}".rstrip("."), tensor): how
@@ -221,7 +219,7 @@ _ATTENTION = Split(
     ),
 )  # fmt: skip
 
-# By qualified class: parameter and axis -> how that splits the layer.
+# By qualified class: parameter and axis -> how sharding it splits the layer.
 SPLITS: dict[str, dict[tuple[str, int], Split]] = {
     "torch.nn.modules.linear.Linear": {
         ("weight", 0): _COLUMN,
@@ -264,7 +262,7 @@ _STACKS_OF_LAYERS = replace(
         *_TRANSFORMER.arguments[2:],
     ),
 )  # fmt: skip
-# How the layers of torch that are split as one, with what they hold, are split.
+# How composite layers of torch are split, with all their submodules.
 _AS_ONE: dict[str, Split] = {
     name: _ATTENTION
     if name.endswith("MultiheadAttention")
@@ -272,9 +270,9 @@ _AS_ONE: dict[str, Split] = {
     for name in INNER
 }
 _AS_ONE["torch.nn.modules.transformer.Transformer"] = _STACKS_OF_LAYERS
-SPLITS.update((name, {}) for name in _AS_ONE)  # by what each one holds
+SPLITS.update((name, {}) for name in _AS_ONE)  # parameters: see `inner_of`
 
-# The same of convolutions whose channels come in groups.
+# The same for grouped convolutions.
 _GROUPED: dict[str, dict[tuple[str, int], Split]] = {}
 
 for _n, _axes in (("1", (1, -2)), ("2", (1, -3))):
@@ -293,18 +291,18 @@ for _n, _axes in (("1", (1, -2)), ("2", (1, -3))):
 
 
 def size_of(layer: Layer, call: ast.Call) -> ast.expr | None:
-    """The argument of a call that is the size which a layer splits; None where it is not told."""
+    """The argument of a call that is the size which a layer splits; None if it is missing."""
     name = SHARES[layer.name][0]
     return Signature(layer.arguments, (name,)).bind(given_by(call)).given.get(name)
 
 
 def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
-    """How a module can be split by what its class is or is derived from; None where none can."""
+    """How a module can be split, by its class or a base class; None if it cannot."""
     base = base_of(type(module))
     if base is None or (isinstance(module, nn.EmbeddingBag) and module.mode == "max"):
-        return None  # the largest values of parts do not add up
+        return None  # the maxima of shards do not add up
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-        return None  # the gradients of parts are dense
+        return None  # the gradients of shards are dense
     if (split := _AS_ONE.get(qualified(base))) is not None:
         inner = inner_of(module).items()
         return {(joined_path(path, name), axis): split for (path, name), (axis, _) in inner}
@@ -312,9 +310,9 @@ def splits_of(module: object) -> dict[tuple[str, int], Split] | None:
 
 
 def inner_of(module: object) -> Inner:
-    """What is split inside of a module that is split as one; nothing of any other.
+    """The split parameters inside a composite layer; empty for other modules.
 
-    Of an `nn.Transformer` that is all of its layers, if torch has made them.
+    For an `nn.Transformer` they are those of all its layers, if torch has made them.
     """
     base = base_of(type(module))
     if base is None or not isinstance(module, nn.Transformer):
@@ -326,7 +324,7 @@ def inner_of(module: object) -> Inner:
             return {}
         layers = module.get_submodule(f"{stack}.layers")
         assert isinstance(layers, nn.ModuleList)
-        for number, layer in enumerate(layers):  # one may stand there several times
+        for number, layer in enumerate(layers):  # one layer may occur several times
             below = INNER.get(qualified(type(layer)))
             if below is None:
                 return {}
@@ -336,22 +334,22 @@ def inner_of(module: object) -> Inner:
 
 
 def is_grouped(module: object) -> bool:
-    """Whether a module is a convolution whose channels come in groups."""
+    """Whether a module is a grouped convolution."""
     return getattr(module, "groups", 1) != 1
 
 
 def split_of(module: object, layer: Layer) -> Split:
-    """How a layer splits the module whose place it takes."""
+    """How a layer splits the module that it replaces."""
     return next(split for split in (splits_of(module) or {}).values() if split.name == layer.name)
 
 
 def base_of(cls: type) -> type | None:
-    """The class with a tensor-parallel counterpart that a class is or is derived from."""
+    """The class with a tensor-parallel counterpart among a class and its bases."""
     return next((c for c in cls.__mro__ if qualified(c) in SPLITS), None)
 
 
 def layer_below(cls: type) -> type | None:
-    """The layer of torch around whose `forward` a class has one of its own; None without one."""
+    """The layer of torch whose `forward` a class overrides; None if it does not."""
     base = base_of(cls)
     if base is None or getattr(cls, "forward") is getattr(base, "forward"):  # noqa: B009
         return None
@@ -363,7 +361,7 @@ def qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Layers that every rank has whole and runs on a part, so that their gradients are summed.
+# Replicated layers that each rank runs on a shard, so that their gradients are summed.
 SUMMING: dict[type, Layer] = {
     cls: Layer("replicated", f"Replicated{cls.__name__}")
     for cls in (nn.LayerNorm, nn.RMSNorm, nn.Linear, nn.Embedding)
@@ -371,5 +369,5 @@ SUMMING: dict[type, Layer] = {
 
 
 def summing_base(cls: type) -> type | None:
-    """The class with a counterpart in `SUMMING` that a class is or is derived from."""
+    """The class with a counterpart in `SUMMING` among a class and its bases."""
     return next((c for c in cls.__mro__ if c in SUMMING), None)

@@ -1,4 +1,4 @@
-"""What `slapo-rewrite tree` prints: the modules, their parameters, and where each is made."""
+"""Prints `slapo-rewrite tree`: the modules, their parameters, and where each is made."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _Shape = tuple[str, str, str, tuple[tuple[str, "_Shape"], ...]]
 def render_tree(tree: Tree, sources: Sources) -> str:
     """One line for each module: path, class, its own parameters, the line that makes it.
 
-    Elements of a list that are alike stand on one line, `layer.[0-11]`; tied parameters are named
-    at the end.
+    Equal elements of a list share one line, `layer.[0-11]`. Tied parameters are listed at the end.
     """
     shapes: dict[int, _Shape] = {}
     _shape(tree.root, shapes, sources)
@@ -31,7 +30,7 @@ def render_tree(tree: Tree, sources: Sources) -> str:
 
 
 def tree_record(tree: Tree, sources: Sources) -> dict[str, Any]:
-    """The same for programs: every module, its parameters' shapes, and what is tied."""
+    """The same as data: every module, its parameters' shapes, and tied parameters."""
     return {
         "modules": [
             {
@@ -46,7 +45,7 @@ def tree_record(tree: Tree, sources: Sources) -> dict[str, Any]:
     }
 
 
-# Of each row: path, class, parameters, where it is made.
+# Each row has the path, class, parameters, and where the module is made.
 def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[tuple[str, str, str, str]]:
     _, parameters, place, _ = shapes[id(node)]
     yield shown, node.cls.__name__, parameters, place
@@ -57,9 +56,9 @@ def _rows(node: Node, shown: str, shapes: dict[int, _Shape]) -> Iterator[tuple[s
 
 
 def runs(node: Node, shapes: Mapping[int, object]) -> list[tuple[Node, Node]]:
-    """Neighbouring children, numbered ones that are alike put together, as first and last.
+    """Groups children: runs of equal numbered neighbours, as pairs of first and last.
 
-    `shapes` has what is equal for those that are alike, by a node's `id`.
+    `shapes` has, by a node's `id`, a key that is equal for equal nodes.
     """
     found: list[tuple[Node, Node]] = []
     for child in node.children.values():
@@ -74,7 +73,7 @@ def runs(node: Node, shapes: Mapping[int, object]) -> list[tuple[Node, Node]]:
 
 
 def _shape(node: Node, shapes: dict[int, _Shape], sources: Sources) -> _Shape:
-    """What a row says of a module, and what the rows below it say."""
+    """The contents of a module's row and of the rows below it."""
     inner = tuple((name, _shape(child, shapes, sources)) for name, child in node.children.items())
     cls = f"{node.cls.__module__}.{node.cls.__qualname__}"
     parameters = ", ".join(f"{n} {list(p.shape)}" for n, p in node.parameters.items())

@@ -1,4 +1,4 @@
-"""Building models on the meta device: without memory, but with the values of small constants.
+"""Builds models on the meta device, without memory, but with the values of small constants.
 
 Also imported in processes that may not import the rest of this package, so it imports torch and the
 standard library only.
@@ -14,31 +14,31 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# What fills a tensor with random numbers. Torch's references for the meta device do nothing in the
-# end, and take a third of the time in which a model is constructed.
+# Functions that fill a tensor with random numbers. On the meta device torch's implementations have
+# no effect, and take a third of the time of a model's construction.
 _FILLS = frozenset({
     nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.kaiming_uniform_,
     nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_,
     torch.Tensor.uniform_, torch.Tensor.normal_,
 })  # fmt: skip
-# What makes a tensor of its arguments alone.
+# Functions whose result depends on their arguments alone.
 _CONSTANTS = frozenset({
     torch.linspace, torch.logspace, torch.arange, torch.tensor, torch.as_tensor, torch.zeros,
     torch.ones, torch.full, torch.eye,
 })  # fmt: skip
-# What asks a tensor for its values.
+# Functions that read a tensor's values.
 READS = frozenset({
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__",
     "__int__", "__index__", "__contains__", "__array__",
 })  # fmt: skip
-MOST_VALUES = 1024  # of a constant that a constructor may read
+MOST_VALUES = 1024  # the largest constant that a constructor may read
 
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """What is built meanwhile has shapes and no memory.
+    """Builds tensors on the meta device in the context: they have shapes but no memory.
 
-    Nothing is filled with random numbers. A constructor may read constants that it makes, as the
+    Random initialisation is skipped. A constructor may read constants that it makes, such as the
     rates of stochastic depth: `[x.item() for x in torch.linspace(0, rate, depth)]`.
     """
     with torch.device("meta"), _OnMeta():
@@ -46,9 +46,9 @@ def on_meta() -> Iterator[None]:
 
 
 def _staying(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What an operation gives without values: what is moved to a device stays without them.
+    """The result of an operation without values: a move to another device stays on meta.
 
-    As in `torch.linalg.qr(torch.randn(n, n).cpu())`, or `self.to(device)` of a whole module.
+    For example `torch.linalg.qr(torch.randn(n, n).cpu())`, or `self.to(device)` of a whole module.
     """
     if func is Tensor.cpu:
         return args[0]
@@ -62,12 +62,12 @@ def _here(value: Any) -> Any:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Leaves out random fills, and keeps the values of small constants beside them."""
+    """Skips random initialisation, and records the values of small constants."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The constants by identity, each with its values and by how much its version is ahead:
-        # where only one of both is changed in place, the values are no longer its own.
+        # The constants by `id`, each with its values and the difference between the two versions:
+        # if an in-place operation changes only one of the two, the values are out of date.
         self._known: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def __torch_function__(
@@ -79,7 +79,7 @@ class _OnMeta(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _FILLS:
-            # Some functions of `nn.init` hand their tensor on by its name.
+            # Some functions of `nn.init` pass their tensor on by keyword.
             filled = args[0] if args else kwargs.get("tensor")
             if isinstance(filled, Tensor) and filled.is_meta:
                 self._forget(filled)
@@ -92,7 +92,7 @@ class _OnMeta(TorchFunctionMode):
             return values
         try:
             result = func(*args, **kwargs)
-        except NotImplementedError:  # on the meta device, as of `to_sparse`
+        except NotImplementedError:  # not on the meta device: `to_sparse`
             if not isinstance(values, Tensor):
                 raise
             result = values.to("meta")
@@ -100,7 +100,7 @@ class _OnMeta(TorchFunctionMode):
         return result
 
     def _takes_constants(self, args: Any, kwargs: Any) -> bool:
-        """Whether any of a call's tensors, or of those in a list, is a constant."""
+        """Whether any argument, or element of a list argument, is a known constant."""
         return bool(self._known) and any(
             id(given) in self._known
             or (isinstance(given, (list, tuple)) and any(id(each) in self._known for each in given))
@@ -108,24 +108,24 @@ class _OnMeta(TorchFunctionMode):
         )
 
     def _values_of(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What an operation gives for the values of its arguments; None where some have none."""
+        """The result of an operation on the values of its arguments; None if some are not known."""
         try:
             given, named = self._as_values(args), self._as_values(kwargs)
             if func in _CONSTANTS:
                 return func(*given, **{**named, "device": "cpu"})
             before = torch.get_rng_state()
             values = func(*given, **named)
-        except Exception:  # what is wrong with it is told where it is carried out
+        except Exception:  # the operation on the meta device raises the error
             return None
         if torch.equal(torch.get_rng_state(), before):
             return values
         torch.set_rng_state(before)
         for tensor in args:
-            self._forget(tensor)  # it may have been filled with what was drawn
+            self._forget(tensor)  # it may have been filled with random numbers
         return None
 
     def _as_values(self, value: Any) -> Any:
-        """Arguments with values in the place of constants; `KeyError` where a tensor has none."""
+        """Replaces constants by their values; raises `KeyError` for a tensor without values."""
         if isinstance(value, Tensor):
             tensor, values, ahead = self._known[id(value)]
             if tensor._version - values._version != ahead:
@@ -148,6 +148,6 @@ class _OnMeta(TorchFunctionMode):
                 self._note(one, other)
 
     def _forget(self, tensor: object) -> None:
-        """A tensor gets random numbers: its values, and views of them, are no longer its own."""
+        """Forgets the values of a tensor that gets random numbers, and zeroes their views."""
         if (known := self._known.pop(id(tensor), None)) is not None:
             known[1].zero_()

@@ -1,4 +1,4 @@
-"""Runs without memory or weights: what torch needs to be told on the meta device."""
+"""Runs models on the meta device, without memory or weights, where torch needs help."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _MAKING = {
     torch.empty,
 }  # fmt: skip
 
-# Where a function keeps itself as it is called past torch.compile's tracer.
+# The attribute in which torch caches a function wrapped to be skipped by torch.compile's tracer.
 _TOLD = "__dynamo_disable"
 
-# How many results are known at once: some hundred bytes each.
+# The size of the cache of results: some hundred bytes each.
 MOST_KNOWN = 2**15
 
-# Inside, no function mode sees what is asked of tensors.
+# A context in which function modes do not see operations on tensors.
 unwatched = torch._C.DisableTorchFunction
 
-# Operations that ask a tensor yes or no, and how often one place may in a run: for each layer and
-# expert, say.
+# Operations that return a bool for a tensor's values, and how often one place may call them in a
+# run: for each layer and expert, for example.
 QUESTIONS = (torch.Tensor.__bool__, torch.Tensor.__contains__)
 MOST_ASKED = 20_000
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that makes a tensor, such that one without axes has a value.
+    """The keyword arguments of a call that makes a tensor. Scalars are made on CPU, with a value.
 
-    `forward` may branch on it: a layer that is dropped at random is one that `torch.rand([])` says.
+    `forward` may branch on its value: `torch.rand([])` decides which layers are dropped at random.
     """
     if func in _MAKING:
         first = args[0] if args else kwargs.get("size", kwargs.get("data"))
@@ -53,19 +53,19 @@ def with_values(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 class Answers:
-    """What is said in one run where values are asked for that are not there."""
+    """Answers for operations that read values of meta tensors, in one run."""
 
     def __init__(self) -> None:
-        self._asked = Counter[tuple[CodeType, int]]()  # by the place in a function's code
+        self._asked = Counter[tuple[CodeType, int]]()  # counts, by place in a function's code
 
     def to(self, func: Callable[..., Any], args: Any, says: bool = False) -> Any:
-        """What an operation says that asks for values; None for any other.
+        """The answer to an operation that reads values; None for other operations.
 
-        `says` is the answer to yes-or-no questions of a tensor without values. A coin that
-        `forward` tosses (`torch.rand([]) < 0.1`) falls on the likelier side.
+        `says` is the boolean answer for a tensor without values. A random scalar is 0.99, so that
+        a rare case such as `torch.rand([]) < 0.1` is not taken.
 
         Raises:
-            RuntimeError: It is asked without end, by a loop that ends where values say so.
+            RuntimeError: A loop waits for a value and does not end.
         """
         if func in QUESTIONS:
             if not isinstance(args[0], torch.Tensor) or not args[0].is_meta:
@@ -76,14 +76,14 @@ class Answers:
                 raise RuntimeError(f"`{frame.f_code.co_name}` loops until a value says otherwise")
             return says
         if func == _IS_META and _asking().f_globals is vars(nn.init):
-            return False  # initialisation leaves tensors without values alone
+            return False  # `nn.init` skips meta tensors
         if func is torch.rand and (not args or args[0] in ((), [])):
             return torch.full([], 0.99, device="cpu")
         return None
 
 
 def _asking() -> FrameType:
-    """Where the operation stands that a mode is seeing."""
+    """The frame that calls the operation which a function mode is handling."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
@@ -92,9 +92,9 @@ def _asking() -> FrameType:
 
 
 def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operation gives on the meta device.
+    """Runs an operation on the meta device.
 
-    The product of groups, by which experts are computed, takes bfloat16 alone there.
+    There the grouped matrix product, which computes experts, supports bfloat16 only.
     """
     first = args[0] if args else None
     if (
@@ -108,7 +108,7 @@ def carry_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     return func(*factors, *args[2:], **kwargs).to(first.dtype)
 
 
-# Operations that give a new tensor, and do nothing else.
+# Operations that return a new tensor and have no side effects.
 _PURE = frozenset({
     "add", "sub", "rsub", "mul", "div", "pow", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "cos",
     "sin", "mean", "sum", "softmax", "log_softmax", "sigmoid", "tanh", "relu", "silu", "gelu",
@@ -121,7 +121,7 @@ _PURE = frozenset({
 })  # fmt: skip
 # Those of them that may draw random numbers.
 _DRAWING = {"dropout", "scaled_dot_product_attention"}
-# What gives a view of a tensor, or a copy of it.
+# Operations that return a view or a copy of a tensor.
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten",
     "contiguous", "float", "t",
@@ -130,20 +130,20 @@ _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward
 
 
 def gives_alone(name: str) -> bool:
-    """Whether an operation of torch, or a method of tensors, gives a value and draws no numbers."""
+    """Whether a function or tensor method of torch has no side effects and is not random."""
     return name in _VIEWS or (name in _PURE and name not in _DRAWING)
 
 
 class NeedsGraph(BaseException):
-    """A model goes backwards inside its `forward`, for which results have to be worked out."""
+    """A model runs a backward pass inside its `forward`, which needs a real autograd graph."""
 
 
 class KnownResults:
-    """What operations gave on the meta device: working one out again takes up to milliseconds.
+    """Caches the results of operations on the meta device, which take up to milliseconds each.
 
-    Torch works out what most operations give there in Python. A result that is known stands for
-    the same operation on tensors of the same shapes: a new tensor, which passes no gradient back.
-    What torch gives does not hang on the model, so that all runs of a process know the same.
+    Torch computes most of them in Python. A cached result is used for the same operation on tensors
+    of the same shapes: it is a new tensor, which passes no gradient back. Results do not depend on
+    the model, so all runs of a process share the cache.
     """
 
     _known: ClassVar[dict[Hashable, tuple[Any, ...]]] = {}
@@ -152,7 +152,7 @@ class KnownResults:
         self.is_used = True
 
     def carry_out(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation gives, as `carry_out` does; `NeedsGraph` where it goes backwards."""
+        """Runs an operation as `carry_out` does; raises `NeedsGraph` for a backward pass."""
         if not self.is_used:
             return carry_out(func, args, kwargs)
         if func in _BACKWARD:
@@ -163,7 +163,7 @@ class KnownResults:
             return carry_out(func, args, kwargs)
         given: list[torch.Tensor] = []
         try:
-            with unwatched():  # what is asked of tensors here is not for the modes below to see
+            with unwatched():  # hides these operations from the modes below
                 key = (func, _settings(), _key(args, given), _key(kwargs, given))
                 if (known := self._known.get(key)) is not None:
                     trained = [t for t in given if t.requires_grad] if known[-1] else []
@@ -190,9 +190,9 @@ class KnownResults:
 
 
 class _Known(torch.autograd.Function):
-    """Has a result need a gradient, as the operation's own would."""
+    """Makes a cached result require a gradient, as the operation's own result would."""
 
-    apply = vars(torch.autograd.Function)["apply"]  # also where functions are watched
+    apply = vars(torch.autograd.Function)["apply"]  # also while autograd functions are patched
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, *about: Any) -> torch.Tensor:
@@ -218,7 +218,7 @@ def _in_transforms() -> bool:
 
 
 def _key(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """What an operation's result depends on, `TypeError` if not known; notes the tensors."""
+    """The cache key of an argument, or `TypeError` without one; adds its tensors to `given`."""
     if type(value) in (torch.Tensor, nn.Parameter):
         if not value.is_meta:
             raise TypeError
@@ -236,17 +236,17 @@ def _key(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 class KnownOperators:
-    """What torch's own operators gave on the meta device, below autograd, where all are functions.
+    """Caches the results of torch's own operators on the meta device, below autograd.
 
-    A result that is known is made anew by its shape. Views, what changes its arguments, and what
-    gives on memory that it was given are carried out.
+    A cached result is a new tensor of the same shape. Views, operators that change their arguments,
+    and those that return memory of their arguments are run each time.
     """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[bool, list[tuple[Any, ...] | None]]] = {}
 
     def carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operator gives."""
+        """Runs an operator."""
         if func.is_view or func._schema.is_mutable or func.namespace != "aten":
             return func(*args, **kwargs)
         given: list[torch.Tensor] = []
@@ -275,7 +275,7 @@ class KnownOperators:
 
 
 def _is_made(value: Any, others: set[int]) -> bool:
-    """Whether a tensor has memory of its own, as large as it is; or there is none to have."""
+    """Whether a tensor has a storage of its own, exactly as large as it needs; or is None."""
     if value is None:
         return True
     if type(value) is not torch.Tensor or not value.is_meta:
@@ -292,11 +292,11 @@ def _is_made(value: Any, others: set[int]) -> bool:
 
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Torch's references for the meta device run without torch.compile's tracer being imported.
+    """Runs torch's reference implementations without importing torch.compile's tracer.
 
-    Their first call imports it, to tell it that it should not look inside: half a second and more
-    where nothing else needs it. What it would give them is kept with each; the function itself does
-    as well as long as nothing is compiled.
+    Their first call imports it in order to wrap them as not to be traced, which takes half a second
+    or more. The wrapped function is cached as an attribute of each; the function itself serves as
+    well as long as nothing is compiled.
     """
     told = []
     if "torch._dynamo" not in sys.modules:
@@ -312,11 +312,11 @@ def without_dynamo() -> Iterator[None]:
 
 @functools.cache
 def _untraced() -> list[Any]:
-    """The functions that tell the tracer so: torch wraps them by `torch._disable_dynamo`."""
+    """The reference implementations that torch wraps by `torch._disable_dynamo`."""
     wrapper = _disable_dynamo(lambda: None).__code__
     found = dict[Any, None]()  # some have several names
     for value in [*vars(torch._refs).values(), *vars(_functional_refs).values()]:
-        # All of torch's wrappers call what they wrap `fn`; `__wrapped__` may leave some out.
+        # All of torch's wrappers name the wrapped function `fn`; `__wrapped__` may skip some.
         while isinstance(value, FunctionType) and "fn" in value.__code__.co_freevars:
             is_told = value.__code__ is wrapper
             value = inspect.getclosurevars(value).nonlocals["fn"]
@@ -327,11 +327,11 @@ def _untraced() -> list[Any]:
 
 @contextlib.contextmanager
 def pretend_world(world: int) -> Iterator[None]:
-    """A process group of `world` ranks of which this process is the first and only one."""
+    """A fake process group of `world` ranks, in which this process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    shown = sys.excepthook  # each group has what fails say its rank, once more
-    # Torch numbers collectives with what it draws from `random`, which `forward` may draw from.
+    shown = sys.excepthook  # each group adds the rank to error messages, once more
+    # Torch draws numbers for collectives from `random`, which `forward` may use as well.
     numbering: Any = sys.modules.get("torch.distributed._meta_registrations")
     if hasattr(numbering, "random"):
         numbering.random = random.Random()

@@ -1,4 +1,4 @@
-"""What the live tree tells a reader of a `forward`: what each attribute of a module is."""
+"""Facts about the attributes of live modules, for the analysis of `forward`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _RANDOM = (
 
 
 class NodeFacts:
-    """The facts of one module of the tree."""
+    """Facts about the attributes of one module of the tree."""
 
     def __init__(self, node: Node, sources: Sources) -> None:
         self.node, self.sources = node, sources
         self._known: dict[str, Fact | None] = {}
 
     def look(self, path: str) -> Fact | None:
-        """What the attribute at a dotted path is; None where there is none, as far as is seen."""
+        """The fact about the attribute at a dotted path; None if no attribute is known there."""
         if path not in self._known:
             self._known[path] = self._look(path)
         return self._known[path]
@@ -43,25 +43,25 @@ class NodeFacts:
         found = self._at(path)
         if not isinstance(found, nn.Module):
             return None if found is _MISSING else _fact(found)
-        # A list of layers is asked about by each function that names it, and walked to its leaves.
+        # Cached, since each function that names a list of layers walks it to its leaves.
         known = self.sources.submodules
         if id(found) not in known:
             known[id(found)] = found, submodule(found)
         return known[id(found)][1]
 
     def method(self, path: str, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
-        """A method of a submodule's class, '' for the module itself, and the file it stands in."""
+        """A method of a submodule's class ('' is the module itself), and its file."""
         live = self._at(path)
         return method_of(self.sources, type(live), name) if isinstance(live, nn.Module) else None
 
     def place(self, path: str) -> tuple[SourceFile, ast.AST] | None:
-        """Where a submodule is made."""
+        """The expression that makes a submodule, and its file."""
         node = self.node.at(path)
         site = known_site(self.sources, node) if node is not None else None
         return (site.file, site.value) if site is not None else None
 
     def _at(self, path: str) -> Any:
-        """What stands at a dotted path, `_MISSING` where nothing does that is seen."""
+        """The value at a dotted path; `_MISSING` if none is known."""
         found: Any = self.node.live
         for name in path.split(".") if path else ():
             found = _attribute(found, name)
@@ -69,7 +69,7 @@ class NodeFacts:
 
 
 def method_of(sources: Sources, cls: type, name: str) -> tuple[SourceFile, ast.FunctionDef] | None:
-    """The method that an instance of a class runs, and the file it stands in."""
+    """The method that an instance of a class runs, and the file that defines it."""
     for each in cls.__mro__:
         if name in vars(each):
             file = sources.file_of(each)
@@ -85,7 +85,7 @@ def runs(cls: type) -> str:
 
 
 def submodule(live: nn.Module) -> Submodule:
-    """A live module as a fact; one with hooks, say, is more than its class says."""
+    """A live module as a fact. A module with hooks, for example, is not its class alone."""
     cls = type(live)
     kinds: set[type] = {type(inner) for inner in live.modules()}
     plain = beyond_forward(live) is None
@@ -110,7 +110,7 @@ def _draws(cls: type) -> bool:
 
 
 def _names_random(function: object, depth: int) -> bool:
-    """Whether a function, or one that it names, names what draws random numbers."""
+    """Whether a function, or a function that it names, names a random operation."""
     function = inspect.unwrap(function) if callable(function) else function
     if not isinstance(function, types.FunctionType) or depth > 3:
         return False

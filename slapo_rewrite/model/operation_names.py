@@ -1,4 +1,4 @@
-"""Operations by the names that people use, as those that torch carries out."""
+"""Maps the names of operations that people use to the operators that torch runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ATTENTION = tuple(
         *("flash_attention_for_cpu", "fused_attention_overrideable"),
     )
 )
-# Functions of torch that are carried out as others.
+# Functions of torch, and the operators that they run as.
 _MEANINGS = {
     "mm": ("mm", "addmm"),
     "bmm": ("bmm", "baddbmm"),
@@ -35,12 +35,12 @@ NAMES = tuple(_MEANINGS)
 
 
 def operations(names: Iterable[str]) -> list[str]:
-    """The operations that names mean, as they stand below `torch.ops`."""
+    """The operators that names mean, as named below `torch.ops`; or raises `UnknownOperation`."""
     return sorted({found for name in names for found in _operations(name)})
 
 
 class UnknownOperation(Exception):
-    """A name that means no operation whose result can be kept."""
+    """A name without an operator whose result can be saved."""
 
     def __init__(self, message: str, hint: str | None) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ def _is_made_of_others(operation: torch._ops.OpOverload) -> bool:
     try:
         name = operation.name()  # type: ignore[no-untyped-call]
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-    except RuntimeError:  # known by its schema alone
+    except RuntimeError:  # it has a schema only
         return True
 
 

@@ -8,13 +8,13 @@ from slapo_rewrite.model.tree import Node
 
 
 def modules_at(node: Node, pattern: str) -> list[Node]:
-    """The modules that a pattern means, relative to a module."""
+    """The modules that match a pattern, relative to a module."""
     found = (m for single in alternatives(pattern) for m in descend(node, split_pattern(single)))
     return list({match.path: match for match in found}.values())
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The patterns that one with braces stands for: `a.{b,c.d}` gives `a.b` and `a.c.d`."""
+    """Expands the braces of a pattern: `a.{b,c.d}` gives `a.b` and `a.c.d`."""
     opening = re.search(r"\{([^{}]*)\}", pattern)
     if opening is None:
         return [pattern]
@@ -27,19 +27,19 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def split_pattern(pattern: str) -> list[re.Pattern[str] | None]:
-    """The segments of a path pattern as expressions; None stands for `**`."""
+    """The segments of a path pattern as regular expressions; None for `**`."""
     return [
         None if part == "**" else re.compile(re.escape(part).replace(r"\*", ANY))
         for part in pattern.split(".")
     ]
 
 
-# What one star in a segment stands for.
+# The regular expression of a star in a segment.
 ANY = "[^.]*"
 
 
 def descend(node: Node, steps: list[re.Pattern[str] | None]) -> list[Node]:
-    """The nodes below `node` that the segments lead to."""
+    """The descendants of a node that match the segments."""
     reached = [node]
     for step in steps:
         if step is None:

@@ -1,4 +1,4 @@
-"""Patterns that are module classes: what a schedule file writes them with."""
+"""Base classes for patterns that a schedule writes as module classes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slapo_rewrite.model.tree import Tree
 
 
 class Pattern(nn.Module):
-    """A pattern with submodules: its `forward` is the computation. Any module class is as good."""
+    """A pattern with submodules: its `forward` is the computation. Any module class will do."""
 
     def forward(self, *args: Any) -> Any:
-        """The computation; a subclass writes it."""
+        """The computation; a subclass defines it."""
         raise NotImplementedError
 
 
 class ModulePattern(nn.Module):
-    """Stands, in a pattern, for a submodule whose path matches a regular expression."""
+    """In a pattern, matches a submodule whose path matches a regular expression."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ModulePattern(nn.Module):
 
 
 def as_module(value: object) -> nn.Module | None:
-    """The module that a pattern is: an instance, or one made of a class; None for anything else."""
+    """The module of a pattern: the value, or an instance of the class; None for other values."""
     if isinstance(value, nn.Module):
         return value
     if not (isinstance(value, type) and issubclass(value, nn.Module)):
@@ -52,5 +52,5 @@ def as_module(value: object) -> nn.Module | None:
 
 
 def facts_of_pattern(module: nn.Module, file: SourceFile) -> NodeFacts:
-    """What is known of a pattern's own attributes."""
+    """The facts about a pattern's own attributes."""
     return NodeFacts(Tree(module).root, Sources(file))

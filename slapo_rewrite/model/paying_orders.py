@@ -1,4 +1,4 @@
-"""The order of independent statements in which a call holds least, by measuring each."""
+"""Finds the order of independent statements with the lowest peak memory, by measuring each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slapo_rewrite.model.tree import Node, Tree
 from slapo_rewrite.model.uncalled import beyond_forward
 from slapo_rewrite.model.watched_functions import Live
 
-# Layers that give a value of their input, draw no random numbers and note nothing.
+# Layers that are not random and have no side effects.
 _LAYERS = (
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d),
     *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Identity),
@@ -29,10 +29,10 @@ _LAYERS = (
 
 @dataclass(frozen=True)
 class Order:
-    """Statements of a function in another order."""
+    """A new order of statements of a function."""
 
-    run: tuple[ast.stmt, ...]  # the statements, as they stand
-    order: tuple[ast.stmt, ...]  # they, as they are to stand
+    run: tuple[ast.stmt, ...]  # the statements, in the old order
+    order: tuple[ast.stmt, ...]  # the statements, in the new order
 
 
 def paying_order(
@@ -42,7 +42,7 @@ def paying_order(
     users: Callable[[ast.FunctionDef], Iterable[Node]],
     given: Sequence[Mapping[str, Any]],
 ) -> Order | None:
-    """An order of the statements of one run in which calls hold less; None where there is none."""
+    """An order of one run of statements that lowers the peak memory; None if there is none."""
     for live in lives:
         modules = [node.live for node in users(live.function)]
         known, apart = partial(_is_known, modules), partial(_are_apart, modules)
@@ -69,9 +69,9 @@ def _peaks(
     given: Sequence[Mapping[str, Any]],
     instead_of: Live | None = None,
 ) -> list[tuple[float, float]]:
-    """The most that calls of a function hold with all names dropped, and what is too little of it.
+    """The peak memory of calls with all dead variables deleted, and the least gain that matters.
 
-    Of each length: in training what the model holds, and without gradients what a call does.
+    For each of the inputs there are two pairs: the whole model in training, and a call in eval.
     """
     watched = [live if each is (instead_of or live) else each for each in lives]
     names = [death for each in watched for death in deaths(file, each.function)]
@@ -92,7 +92,7 @@ def _peaks(
 
 
 def _is_known(modules: Sequence[nn.Module], callee: Callee) -> bool:
-    """Whether what is read or called of modules does no more than give a value."""
+    """Whether an attribute of modules can be read or called without side effects."""
     found = [_at(module, callee.path) for module in modules]
     if callee.is_called:
         plain = (type(each) in _LAYERS and beyond_forward(each) is None for each in found)
@@ -102,12 +102,12 @@ def _is_known(modules: Sequence[nn.Module], callee: Callee) -> bool:
 
 
 def _are_apart(modules: Sequence[nn.Module], one: str, other: str) -> bool:
-    """Whether what is at two paths of modules has no parameters in common."""
+    """Whether the attributes at two paths of modules share no parameters."""
     return all(_parameters(m, one).isdisjoint(_parameters(m, other)) for m in modules)
 
 
 def _at(module: nn.Module, path: str) -> Any:
-    """What a module has at a path, without asking a property; None where that is nothing."""
+    """The value at a path of a module, without running properties; None without one."""
     found: Any = module
     for name in path.split("."):
         spaces = [vars(found)] if hasattr(found, "__dict__") else []

@@ -1,4 +1,4 @@
-"""Which names are worth dropping: what would be held with some of them, worked out of two runs."""
+"""Decides which dead variables are worth deleting, from the measurements of two runs."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from slapo_rewrite.model.layer_kinds import fold, left_alone
 from slapo_rewrite.model.tree import Tree
 from slapo_rewrite.model.watched_functions import Live
 
-# The least that is worth a line, as a share of what a call adds at its peak, and the model.
+# The least gain worth a line: shares of what a call adds at its peak, and of the model's peak.
 LEAST_OF_CALL, LEAST_OF_MODEL = 0.02, 0.005
 
 
 class Gain(NamedTuple):
-    """A storage that is let go sooner where names are dropped."""
+    """A storage that is freed earlier if variables are deleted."""
 
     size: int  # its bytes
-    first: int  # how many storages had been made when it is let go then
-    last: int  # how many when it is let go otherwise
-    names: frozenset[Death]  # all that have to be dropped for that
+    first: int  # the number of storages allocated before it is freed then
+    last: int  # the same without deletions
+    names: frozenset[Death]  # the variables that must all be deleted for that
 
 
 @dataclass
 class Way:
-    """A way through the model: what each storage's end is, and what it depends on."""
+    """Two runs of a model, with and without deletions, to compare the ends of storages."""
 
-    plain: Record  # the run as it is
-    dropped: Record  # the run with all names dropped
-    # Whether what each call holds counts, and not only what the model does. With gradients that is
-    # what autograd keeps, and a layer's peak comes in the backward pass.
+    plain: Record  # the run without deletions
+    dropped: Record  # the run with all dead variables deleted
+    # Whether the peaks of single calls count as well as the model's. They do not with gradients:
+    # autograd keeps activations, and a layer's peak is in the backward pass.
     of_calls: bool
 
     def gains(self) -> Iterator[Gain]:
-        """What is let go sooner."""
+        """The storages that are freed earlier."""
         for number, size in enumerate(self.dropped.sizes):
             first, last = self.dropped.end_of(number), self.plain.end_of(number)
             if first >= last or not size:
                 continue
             _, event = self.dropped.let_go[number]
-            # What a call that is over by then would have kept, it would not keep any more.
+            # Variables of calls that have ended before do not keep the storage any more.
             keepers = self.dropped.keepers.get(number, ())
             names = frozenset(d for d, frame in keepers if not frame.end or event <= frame.end)
             if names:
                 yield Gain(size, first, last, names)
 
     def held(self, dropped: Collection[Death] | None = None) -> list[int]:
-        """How many bytes are held as each storage is made, with some names dropped, or all."""
+        """The held bytes at each allocation, with some variables deleted, or all of them."""
         steps = self.plain.steps()
         for gain in self.gains():
             if dropped is None or gain.names <= set(dropped):
@@ -65,7 +65,7 @@ class Way:
 
 
 def paying(ways: Sequence[Way], deaths: Mapping[Death, ast.FunctionDef]) -> list[Death]:
-    """As few names as lower the most that calls of functions hold as much as all of them do."""
+    """The fewest variables whose deletion lowers the peaks about as much as deleting all."""
     sizes: dict[Death, int] = {}
     for way in ways:
         for gain in way.gains():
@@ -83,7 +83,7 @@ def paying(ways: Sequence[Way], deaths: Mapping[Death, ast.FunctionDef]) -> list
 
 @dataclass(frozen=True)
 class _Bound:
-    """The most that may be held between two storages, by calls of a function, or by the model."""
+    """The allowed peak between two allocations, for calls of a function or for the model."""
 
     first: int
     last: int
@@ -105,14 +105,14 @@ def _bounds(way: Way) -> Iterator[_Bound]:
 
 
 def _is_within(held: Sequence[int], bounds: Sequence[_Bound], function: ast.FunctionDef) -> bool:
-    """Whether no more is held than may be, as far as that is a function's own affair."""
+    """Whether held bytes stay within the bounds of the model and of a function."""
     own = (bound for bound in bounds if bound.function in (None, function))
     return all(max(held[bound.first : bound.last]) <= bound.most for bound in own)
 
 
 @contextlib.contextmanager
 def two_of_each(tree: Tree) -> Iterator[None]:
-    """The live model with two modules of each kind in its lists, for as long as it lasts."""
+    """Reduces the lists of the live model to two modules of each kind, in the context."""
     lists = []
     for node in tree.nodes.values():
         if not isinstance(node.live, nn.ModuleList):
@@ -133,7 +133,7 @@ def measured(
     lives: Sequence[Live],
     deaths: Sequence[Death],
 ) -> list[Way]:
-    """The ways through a model that runs twice alike: in training, and in eval mode."""
+    """Runs a model with and without deletions, in training and in eval mode."""
 
     def ways(few: Callable[[Tree], Any]) -> list[Way]:
         with few(tree):
@@ -150,5 +150,5 @@ def measured(
 
     try:
         return ways(two_of_each)
-    except CannotMeasure:  # its depth is written elsewhere too
+    except CannotMeasure:  # it may depend on its depth elsewhere
         return ways(lambda _: contextlib.nullcontext())

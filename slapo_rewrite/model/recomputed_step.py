@@ -1,7 +1,7 @@
-"""A step with layers recomputed in one way or another, counted without a rewrite.
+"""Counts a training step with different layers recomputed, without a rewrite.
 
-Of a model a copy is made that has two layers of each kind. It is counted as it is, and with the
-chosen layers recomputed: as a whole, or modules inside them.
+It copies a model with two layers of each kind, and counts its step as it is, and with the chosen
+layers recomputed: as a whole, or modules inside them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from slapo_rewrite.model.meta_device import without_dynamo
 from slapo_rewrite.model.step_profile import Part, Profile
 from slapo_rewrite.model.tree import Node, Tree
 
-# What of a layer is recomputed: modules by their path from the layer, '' for all of it.
+# The recomputed modules of a layer, by their path from the layer; '' is the whole layer.
 Recomputed = tuple[str, ...]
 NOTHING: Recomputed = ()
 WHOLE: Recomputed = ("",)
-# Of so many modules of a layer it is tried whether to recompute them.
+# The most modules of a layer for which recomputation is tried.
 MOST_PARTS = 6
 KERNELS = "slapo_rewrite.runtime.kernels"
 
 
 @dataclass(frozen=True)
 class CountedWays:
-    """What was counted."""
+    """The counts of a step for each way of recomputing layers."""
 
-    # What is recomputed of the chosen layers, each in one way; the first one is nothing.
+    # The recomputed modules of the chosen layers in each way; none in the first way.
     ways: Sequence[Recomputed]
-    counted: Sequence[Counted]  # what a step takes then
-    # Which layers of each list were left; those that are chosen are told apart.
+    counted: Sequence[Counted]  # the counts of each way
+    # How each list was reduced, with chosen layers as kinds of their own.
     folds: Mapping[str, Fold]
 
 
@@ -59,7 +59,7 @@ def counted_ways(
 ) -> CountedWays:
     """Counts a step, with the chosen layers recomputed in every way that may pay.
 
-    `chosen` are paths of elements of lists, `kernels` modules beside those of the tool.
+    `chosen` are paths of list elements, `kernels` are modules of kernels beside the tool's own.
     """
     folds = folds_of(
         lists_of(tree),
@@ -111,7 +111,7 @@ def _counted_ways(
 
 @contextmanager
 def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
-    """Sees to it that no layer is called several times meanwhile: each call keeps what it does."""
+    """Raises `DoesNotRun` if a layer is called several times: each call keeps activations."""
     with calls_noted({node.path: layer for layer, node in layers.items()}) as called:
         yield
     for path, times in Counter(called).items():
@@ -122,7 +122,7 @@ def _called_once(layers: Mapping[nn.Module, Node]) -> Iterator[None]:
 def _short_copy(
     tree: Tree, folds: Mapping[str, Fold]
 ) -> tuple[nn.Module, dict[str, list[nn.Module]]]:
-    """A copy of a model with the layers that are left, and these."""
+    """A copy of a model with reduced lists, and the layers in these."""
     try:
         with left_alone(
             (listed, [listed.get_submodule(str(number)) for number in fold.left])
@@ -130,15 +130,15 @@ def _short_copy(
             for listed in [tree.nodes[path].live]
         ):
             model = copy.deepcopy(tree.root.live)
-    except Exception as error:  # what cannot be copied
+    except Exception as error:  # an attribute that cannot be copied
         raise DoesNotRun(f"the model cannot be copied: {first_line(error)}") from error
     return model, {path: list(model.get_submodule(path).children()) for path in folds}
 
 
 def _parts(layers: Collection[Node]) -> list[str]:
-    """The modules of layers that may be recomputed by themselves: those that a layer is made of.
+    """The submodules of layers that may be recomputed by themselves.
 
-    Those of torch are called where they stand, in a `forward` that all layers have.
+    Modules of torch are left out: they are called in a `forward` that all layers share.
     """
     found: dict[str, None] = {}
 
@@ -156,14 +156,14 @@ def _parts(layers: Collection[Node]) -> list[str]:
 
 
 def _count(step: FoldedStep, layers: Sequence[nn.Module], way: Recomputed) -> Profile:
-    """Counts a step in which that is recomputed of layers."""
+    """Counts a step in which these modules of the layers are recomputed."""
     inside = (module for layer in layers for path, module in layer.named_modules() if path in way)
     with forwards_instead({module: functools.partial(_again, module.forward) for module in inside}):
         return step.count()
 
 
 def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a `forward` such that it is recomputed, without a cache that it would fill twice."""
+    """Calls a `forward` with recomputation, without a cache that it would fill twice."""
     own: dict[str, Any] = {
         name: None if is_cache(name, value) else value for name, value in kwargs.items()
     }
@@ -173,10 +173,10 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _together(
     found: Mapping[Recomputed, Profile], seconds: Callable[[Part], float]
 ) -> list[Recomputed]:
-    """The parts that save most for what they take, two of them, three, and so on."""
+    """Combines the parts that save most memory per second: the best two, three, and so on."""
 
     def of(way: Recomputed) -> tuple[float, float]:
-        """Bytes that a row keeps from the way there to the way back, and seconds of a step."""
+        """The bytes that a row keeps from forward to backward, and the seconds of a step."""
         parts = found[way].forward
         kept = sum(part.net.each for place, part in parts.items() if place.is_layer)
         both = [*parts.values(), *found[way].backward.values()]

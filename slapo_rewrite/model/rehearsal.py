@@ -1,10 +1,10 @@
-"""The last check before an output is written: it is run, small, against the original.
+"""The last check before an output is written: runs a small model of it against the original.
 
-The static check (`sharding`) judges what the schedule asks for; this judges what came of it. A
-small model is built of the original and, once for each rank, of the output. The ranks are threads
-of this process, with torch's own group for that. Outputs, loss, the gradient of every parameter and
-the buffers after a training step have to be the original's, in float64, in eval mode and in
-training, without dropout. It takes the milliseconds that a small model takes, and no process.
+The static check (`sharding`) judges what the schedule asks for; this one judges the result. A small
+model is built from the original and, once for each rank, from the output. The ranks are threads of
+this process, which torch provides a process group for. Outputs, loss, the gradient of every
+parameter and the buffers after a training step must equal the original's, in float64, in eval mode
+and in training, without dropout. It takes milliseconds, and no further process.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ from slapo_rewrite.model.step_results import (
 )
 
 WORLD_SIZES = (2, 3, 4)
-# What a model may hold, and an input, for a run of it to take no longer than the rewriting.
+# The largest model and input whose run takes no longer than the rewriting.
 MOST_PARAMETERS = 3_000_000
-# So much is run of what is said to be small already.
+# The largest model that the schedule calls small.
 MOST_OF_SMALL = 2 * MOST_PARAMETERS
 MOST_ELEMENTS = 200_000
-# Beyond rounding, that of models that compute parts in float32 included, and below any mistake.
+# Above rounding errors, also of models that compute parts in float32, and below real errors.
 LIMIT = {torch.float64: 1e-3, torch.float32: 2e-2}
-NOISE = 0.02  # added to every weight, so that no two parts of a constant one are equal
-ROUNDED = torch.finfo(torch.float32).eps  # by which weights are off, to see what rounding does
+NOISE = 0.02  # added to every weight, so that shards of constant ones differ
+ROUNDED = torch.finfo(torch.float32).eps  # the weights' relative error, to see effects of rounding
 
 
-Changed = Collection[tuple[str, str]]  # of what modules hold: where, and its name
+Changed = Collection[tuple[str, str]]  # state of modules, by place and name
 
 
 class TooLargeError(Exception):
-    """A run of the small model would take longer than the rewriting."""
+    """The small model is too large to be run."""
 
 
 class NotComparedError(Exception):
-    """Nothing is compared with the original's small model, of which it says what it does."""
+    """The output cannot be compared with the original's small model; holds the reason."""
 
 
 class DoesNotRunError(NotComparedError):
-    """The original's small model does not run on a CPU, in words."""
+    """The original's small model does not run on a CPU; holds the reason."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a run against the original says of an output that computes the same."""
+    """The result of the check of an output that computes the same as the original."""
 
-    # Why no ranks shared the model, in the words of the output, which fits none of the sizes; ""
-    # where some did, or nothing is split.
+    # The output's error message if it fits none of the world sizes; "" if it fits one, or nothing
+    # is sharded.
     unfit: str = ""
-    # What it was to call, and does not, though it does modules inside.
+    # Expected modules that were not called, although modules inside them were.
     uncalled: frozenset[str] = frozenset()
-    # Buffers that no state dict holds, and of which the output's constructor makes others.
+    # Non-persistent buffers that the output's constructor makes differently.
     apart: tuple[str, ...] = ()
 
 
@@ -99,29 +99,29 @@ def rehearse(
 ) -> Rehearsed:
     """Runs the output's small model against the original's.
 
-    A model that draws random numbers besides dropout is run in one process: ranks that are threads
-    would share them.
+    A model that draws random numbers besides dropout is run as one rank only, since ranks that are
+    threads share the random generator.
 
     Args:
         schedule: The schedule's module, which builds the models.
         original: The module of the original source.
-        output: The output, imported.
-        sizes: The world sizes, as `worlds` gives them.
-        depth: How many layers a small model has that nobody else defines, at least.
-        draws_alike: Whether the constructors draw the same numbers: not so where the schedule
-            brings modules along, which draw more or fewer, so that those after them differ.
-        is_mixed: Whether the output computes in half precision. It is compared with its casts left
-            out, and has to run with them.
-        updates: Whether the output's backward pass can update parameters. It is tried so as well.
-        called: The paths of modules that are asked for something around their calls.
-        check_changed: Is told of each what it holds that is another once the model has run.
-        is_compared: Whether the output means the same, or only that is told.
+        output: The imported output.
+        sizes: The world sizes, as `worlds` returns them.
+        depth: The least number of layers of a small model, unless the schedule defines it.
+        draws_alike: Whether the constructors draw the same random numbers. They do not if the
+            schedule inserts modules that draw more or fewer.
+        is_mixed: Whether the output computes in half precision. It is compared without its casts,
+            and has to run with them.
+        updates: Whether the output's backward pass can update parameters. It is tested as well.
+        called: The paths of modules that the schedule asks something for around their calls.
+        check_changed: Called with the path of each, and its state that a run of the model changes.
+        is_compared: Whether the output should be compared, beside these calls.
 
     Raises:
-        OtherNumbersError: They differ.
+        OtherNumbersError: The results differ.
         TooLargeError: The small model is too large to be run.
-        NotComparedError: It does not run, or not alike; the weights that it starts with are
-            compared all the same.
+        NotComparedError: The original does not run, or not reproducibly; initial weights are
+            compared nevertheless.
     """
     small = _Small(schedule, original, depth)
     casts = small_model.casts_left_out() if is_mixed else contextlib.nullcontext()
@@ -156,13 +156,13 @@ def rehearse(
 def _check_step(
     reference: _Reference, output: Emitted, sizes: tuple[int, ...], updates: bool = False
 ) -> str:
-    """A step of the output on every rank is the original's.
+    """Compares a step of the output on every rank with the original's.
 
     Returns:
-        Why it fits none of several ranks, which says so; "" where it was compared.
+        The error message if no world size fits; "" if a step was compared.
 
     Raises:
-        OtherNumbersError: It is not.
+        OtherNumbersError: They differ.
         NotComparedError: The original does not compute the same a second time.
     """
     parallel = _helper(output, "to_full") is not None
@@ -186,7 +186,7 @@ def _check_step(
             continue
         except OtherNumbersError:
             if world == 3:
-                continue  # few sizes divide by it, and those that do not fail when they are run
+                continue  # few sizes are divisible by 3, and others fail at run time
             raise
         for step in filter(is_other, steps):
             if is_other(reference.again()):
@@ -201,7 +201,7 @@ def _check_step(
 
 
 def _check_mixed(reference: _Reference, output: Emitted) -> None:
-    """With its casts the output runs, and what is a number without them is one."""
+    """Checks that the output runs with its casts, and that finite values stay finite."""
     try:
         with torch.random.fork_rng(devices=[]):
             model = reference.small.build(output.module).float()
@@ -222,10 +222,10 @@ def _check_mixed(reference: _Reference, output: Emitted) -> None:
 
 
 def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[int, ...]:
-    """The world sizes that are tried; none for a model that is too large to be run.
+    """The world sizes to test; none for a model that is too large to be run.
 
-    A model with a configuration of Hugging Face is tried on two ranks alone, for time. Of another
-    one a small model is looked for, which the schedule's module has from then on.
+    A model with a Hugging Face configuration is tested on two ranks only, to save time. For other
+    models this looks for a small model, and adds it to the schedule's module.
     """
     if hasattr(getattr(model, "config", None), "to_dict"):
         return WORLD_SIZES[:1]
@@ -235,12 +235,12 @@ def worlds(schedule: Any, module: types.ModuleType, model: nn.Module) -> tuple[i
 def not_run(
     schedule: Any, original: types.ModuleType, full: nn.Module, shares: Iterable[Share]
 ) -> list[str]:
-    """The shares that the schedule's own small model has too few modules for, in words."""
+    """Messages about shares for which the schedule's own small model has too few modules."""
     found: list[str] = []
     shares = list(shares)
     if not shares or not hasattr(schedule, "verify_model"):
         return found
-    with on_meta(), contextlib.suppress(Exception):  # verification says what is wrong
+    with on_meta(), contextlib.suppress(Exception):  # verification reports errors
         small = small_model.build_small(schedule, original, depth_of(shares))
         for share in shares:
             models = (small, full)
@@ -257,14 +257,14 @@ def not_run(
 
 @dataclass(frozen=True)
 class _Small:
-    """What small models are built of."""
+    """Builds small models."""
 
     schedule: Any
     original: types.ModuleType
     depth: int = 2
 
     def build(self, module: types.ModuleType) -> nn.Module:
-        """A small model of the original, or of what was made of it."""
+        """A small model of the original's module, or of the output's."""
         return small_model.build_small(self.schedule, module, self.depth)
 
     def drawn(
@@ -278,25 +278,25 @@ class _Small:
 
 @dataclass
 class _Reference:
-    """What the original's small model computes, with which weights and inputs."""
+    """The results of the original's small model, with its weights and inputs."""
 
     small: _Small
     drawn: dict[str, torch.Tensor]  # the weights that its constructor drew
-    weights: dict[str, torch.Tensor]  # those that it computes with
+    weights: dict[str, torch.Tensor]  # the weights that it computes with
     inputs: dict[str, Any]
     dtype: torch.dtype
     want: Step
-    # Those that its constructor drew and no state dict holds; empty until they are looked for.
+    # Non-persistent random buffers of its constructor; empty until `finds_buffers`.
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def _built(self) -> nn.Module:
-        """The original's model, built anew, with the weights."""
+        """Builds the original's model again, with the weights."""
         model = self.small.drawn()[0].to(self.dtype)
         model.load_state_dict(self.weights)
         return model
 
     def again(self, rounding: float = 0.0) -> Step:
-        """What the original computes when it is built anew, with weights off by such a share."""
+        """The results of the original, built again, with random relative errors of the weights."""
         model = self._built()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -304,7 +304,7 @@ class _Reference:
         return _step(self.small.schedule, model, self.inputs, None)
 
     def finds_buffers(self) -> bool:
-        """Whether its constructor drew buffers that no state dict holds, which it notes."""
+        """Whether the constructor makes random non-persistent buffers; stores them in `buffers`."""
         one, other = (self.small.drawn(seed=seed)[0] for seed in (0, 1))
         others = dict(other.named_buffers())
         self.buffers = {
@@ -315,7 +315,7 @@ class _Reference:
         return bool(self.buffers)
 
     def watched(self, paths: Collection[str]) -> tuple[frozenset[str], dict[str, Changed]]:
-        """Those not called in training, though modules inside are; what others hold that varies."""
+        """Modules not called in training, though modules inside are; and the state that changes."""
         if not paths:
             return frozenset(), {}
         model, file = self._built().train(), self.small.original
@@ -326,7 +326,7 @@ class _Reference:
             before.setdefault(path, []).append(held(module, file))
 
         notes = [(named[p], functools.partial(note, p), None) for p in {*paths} & named.keys()]
-        with contextlib.suppress(Exception):  # it may mind being watched, or other weights
+        with contextlib.suppress(Exception):  # hooks or other weights may break it
             with calls_noted(named) as ran:
                 model(**copy.deepcopy(self.inputs))
             with torch.no_grad():
@@ -345,10 +345,10 @@ class _Reference:
 
 
 class _Rank:
-    """What each rank does: it builds a small model of the output, and takes a step with it.
+    """The code of each rank: builds a small model of the output, and runs a step.
 
-    Helpers of the output keep what they suppose while a model is built in their modules, which
-    threads share: one rank builds after the other, and none runs before all are built.
+    While a model is built, helpers of the output keep state in their modules, which threads share.
+    So one rank builds after the other, and none runs before all are built.
     """
 
     def __init__(self, reference: _Reference, output: Emitted, world: int, updates: bool) -> None:
@@ -357,7 +357,7 @@ class _Rank:
         self.build: Callable[[], nn.Module] | None = None
 
     def __call__(self, turn: threading.Lock) -> Step:
-        """The step, with the original's weights; `turn` is held by the rank that computes."""
+        """Runs a step with the original's weights; the rank that computes holds `turn`."""
         given, small = self.reference, self.reference.small
         world_of = _helper(self.output, "world_of") if self.world > 1 else None
         made_of = world_of(self.world, dist.get_rank()) if world_of else contextlib.nullcontext()
@@ -387,16 +387,16 @@ class _Rank:
                 raise
 
     def _tell(self, error: BaseException) -> None:
-        """Raises UnfitError where a helper says that the size does not fit."""
+        """Raises UnfitError if a helper raised the error because a size does not fit."""
         if isinstance(error, ValueError) and self.output.is_of_helper(error):
             raise UnfitError from error
 
 
 def _references(small: _Small) -> list[_Reference]:
-    """Steps of the original's small model.
+    """Runs steps of the original's small model.
 
-    One with a mask and a cache in double precision is enough: what these need single precision for
-    is compared without them as well, as no other comparison is as sharp.
+    One step with a mask and a cache in float64 is enough. If those need float32, a step without
+    them is added, since a comparison in float64 is the most precise.
     """
     ways = (False,) if hasattr(small.schedule, "inputs") else (True, False)
     found: list[_Reference] = []
@@ -420,7 +420,7 @@ def _references(small: _Small) -> list[_Reference]:
 
 
 def _reference(small: _Small, whole: bool) -> _Reference | None:
-    """A step of the original's small model; None where one with a mask says nothing."""
+    """Runs a step of the original's small model; None if a mask makes its gradients NaN."""
     fails: list[Exception] = []
     for dtype in LIMIT:
         try:
@@ -441,7 +441,7 @@ def _reference(small: _Small, whole: bool) -> _Reference | None:
         except Exception as error:  # whatever the user's model does
             fails.append(error)
             continue
-        # Equal NaNs are equal, so a step with a mask says nothing where that makes some.
+        # NaNs compare equal, so a step whose mask produces NaNs would hide differences.
         if not whole or all(bool(g.isfinite().all()) for g in want.gradients.values()):
             return _Reference(small, drawn, weights, inputs, dtype, want)
     if len(fails) == len(LIMIT):
@@ -450,11 +450,11 @@ def _reference(small: _Small, whole: bool) -> _Reference | None:
 
 
 def _check_start(small: _Small, drawn: Mapping[str, torch.Tensor] | None, output: Emitted) -> None:
-    """In one process the output draws the weights that the original draws."""
+    """Checks that the output, as one rank, initialises the same weights as the original."""
     try:
         wanted = drawn if drawn is not None else small.drawn()[1]
         model, found = small.drawn(output.module)
-    except Exception:  # it may be made for several ranks alone; what fails there is told there
+    except Exception:  # it may work on several ranks only; the step reports errors
         return
     maps = _helper(output, "weight_maps")
     own = tuple(maps(model)) if maps else ()
@@ -462,7 +462,7 @@ def _check_start(small: _Small, drawn: Mapping[str, torch.Tensor] | None, output
         have = found.get(name)
         if have is None or have.shape != want.shape or name.startswith(own):
             continue
-        if want.is_meta:  # of a layer that a cached function made once, without memory
+        if want.is_meta:  # a cached layer that was made on the meta device
             continue
         if not torch.equal(have, want) and error(want, have):
             again = small.drawn()[1]
@@ -471,7 +471,7 @@ def _check_start(small: _Small, drawn: Mapping[str, torch.Tensor] | None, output
 
 
 def _helper(output: Emitted, name: str) -> Callable[..., Any] | None:
-    """A function of the output's `loading`, or of its one file."""
+    """A function of the output's `loading`, or of its single file."""
     for module in (output.helper("loading"), output.module):
         found: Callable[..., Any] | None = getattr(module, name, None)
         if found is not None:
@@ -503,7 +503,7 @@ def _step(
         if goal is not None and goal.requires_grad:
             with _updated(model, grads) if updates else contextlib.nullcontext():
                 torch.autograd.backward(goal)
-        # Last, as what a backward pass does a second time shows in what comes next.
+        # Comes last, so that side effects of recomputation in the backward pass show here.
         model.eval()
         with torch.no_grad():
             evaluated = model(**inputs)
@@ -524,9 +524,9 @@ def _step(
 
 @contextlib.contextmanager
 def _updated(model: Any, grads: dict[str, torch.Tensor]) -> Iterator[None]:
-    """The backward pass inside updates the parameters, which have their values again behind it.
+    """Updates parameters in the backward pass, and restores their values afterwards.
 
-    `grads` gets the gradients, which the updates drop.
+    `grads` receives the gradients, which the updates free.
     """
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -549,11 +549,11 @@ def _updated(model: Any, grads: dict[str, torch.Tensor]) -> Iterator[None]:
 def _goals(
     schedule: Any, outputs: Any, inputs: dict[str, Any], want: Step | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The loss, if there is one, and what the backward pass starts from."""
+    """The loss, if there is one, and the scalar that the backward pass starts from."""
     try:
         loss = small_model.loss_of(schedule, outputs, inputs)
-    except Exception:  # there need not be one, and the schedule's may want other outputs
-        # Than the original's, that is, or targets that it alone is given.
+    except Exception:  # a loss is optional, and the schedule's may not fit the output's results
+        # For the original it must work, unless it needs targets that only the user has.
         takes = small_model.loss_parameters(schedule).keys()
         if want is None and hasattr(schedule, "loss") and takes <= inputs.keys():
             raise
@@ -562,7 +562,7 @@ def _goals(
 
 
 def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
-    """A number that every element of the outputs takes part in; None where some are parts."""
+    """A scalar that depends on every element of the outputs; None if some are shards."""
     terms = []
     for _, want, have in result_pairs(like, outputs, ""):
         if not isinstance(have, torch.Tensor) or not have.is_floating_point():
@@ -576,16 +576,16 @@ def _goal(outputs: Any, like: Any) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def _without_dropout() -> Iterator[None]:
-    """Nothing is dropped at random: ranks need not draw the numbers that the original draws.
+    """Replaces dropout by scaling: ranks need not draw the same numbers as the original.
 
-    The functions themselves are exchanged, for all threads: modes do not reach what is computed
-    again in a backward pass.
+    The functions themselves are patched, for all threads, since function modes do not apply to
+    recomputation in a backward pass.
     """
     functions: Any = torch.nn.functional
     attend = functions.scaled_dot_product_attention
 
     def keep(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        share = 1 - p / 2 if training else 1  # so that another rate gives other numbers
+        share = 1 - p / 2 if training else 1  # another rate gives other numbers
         return input if share == 1 else input.mul_(share) if inplace else input * share
 
     def attention(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Elements of module lists that stand for others: work grows with classes, not with layers.
+"""Elements of module lists that represent others: work grows with classes, not with layers.
 
-Layers that are called again and again are run twice, and then give what they gave. What a layer
-does depends on what it is given: where a `forward` gives some layers of a list another argument
-than the others, because of their numbers say, these are run as well.
+A representative is run twice, and returns cached results for further layers. The result of a layer
+depends on its arguments: if a `forward` calls some layers of a list with other arguments, because
+of their numbers for example, these calls are run as well.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from slapo_rewrite.model.tree import Node, Tree
 
 
 class Representatives:
-    """Which elements of each module list are made and treated alike, all the way down."""
+    """The elements of each module list that are made and scheduled alike, descendants included."""
 
     def __init__(self, tree: Tree, asked: Mapping[str, Hashable]) -> None:
         self.tree = tree
-        # For the first of several elements that are alike: the names of all of them.
+        # For the first of several equal elements: the names of all of them.
         self.siblings: dict[str, tuple[str, ...]] = {}
         self._asked: dict[str, list[tuple[str, int]]] = {}
         numbers: dict[Hashable, int] = {}
@@ -42,10 +42,10 @@ class Representatives:
                 if node.parent is not None and isinstance(node.parent.live, nn.ModuleList):
                     below = self._asked.setdefault(node.path, [])
                     below.append((path[len(node.path) :], number))
-        # What another module holds too is no element like others.
+        # An element with a module that another parent shares is not equal to others.
         holders: dict[int, set[int]] = {}
         holding: set[int] = set()
-        for node in reversed(tree.nodes.values()):  # what a module holds before it
+        for node in reversed(tree.nodes.values()):  # submodules first
             if node.parent is not None and (id(node) in holding or node.parameters):
                 holding.add(id(node.parent))
                 holders.setdefault(id(node.live), set()).add(id(node.parent.live))
@@ -53,7 +53,7 @@ class Representatives:
         self._kept: dict[str, Node] = {}
         self._elements: dict[str, dict[str, Node]] = {}
         self._runs: dict[str, list[Node]] = {}
-        # What is an element's number, in it and below: the modules and the attributes.
+        # The attributes that hold an element's index: the module and the attribute's name.
         self._numbers: dict[str, list[tuple[nn.Module, str]]] = {}
         self._keep(tree.root)
 
@@ -86,7 +86,7 @@ class Representatives:
 
     @contextlib.contextmanager
     def reduced(self) -> Iterator[None]:
-        """The tree with one of each, for as long as it lasts."""
+        """Reduces the tree to representatives, in the context."""
         nodes = self.tree.nodes
         whole = {path: nodes[path].children for path in self._elements}
         self.tree.nodes = self._kept
@@ -101,11 +101,11 @@ class Representatives:
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
-        """The live model with one of each in the places of all, for as long as it lasts.
+        """Replaces the live layers of lists by their representatives, in the context.
 
-        It is run twice, as what the first one is given is of another kind than what it gives to the
-        second: it needs no gradient, or comes in another precision. It is run again where it is
-        given what the others are not.
+        A representative runs twice, since the input of the first layer differs from that of the
+        second: it requires no gradient, or has another precision. It runs again for arguments that
+        the others do not get.
         """
         lists = [(self._kept[path].live, [n.live for n in run]) for path, run in self._runs.items()]
         places: dict[nn.Module, Places] = {}
@@ -121,15 +121,15 @@ class Representatives:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a layer that stands for others of a list."""
+    """The places of a representative in a list."""
 
-    further: list[int]  # how many places each lies behind the layer's own
-    # What is its number, in it and below: the modules and the attributes.
+    further: list[int]  # their offsets from the layer's own place
+    # The attributes that hold its index: the module and the attribute's name.
     numbers: Sequence[tuple[nn.Module, str]] = ()
 
     @contextlib.contextmanager
     def numbered(self, place: int) -> Iterator[None]:
-        """The layer has the number of one of these places, so that it finds its part of a cache."""
+        """Gives the layer the index of a place, in the context, for its entry of a cache."""
         own = [(module, name, getattr(module, name)) for module, name in self.numbers]
         for module, name, number in own:
             setattr(module, name, number + self.further[place])
@@ -142,7 +142,7 @@ class Places:
 
 @contextlib.contextmanager
 def repeated(model: nn.Module, places: Mapping[nn.Module, Places]) -> Iterator[None]:
-    """Has layers stand for others, for as long as it lasts."""
+    """Runs representatives in the places of other layers, in the context."""
     calls = [(layer, _Calls(layer, own)) for layer, own in places.items()]
 
     def begin(model: nn.Module, args: Any) -> None:
@@ -159,9 +159,9 @@ def repeated(model: nn.Module, places: Mapping[nn.Module, Places]) -> Iterator[N
 
 
 class _Calls:
-    """The calls of one layer in a round over its places.
+    """The calls of a representative in one forward pass.
 
-    It stands in so many of them.
+    It is called once for each of its places.
     """
 
     def __init__(self, layer: nn.Module, places: Places) -> None:
@@ -169,7 +169,7 @@ class _Calls:
         self.begin()
 
     def begin(self) -> None:
-        """A round begins."""
+        """Begins a forward pass."""
         self.left = len(self.places.further)
         self.shapes: dict[Hashable, list[Hashable]] = {}
         self.given: dict[Hashable, Any] = {}
@@ -179,17 +179,17 @@ class _Calls:
         self.left -= 1
         result = self._result(args, kwargs)
         if not self.left:
-            self.begin()  # to know results any longer would keep what the model drops
+            self.begin()  # cached results would keep tensors alive that the model frees
         return result
 
     def _result(self, args: Any, kwargs: Any) -> Any:
         everything = (*args, *kwargs, *kwargs.values())
         if self.last is not None and _is_same(everything, self.last[0]):
             return self.last[1]
-        with unwatched():  # these questions are no operations of the model
+        with unwatched():  # these are not operations of the model
             way = _described((args, kwargs))
             shapes = tuple(tensor.shape for tensor in tensors((args, kwargs)))
-        # A rank's run takes the same ones for the same, though what it gives them is smaller.
+        # Shapes are no part of the key: calls are equal on a rank as well, with smaller shards.
         known = self.shapes.setdefault(way, [])
         if len(known) < LEFT or shapes not in known:
             known.append(shapes)
@@ -201,7 +201,7 @@ class _Calls:
 
 
 def _is_same(given: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether a layer is given the very objects again, none of which holds others by now."""
+    """Whether a layer gets the same objects as before, none of which is a mutable container."""
     return len(given) == len(before) and all(
         one is other and not isinstance(one, (list, Mapping))
         for one, other in zip(given, before, strict=True)
@@ -209,7 +209,7 @@ def _is_same(given: Sequence[Any], before: Sequence[Any]) -> bool:
 
 
 def _described(value: Any) -> Hashable:
-    """What a layer is given, without what is in tensors."""
+    """A key for a layer's arguments, without the values of tensors."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The tensors in what a module is given and gives."""
+"""The tensors in the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
                 yield item
             elif item is not None and type(item) not in _PLAIN:
                 yield from tensors(item)
-    elif isinstance(value, (dict, Mapping)):  # what is a dictionary is told fast
+    elif isinstance(value, (dict, Mapping)):  # checks for `dict` first, which is fast
         for item in value.values():
             yield from tensors(item)
 
 
 def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of a step, those that are tensors of floats in another dtype."""
+    """The arguments of a step, with floating-point tensors in another dtype."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -37,14 +37,14 @@ def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return dict(tree_map_only(torch.Tensor, cast, dict(inputs)))
 
 
-# What most arguments are, and no tensor is in.
+# The types of most other arguments, which contain no tensors.
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
 def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tuple[str, Any, Any]]:
-    """The tensors and numbers of two results that belong together, each with its name.
+    """Pairs the tensors and numbers of two results, each with its name.
 
-    What a model keeps of earlier tokens is a rank's own.
+    Caches of earlier tokens are skipped: each rank has its own.
     """
     if isinstance(want, (torch.Tensor, int, float)):
         yield name, want, have
@@ -55,7 +55,7 @@ def result_pairs(want: Any, have: Any, name: str, depth: int = 8) -> Iterator[tu
     elif isinstance(want, (list, tuple)) and isinstance(have, (list, tuple)):
         names = getattr(want, "_fields", range(len(want)))
         inside = [(str(n), *pair) for n, *pair in zip(names, want, have, strict=False)]
-    # A class of the original's file is another in the output's.
+    # Classes are compared by name: the original's and the output's differ.
     elif hasattr(want, "__dict__") and type(want).__qualname__ == type(have).__qualname__:
         known = isinstance(want, nn.Module | type) or type(want).__name__.endswith("Cache")
         inside = [] if known else [(k, v, vars(have).get(k)) for k, v in vars(want).items()]

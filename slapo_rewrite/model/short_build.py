@@ -1,8 +1,8 @@
-"""A model that is built again, without the layers that nothing is to be learnt from.
+"""Builds a model again without layers that are equal to others.
 
-Where one model has told which layers of its lists are alike, another that is made by the same code
-need not make them all: the constructors of the others are not run, and a module without parameters
-stands in their places.
+Once one model shows which layers of its lists are equal, another model of the same code need not
+make them all. The constructors of the others are skipped, and a module without parameters takes
+their places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slapo_rewrite.model.tree import Tree
 
 
 class LeftOut(nn.Module):
-    """Stands where a layer of a class, the one that is `left`, was not made."""
+    """A placeholder for a layer of class `left` that was not made."""
 
     left: type
 
@@ -31,31 +31,31 @@ class LeftOut(nn.Module):
 class Shortening:
     """Which layers of a model are made."""
 
-    folds: Mapping[str, Fold]  # which are left of each list, by its path
-    # For each class of layers which of its instances are made, those of its subclasses counted;
-    # None where that is not known, and all are.
+    folds: Mapping[str, Fold]  # how each list is reduced, by path
+    # For each class of layers, which of its instances are made, in order; None if that is not
+    # known, and all are made.
     wanted: Mapping[type, Sequence[bool]] | None
 
     @classmethod
     def of(cls, tree: Tree, kinds: Kinds = kinds_of) -> Shortening:
-        """What one model tells of others that are built by the same code."""
+        """Decides from one model which layers other models of the same code need."""
         folds = folds_of(lists_of(tree), kinds)
         return cls(folds, _wanted(tree, folds))
 
     def by(self, instead: Callable[[type], type]) -> Shortening:
-        """The same of a model of other classes."""
+        """The same for a model of other classes, which `instead` maps to."""
         if self.wanted is None:
             return self
         return replace(self, wanted={instead(cls): made for cls, made in self.wanted.items()})
 
     def undone(self) -> Shortening:
-        """All layers are made."""
+        """A shortening by which all layers are made."""
         return Shortening(all_left(self.folds), None)
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Builds a model of which lists have `LeftOut`s in the places of layers that are not left.
+        """Builds a model with `LeftOut` modules in the places of layers that are not needed.
 
-        It has all of its layers where they cannot be left out.
+        It has all layers if they cannot be left out.
         """
         if self.wanted is None:
             return build()
@@ -67,7 +67,7 @@ class Shortening:
         return model if self.is_of(model) else build()
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether those layers are there that are left, and no others, and nothing is missing."""
+        """Whether a model has exactly the needed layers, and placeholders for the others only."""
         out = sum(isinstance(module, LeftOut) for module in model.modules())
         for path, fold in self.folds.items():
             try:
@@ -81,12 +81,12 @@ class Shortening:
         return out == 0
 
 
-# Nothing is left out.
+# Leaves nothing out.
 ALL = Shortening({}, None)
 
 
 def filled(model: nn.Module, folds: Mapping[str, Fold]) -> None:
-    """Puts the layers that are left into the places of those that they stand for."""
+    """Replaces placeholders by their representatives."""
     for path, fold in folds.items():
         modules = model.get_submodule(path)._modules
         for number, place in enumerate(fold.stands_for):
@@ -95,7 +95,7 @@ def filled(model: nn.Module, folds: Mapping[str, Fold]) -> None:
 
 
 def full_names(sizes: Mapping[str, int], folds: Mapping[str, Fold]) -> dict[str, int]:
-    """The parameters of a full model, of those of its layers that are left, by the same names."""
+    """The parameters of a full model, given those of its reduced lists, by the same names."""
     found = {}
     for name, size in sizes.items():
         listed = next((path for path in folds if name.startswith(f"{path}.")), None)
@@ -111,13 +111,13 @@ def full_names(sizes: Mapping[str, int], folds: Mapping[str, Fold]) -> dict[str,
 
 
 def _wanted(tree: Tree, folds: Mapping[str, Fold]) -> dict[type, list[bool]] | None:
-    """For each class of layers which of its instances are made; None where that is not known."""
+    """For each class of layers, which of its instances are made; None if that is not known."""
     found: dict[type, list[bool]] = {}
     seen: set[int] = set()
     for path, fold in folds.items():
         children = [tree.nodes[path].children[str(n)] for n in range(len(fold.stands_for))]
         if any(name.startswith(f"{path}.") for name in tree.ties):
-            return None  # a parameter is another module's as well
+            return None  # a parameter is tied to another module
         for number, child in enumerate(children):
             if id(child.live) in seen:
                 return None
@@ -128,7 +128,7 @@ def _wanted(tree: Tree, folds: Mapping[str, Fold]) -> dict[type, list[bool]] | N
 
 @contextlib.contextmanager
 def _making(wanted: Mapping[type, Sequence[bool]]) -> Iterator[None]:
-    """Of some classes only the wanted instances are made meanwhile, in this order."""
+    """Makes only the wanted instances of some classes, in their order, in the context."""
     with contextlib.ExitStack() as stack:
         for cls, made in wanted.items():
             instead = _constructor(cls, iter(made), wanted)
@@ -139,7 +139,7 @@ def _making(wanted: Mapping[type, Sequence[bool]]) -> Iterator[None]:
 def _constructor(cls: type, made: Iterator[bool], classes: Collection[type]) -> Callable[..., None]:
     original: Any = cls.__init__  # type: ignore[misc]
 
-    # Called as it is, it is no call of its own among those that lead to a module.
+    # As an `__init__` of the same object, its frame does not show in recorded call stacks.
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         counts = next(c for c in type(self).__mro__ if c in classes) is cls  # or as a subclass's

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, one of which runs at a time."""
+"""Simulates ranks by threads of this process, one of which runs at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from slapo_rewrite.model.step_results import OtherNumbersError, Step
 
 PATIENCE_S = 60
-_ALONE: list[None] = []  # holds something where a rank does not wait for the others
+_ALONE: list[None] = []  # not empty while a rank does not wait for the others
 
 
 class UnfitError(Exception):
-    """The model does not fit so many ranks, as the error says that it is raised from."""
+    """The model does not fit so many ranks; its cause has the message."""
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, a rank runs before the others do, and takes them to give what it gives itself.
+    """Lets a rank run before the others do: collectives assume that all ranks pass the same.
 
-    So constructors may run layers, for the sizes that come out, where one rank is built after the
-    other.
+    So constructors may run layers to learn their output sizes, although ranks are built one after
+    the other.
     """
     _ALONE.append(None)
     try:
@@ -37,12 +37,12 @@ def alone() -> Iterator[None]:
 
 
 def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
-    """What every rank computes.
+    """Runs every rank and returns their results.
 
-    One computes at a time, until it waits for the others: where several do, each operation is a
-    fight for the interpreter, and takes more time than both.
+    One rank computes at a time, until it waits for the others. Several threads would compete for
+    the interpreter at each operation, which takes longer than one after the other.
     """
-    # torch's own tests run ranks as threads so; none of it has annotations.
+    # torch's own tests simulate ranks by it; it has no annotations.
     from torch.testing._internal.distributed import multi_threaded_pg
 
     threaded: Any = multi_threaded_pg
@@ -85,7 +85,7 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
             cause = error.__cause__ if isinstance(error, UnfitError) else error
             words = f"{type(cause).__name__}: {cause}".splitlines()[0]
             raise OtherNumbersError(1, "", 1.0, f"it fails: {words}") from error
-    shown = sys.excepthook  # each rank has what fails say its number, once more
+    shown = sys.excepthook  # each rank adds its number to error messages, once more
     install()
     isolate(True)
     try:

@@ -1,4 +1,4 @@
-"""The arguments of a step in other sizes, for runs that need no values."""
+"""Resizes the arguments of a training step, for runs on the meta device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slapo_rewrite.model.results import tensors
 def sized_inputs(
     schedule: Any, model: nn.Module, rows: int | None, tokens: int | None
 ) -> dict[str, Any]:
-    """The arguments of a step, with so many rows of so many tokens, on the meta device.
+    """The arguments of a step with other numbers of rows and tokens, on the meta device.
 
-    The first axis of a tensor is the batch's. Those further axes that are as long as the second
-    one of the first tensor of whole numbers are the tokens'.
+    The first axis of a tensor is the batch axis. Further axes are token axes if they are as long as
+    the second axis of the first integer tensor.
     """
     made = small_model.training_inputs(schedule, model)
     found = [value for value in made.values() if isinstance(value, Tensor) and value.dim()]
@@ -40,19 +40,19 @@ def sized_inputs(
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> int | None:
-    """How many tokens a row has: the second axis of the first tensor of whole numbers."""
+    """The number of tokens per row: the second axis of the first integer tensor."""
     found = (value for value in inputs.values() if isinstance(value, Tensor))
     return next((t.shape[1] for t in found if t.dim() > 1 and not t.is_floating_point()), None)
 
 
 def rows_of(schedule: Any, model: nn.Module) -> int:
-    """How many rows the schedule's own inputs have."""
+    """The number of rows of the schedule's own inputs."""
     made = small_model.training_inputs(schedule, model)
     return next((t.shape[0] for t in tensors(made) if t.dim()), 1)
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many positions a Hugging Face model has, as far as its configuration tells."""
+    """The number of positions of a Hugging Face model; None if its config does not say."""
     config: Any = getattr(model, "config", None)
     numbers = [getattr(config, name, None) for name in small_config.POSITIONS]
     return min((n for n in numbers if isinstance(n, int) and n > 0), default=None)

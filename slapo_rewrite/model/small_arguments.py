@@ -1,11 +1,11 @@
-"""A small model of somebody's own class: its constructor is given smaller numbers.
+"""Builds a small model of a user's own class, by smaller arguments of its constructor.
 
-A Hugging Face model has a configuration that can be made smaller (`small_config`). Another one is
-made by a call in the schedule's `model(m)`: of that call, and of the configurations that it is
-given, the whole numbers are taken for smaller ones by what their names say.
+A Hugging Face model has a configuration that can be made smaller (`small_config`). Another model is
+made by a call in the schedule's `model(m)`. The integers in its arguments, and in configurations
+among these, are replaced by smaller ones according to their names.
 
-Also executed by its path, as `small_model`, so it imports torch, the standard library and what lies
-beside it only.
+Also executed by its path, as `small_model`, so it imports torch, the standard library and
+neighbouring files only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from . import small_model
 from .meta_build import on_meta
 
-# Small numbers for arguments of constructors, by a part of their names; the first that fits.
+# Small numbers for arguments of constructors, by a part of their names; the first match counts.
 HEADS = {"head_dim": 16, "head_size": 16, "dim_head": 16, "d_head": 16, "kv_head": 2, "head": 4}
 COUNTS = {
     "layer": 12, "depth": 12, "expert_dim": 32, "expert": 4, "inner": 128, "ff": 128, "mlp": 128,
@@ -38,33 +38,33 @@ DATA = {
     "position": 64, "patch": 8, "image": 32, "img": 32,
 }  # fmt: skip
 SMALL = {**HEADS, **DATA, **COUNTS, **WIDTHS, "size": 64}
-IN_RATIO = "<heads>"  # in a table: heads are in the ratio that they are in
-OTHER = {"": 64}  # whatever a number is called
+IN_RATIO = "<heads>"  # in a table: the numbers of heads keep their ratio
+OTHER = {"": 64}  # for any name
 FEW = {"layer": 4, "depth": 4}
-# What inputs that are made for the full model may count on is left as it is from the second on.
+# The tables to try. From the second on, sizes stay that inputs for the full model may rely on.
 WAYS = (
     {**SMALL, **OTHER},
     {**HEADS, **COUNTS, **WIDTHS},
     {**COUNTS, **FEW, "hidden": 128},
     {**COUNTS, **FEW},
 )
-# What is narrower still beside a vocabulary that stays as it is.
+# Widths that are divided further if the vocabulary keeps its size.
 NARROW, NARROWED = 4, {*WIDTHS, *OTHER, *(name for name, size in HEADS.items() if size == 16)}
-DEEPEST = 3  # how many configurations lie in one another
+DEEPEST = 3  # the depth of nested configurations
 
 Build = Callable[..., nn.Module]
 
 
 def small_number(name: str, default: float, small: Mapping[str, int] = SMALL) -> int | None:
-    """A smaller number for an argument; None where its own may stay."""
+    """A smaller number for an argument; None if its own may stay."""
     value = next((v for part, v in small.items() if part in name.lower()), None)
     return None if value is None or default <= value else value
 
 
 def small_heads(counts: Mapping[str, int]) -> dict[str, int]:
-    """Fewer heads in their ratio; none where there is one number of them, or no smaller one.
+    """Fewer heads in the same ratio; empty if all numbers are equal, or cannot be smaller.
 
-    Keys that several queries share: a packed layer is split in blocks of that ratio.
+    Grouped-query attention needs the ratio: packed layers are split in blocks of it.
     """
     heads = {
         name: count
@@ -83,10 +83,10 @@ def small_heads(counts: Mapping[str, int]) -> dict[str, int]:
 def supply(
     schedule: Any, module: types.ModuleType, largest: int, full: nn.Module | None = None
 ) -> bool:
-    """Has a schedule build a small model, where it says none and the full one is too large.
+    """Adds a small model to a schedule that defines none, if the full one is too large.
 
-    `largest` is how many parameters a model may have to be run, and `full` the model, where it is
-    built already. Tells whether there is a model that can be run.
+    `largest` is the most parameters of a model that can be run, and `full` the model, if it is
+    built already. Returns whether there is a model that can be run.
     """
     if hasattr(schedule, "verify_model") or hasattr(schedule, small_model.SMALL_BUILD):
         return True
@@ -105,10 +105,10 @@ def supply(
 def small_build(
     schedule: Any, module: types.ModuleType, full: nn.Module, most: int
 ) -> Build | None:
-    """What builds a small model of the class that a schedule builds, from any module that has it.
+    """A function that builds a small model of the schedule's class, from any module that has it.
 
-    It takes the module, and by `deep=True` leaves the number of layers as it is. None where no
-    smaller numbers give a model of the same classes that takes the inputs.
+    It takes the module, and with `deep=True` keeps the number of layers. None if no smaller numbers
+    give a model of the same classes that takes the inputs.
     """
     own = type(full)
     if vars(module).get(own.__name__) is not own:
@@ -124,7 +124,7 @@ def small_build(
                 model: nn.Module = schedule.model(m)
             return model
 
-        with contextlib.suppress(Exception), _apart():  # what the user's own constructors raise
+        with contextlib.suppress(Exception), _apart():  # errors of the user's constructors
             with on_meta():
                 made = build(module)
             if sum(p.numel() for p in made.parameters()) > most:
@@ -137,7 +137,7 @@ def small_build(
 
 
 def _classes(model: nn.Module) -> set[tuple[str, str]]:
-    """The classes of a model's modules; by name, as a function may define them anew."""
+    """The classes of a model's modules, by name, since a function may define them repeatedly."""
     return {(cls.__module__, cls.__qualname__) for cls in map(type, model.modules())}
 
 
@@ -155,19 +155,19 @@ def _tables() -> Iterator[Mapping[str, int]]:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Nothing that is tried meanwhile draws the random numbers of others, or keeps a graph."""
+    """Isolates trials: they do not change random states, and record no autograd graph."""
     with small_model.drawing(0), small_model.one_thread(), torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
 def _given_less(cls: type[nn.Module], small: Mapping[str, int]) -> Iterator[None]:
-    """The constructor of a class is given smaller numbers the next time that it is called."""
+    """Makes the next call of a class's constructor use smaller numbers."""
     original: Any = cls.__init__
     patch: Any = mock.patch.object(cls, "__init__")
 
     def constructor(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        patch.stop()  # what it makes of its own class is made of what it says
+        patch.stop()  # nested modules of the same class get the arguments as they are
         given = inspect.signature(original).bind(self, *args, **kwargs)
         given.apply_defaults()
         named = dict(list(given.arguments.items())[1:])
@@ -183,7 +183,7 @@ def _given_less(cls: type[nn.Module], small: Mapping[str, int]) -> Iterator[None
 
 
 def _all_smaller(named: Mapping[str, Any], small: Mapping[str, int], deep: int) -> dict[str, Any]:
-    """What arguments are given, or what a configuration holds."""
+    """The arguments of a call, or the attributes of a configuration, with smaller numbers."""
     numbers = {name: value for name, value in named.items() if type(value) is int}
     heads = small_heads(numbers) if IN_RATIO in small else {}
     return {
@@ -193,7 +193,7 @@ def _all_smaller(named: Mapping[str, Any], small: Mapping[str, int], deep: int) 
 
 
 def _smaller(name: str, value: Any, small: Mapping[str, int], deep: int) -> Any:
-    """What an argument is given: a smaller number, or a configuration of smaller ones."""
+    """The replacement of an argument: a smaller number, or a configuration of smaller ones."""
     if type(value) is int:
         return small_number(name, value, small) or value
     if type(value) is dict and deep and all(isinstance(key, str) for key in value):
@@ -204,5 +204,5 @@ def _smaller(name: str, value: Any, small: Mapping[str, int], deep: int) -> Any:
         return value
     own = copy.copy(value)
     for key, item in _all_smaller(vars(value), small, deep - 1).items():
-        object.__setattr__(own, key, item)  # as a frozen dataclass lets nobody else
+        object.__setattr__(own, key, item)  # works for frozen dataclasses as well
     return own

@@ -1,4 +1,4 @@
-"""Small configurations of Hugging Face models: what hangs together in them stays consistent.
+"""Shrinks configurations of Hugging Face models, and keeps related sizes consistent.
 
 Also executed by its path, as `small_model`, so it imports the standard library only.
 """
@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-VOCABULARY = 203  # odd: no world size above 1 that people use divides it
-FIRST_DRAWN = 3  # tokens below are none of a text that is made up
-HEAD_SIZE = 16  # rotary parts of a half, a quarter and 0.4 of it are even
+VOCABULARY = 203  # odd: not divisible by any world size above 1 that people use
+FIRST_DRAWN = 3  # smaller tokens do not occur in generated texts
+HEAD_SIZE = 16  # a half, a quarter and 0.4 of it are even, for partial rotary embeddings
 
 _WIDTHS = (
     "hidden_size", "d_model", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim",
@@ -22,7 +22,7 @@ _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers", "num_self_attends_per_block", "num_blocks",
 )  # fmt: skip
-# Lists of the layers that are of some kind, by their numbers.
+# Lists of the numbers of layers of some kind.
 _NUMBERS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "cross_attention_layers")
 _HEADS = (
     "num_attention_heads", "n_heads", "num_heads", "encoder_attention_heads",
@@ -38,7 +38,7 @@ _INNER = (
     "ffn_hidden_size", "inner_dim", "dense_ffn_hidden_size", "dim_ff", "d_inner",
     "intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size",
 )  # fmt: skip
-# Of layers of a state space: how many heads there are, and how wide each is.
+# State space layers: the number of heads, and the width of each.
 _STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"),
     ("mamba_num_heads", "mamba_head_dim"),
@@ -48,7 +48,7 @@ POSITIONS = (
     "max_sequence_length", "max_seq_len", "max_source_positions", "max_target_positions",
     "seq_length",
 )  # fmt: skip
-_AT_MOST = {  # sizes that stand alone
+_AT_MOST = {  # upper limits of independent sizes
     "sliding_window": 8, "window_size": 8, "attention_window": 8, "attention_chunk_size": 8,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
@@ -68,8 +68,8 @@ def small_config(
 ) -> Any:
     """A copy of a Hugging Face config, small but consistent, without dropout.
 
-    It has at least `depth` layers, or all of them with None. `kept` says of lists with so many
-    layers which of them it has; then `depth` says nothing.
+    It has at least `depth` layers, or all of them with None. `kept` maps the length of a list to
+    the numbers of the layers that stay; it overrides `depth`.
     """
     small = copy.deepcopy(config)
     _shrink(small, depth, kept or {})
@@ -77,7 +77,7 @@ def small_config(
 
 
 def deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of a config with as many layers as another one, of the same kinds."""
+    """A copy of a small config with the number and kinds of layers of a full one."""
     found = copy.deepcopy(small)
     for name, value in vars(full).items():
         own = getattr(found, name, None)
@@ -88,7 +88,7 @@ def deepened(small: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> Any:
 
 
 def _take_layers(config: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> None:
-    """Gives a config those layers of another one, of its own class, that are kept."""
+    """Copies the layers of a full config of the same class, or those of them that are kept."""
     counts = _counts(full)
     count = next(iter(counts.values()), 0)
     for name, value in [*vars(full).items()]:
@@ -102,7 +102,7 @@ def _take_layers(config: Any, full: Any, kept: Mapping[int, Sequence[int]]) -> N
 
 
 def _counts(config: Any) -> dict[str, int]:
-    """The numbers of layers that a config says, by what it calls them."""
+    """The attributes of a config that are numbers of layers."""
     mapped = getattr(config, "attribute_map", {}).get("num_hidden_layers")
     said = ((n, v) for n, v in vars(config).items() if n in _LAYERS or n == mapped)
     return {name: value for name, value in said if isinstance(value, int) and value}
@@ -114,14 +114,14 @@ def _is_per_layer(value: Any, counts: Mapping[str, int]) -> bool:
 
 
 def _renumbered(numbers: Any, kept: Sequence[int]) -> Any:
-    """The numbers that layers of some kind have where only some layers are there."""
+    """Renumbers a list of layers, of which only some are kept."""
     return type(numbers)(new for new, old in enumerate(kept) if old in numbers)
 
 
 def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
     full = copy.copy(config)
     vars(full).update({n: copy.copy(part) for n, part in vars(config).items() if _is_config(part)})
-    # By the standard names; GPT-2's `n_embd` is known as `hidden_size`.
+    # Translates to standard names: GPT-2's `n_embd` is `hidden_size`.
     standard = {own: name for name, own in getattr(config, "attribute_map", {}).items()}
     numbers = {
         standard.get(name, name): value
@@ -145,7 +145,7 @@ def _shrink(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]])
         elif name in _AT_MOST and _is_uniform(value):
             setattr(config, own, type(value)(min(v, _AT_MOST[name]) for v in value))
         elif _is_mask(name) and hasattr(config, "mask_time_prob"):  # of SpecAugment
-            config.apply_spec_augment = False  # what the masks would be made of stays
+            config.apply_spec_augment = False  # the probabilities stay, and the mask's parameter
         elif _is_drawn(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(config, own, type(value)(0))
     if layers or depth is not None:
@@ -160,30 +160,30 @@ def _is_config(value: Any) -> bool:
 
 
 def _is_drawn(name: str) -> bool:
-    """Whether a number says how much of what a step computes is left to chance."""
+    """Whether a number is the rate of something random in a step."""
     return _is_mask(name) or "drop" in name or "jitter" in name
 
 
 def _is_mask(name: str) -> bool:
-    """Likewise of what a model of speech hears, which NumPy draws."""
+    """Whether a number is the rate of a speech model's masks, which NumPy draws."""
     return name.startswith("mask_") and name.endswith("_prob")
 
 
 def _is_uniform(value: Any) -> bool:
-    """Whether a value is a list of one number for every layer."""
+    """Whether a value is a list of equal integers."""
     return isinstance(value, (list, tuple)) and len({*map(repr, value)}) == 1 == len(
         {type(v) for v in value} & {int}
     )
 
 
 def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
-    """New values for everything that hangs together with heads and hidden size."""
+    """New values for all sizes that depend on heads and hidden size."""
 
     def first(names: tuple[str, ...]) -> int:
         return next((numbers[n] for n in names if numbers.get(n)), 0)
 
     hidden = first(_WIDTHS)
-    # Layers without heads, of a state space say, are as wide as some would be.
+    # Layers without heads, as of a state space, get the width of heads of the usual size.
     heads = first(_HEADS) or (first(_INNER) and hidden // HEAD_SIZE)
     if not hidden or not heads:
         return {}
@@ -191,11 +191,11 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
     size = first(_HEAD_SIZES) or hidden // heads
     small_kv = min(kv_heads, 4)
     ratio = min(max(1, heads // kv_heads), 4)
-    if heads >= 4 and small_kv * ratio % 4:  # four ranks divide the queries
+    if heads >= 4 and small_kv * ratio % 4:  # query heads are divisible by four ranks
         ratio *= 4 // math.gcd(4, small_kv * ratio)
     small_heads = small_kv * ratio
-    # Where the heads together are not as wide as the model, they stay so. The six numbers of a box
-    # on a page share the width.
+    # If the heads together are not as wide as the model, that stays so. With 2D positions, six
+    # embeddings share the width.
     is_wide = size * heads != hidden or "max_2d_position_embeddings" in numbers
     small_hidden = small_heads * (HEAD_SIZE + 8 if is_wide else HEAD_SIZE)
     expand = numbers.get("expand") or numbers.get("mamba_expand") or 1
@@ -206,7 +206,7 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
         if numbers.get(count, 0) * numbers.get(width, 0) == expand * hidden:
             new |= {count: expand * small_hidden // HEAD_SIZE, width: HEAD_SIZE}
     if (rotated := numbers.get("qk_rope_head_dim")) and (rest := numbers.get("qk_nope_head_dim")):
-        small = min(rotated, _AT_MOST["qk_rope_head_dim"])  # frequencies are counted by its share
+        small = min(rotated, _AT_MOST["qk_rope_head_dim"])  # its share gives the frequencies
         new |= {"qk_rope_head_dim": small, "qk_nope_head_dim": small * rest // rotated or 1}
         new["qk_head_dim"] = sum(new[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
     for name, value in numbers.items():
@@ -229,7 +229,7 @@ def _head_sizes(numbers: Mapping[str, int]) -> dict[str, int]:
 
 
 def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence[int]]) -> None:
-    """So many layers, or as many as there are kinds; lists with an entry a layer are cut alike."""
+    """Reduces a config to `depth` layers or one of each kind, with its lists for each layer."""
     counts = _counts(config)
     if not counts:
         return
@@ -264,14 +264,14 @@ def _shrink_layers(config: Any, depth: int | None, layers: Mapping[int, Sequence
 
 
 def _given_out(config: Any, count: int) -> Sequence[int]:
-    """The layers whose results a backbone gives out, where each layer is a stage of it."""
+    """The output indices of a backbone whose stages are its layers."""
     stages = getattr(config, "stage_names", None)
     has_one_each = isinstance(stages, list) and len(stages) == count + 1
     return getattr(config, "_out_indices", None) or () if has_one_each else ()
 
 
 def _renumber_out(config: Any, given: Sequence[int], count: int) -> None:
-    """A backbone of so many layers gives the results of its last ones, as many as before."""
+    """Makes a backbone of `count` layers return the results of its last layers."""
     if given and len(given) <= count:
         config.stage_names = config.stage_names[: count + 1]
         last = range(count + 1 - len(given), count + 1)
@@ -279,7 +279,7 @@ def _renumber_out(config: Any, given: Sequence[int], count: int) -> None:
 
 
 def _shrink_rotary(config: Any) -> None:
-    """Lists with an entry for each rotary frequency follow the head size."""
+    """Shortens lists with an entry for each rotary frequency to the head size."""
     rotary = getattr(config, "rope_parameters", None)
     if not isinstance(rotary, dict):
         return
@@ -289,7 +289,7 @@ def _shrink_rotary(config: Any) -> None:
     takes_sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
     for parameters in (rotary, *(v for v in rotary.values() if isinstance(v, dict))):
         frequencies = int(own * float(parameters.get("partial_rotary_factor") or 1.0)) // 2
-        if takes_sections and "rope_type" in parameters:  # without them it takes a large head's
+        if takes_sections and "rope_type" in parameters:  # its default fits large heads only
             parameters.setdefault("mrope_section", [1, 1, 1])
         for name, value in parameters.items():
             if name in ("short_factor", "long_factor") and isinstance(value, list):
@@ -297,7 +297,7 @@ def _shrink_rotary(config: Any) -> None:
             elif name == "mrope_section" and isinstance(value, list):
                 part = frequencies // len(value)
                 rest = frequencies - part * (len(value) - 1)
-                others = [part] * (len(value) - 1)  # height and width are alike
+                others = [part] * (len(value) - 1)  # height and width have equal parts
                 is_last = value[:1] == value[1:2]
                 parameters[name] = [*others, rest] if is_last else [rest, *others]
             elif name == "original_max_position_embeddings" and isinstance(value, int):
@@ -321,15 +321,15 @@ def _shrink_vocabulary(config: Any) -> None:
 
     for name, value in list(vars(config).items()):
         if name.endswith("_vocab_size") and type(value) is int and 0.9 * size <= value <= size:
-            setattr(config, name, small)  # the same, or without what only pads it
+            setattr(config, name, small)  # the same, or without padding
         elif name.endswith(("_token_id", "_token_ids", "_token_index")):
             setattr(config, name, clamp(value))
 
 
 def _move_placeholders(config: Any, full: Any) -> None:
-    """Tokens that stand for images, say, are words of the vocabulary of a part if they were.
+    """Keeps placeholder tokens, for images for example, inside the vocabulary of the text part.
 
-    They are among the first ones, which no text that is made up has.
+    They become tokens below `FIRST_DRAWN`, which generated texts do not use.
     """
     texts = [name for name, part in vars(full).items() if isinstance(_words(part), int)]
     if hasattr(full, "vocab_size") or len(texts) != 1:

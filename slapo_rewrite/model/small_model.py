@@ -1,7 +1,7 @@
 """The small model that verification runs, its inputs and its loss.
 
 Also executed by its path in processes that may not import the rest of this package, so it imports
-torch, the standard library and what lies beside it only.
+torch, the standard library and neighbouring files only.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import nn
 from .meta_build import on_meta
 from .small_config import FIRST_DRAWN, deepened, small_config
 
-LARGEST_TWIN = 200_000_000  # parameters; each process holds about ten times their bytes
-LARGE = 20_000_000  # with more, a run takes minutes, and a smaller model is looked for
+LARGEST_TWIN = 200_000_000  # parameters; each process needs about ten times their bytes
+LARGE = 20_000_000  # parameters; a larger model takes minutes, so a smaller one is built
 BATCH, TOKENS = 2, 16
 FIRST_PADDED = 12  # the second row is padding from here on
-SMALL_BUILD = "_small_build"  # of a schedule's module: what builds a small model of any module
+SMALL_BUILD = "_small_build"  # the attribute of a schedule that builds a small model
 
 
 def seed_torch(seed: int) -> None:
-    """Has torch draw the same on the CPU from here on.
+    """Seeds torch's generator of the CPU only.
 
-    `torch.manual_seed` seeds every other device as well, which nothing would put back, and takes
-    down the stack for each of them that nobody has used so far.
+    `torch.manual_seed` seeds all other devices as well, which nothing would restore, and records
+    the stack for each device that is not initialised yet.
     """
     torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """The same random numbers every time, of torch, of Python and of NumPy.
+    """Seeds torch, Python and NumPy in the context, and restores their random states.
 
-    Speech models of transformers draw what they mask with NumPy.
+    Speech models of transformers draw their masks with NumPy.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
@@ -58,7 +58,7 @@ def drawing(seed: int) -> Iterator[None]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """What tells whether random numbers were drawn, of torch, of Python or of NumPy."""
+    """The random states of torch, Python and NumPy, to compare whether numbers were drawn."""
     numpy: Any = sys.modules.get("numpy")
     own = torch.get_rng_state().tolist(), random.getstate()
     if not numpy:
@@ -69,10 +69,10 @@ def random_states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def casts_left_out() -> Iterator[None]:
-    """Values in floating point stay what they are where a method of theirs or autocast casts them.
+    """Disables casts of floating-point tensors by their methods and by autocast, in the context.
 
-    What is computed in half precision is computed in what the parameters are in, so that nothing
-    but a difference in rounding is left out. The methods themselves are exchanged, for all threads.
+    Computations in half precision run in the parameters' dtype, so that only rounding differs. The
+    methods themselves are patched, for all threads.
     """
     tensor: Any = torch.Tensor
     autocast: Any = torch.autocast
@@ -93,14 +93,14 @@ def casts_left_out() -> Iterator[None]:
     finally:
         autocast.__enter__, autocast.__exit__ = entering
         for name in names:
-            delattr(tensor, name)  # what torch's own base class has stands behind it
+            delattr(tensor, name)  # uncovers the method of torch's base class
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread for each operation: on small tensors, several do nothing but wait for each other.
+    """Limits each operation to one thread: on small tensors, several only wait for each other.
 
-    What runs on another thread meanwhile, and backwards, takes the number that is set here.
+    The limit also holds for other threads, and for the backward pass.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _packed_sizes(module: Any) -> list[Any]:
-    """The classes of an output that have sizes of one configuration."""
+    """The `PackedSizes` classes of an output, whose sizes are those of one configuration."""
     inside = getattr(module, "__name__", "").rpartition(".")[0] + "."
     beside = [each for name, each in sys.modules.items() if name.startswith(inside)]
     names = [getattr(each, "__dict__", {}) for each in (module, *beside)]
@@ -121,7 +121,7 @@ def _packed_sizes(module: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _scaled(packed: Sequence[Any]) -> Iterator[None]:
-    """Sizes that an output has of one configuration are taken for a ratio meanwhile."""
+    """Lets the packed sizes of an output scale with the model, in the context."""
     fixed = {blocks: blocks.may_scale for blocks in packed}
     for blocks in fixed:
         blocks.may_scale = True
@@ -135,16 +135,16 @@ def _scaled(packed: Sequence[Any]) -> Iterator[None]:
 def build_small(schedule: Any, module: Any, depth: int = 2) -> nn.Module:
     """The twin of the model that `schedule` describes, built from `module`.
 
-    `schedule.verify_model(module)` where that is defined, or its class with its config and more
-    layers, if it has too few and the config says how many; else the same Hugging Face class with a
-    smaller config; else what `small_arguments` found for the schedule; else
-    `schedule.model(module)` itself, unless it is too large to be run (`ValueError`).
+    `schedule.verify_model(module)` if that is defined, or its class with its config and more
+    layers, if it has too few and a config for them; else the same Hugging Face class with a smaller
+    config; else the model that `small_arguments` found for the schedule; else
+    `schedule.model(module)` itself. Raises `ValueError` if that is too large to be run.
     """
     return small_builder(schedule, module, depth)()
 
 
 def small_builder(schedule: Any, module: Any, depth: int = 2) -> Callable[[], nn.Module]:
-    """What builds the twin, as often as it is called: which one that is, is found out once."""
+    """A function that builds the twin. The kind of twin is decided once, here."""
     packed = _packed_sizes(module)
     with _scaled(packed):
         build = _small(schedule, module, depth)
@@ -177,9 +177,9 @@ def _small(schedule: Any, module: Any, depth: int) -> Callable[[], nn.Module]:
 
 
 def _deep_enough(schedule: Any, module: Any, depth: int) -> Callable[[], nn.Module] | None:
-    """A model of `verify_model`'s config with so many layers, where that has fewer, and says so."""
-    # Who builds the model itself is told what is wrong. No random numbers are drawn here of those
-    # that it starts with.
+    """Builds a model of `verify_model`'s config with `depth` layers, if it has fewer."""
+    # Errors show when the model itself is built. On the meta device, no random numbers are drawn
+    # that initialisation needs.
     with contextlib.suppress(Exception), on_meta():
         small, full = schedule.verify_model(module), schedule.model(module)
         lengths, own = _lengths(full), _lengths(small)
@@ -194,7 +194,7 @@ def _deep_enough(schedule: Any, module: Any, depth: int) -> Callable[[], nn.Modu
 
 
 def _lengths(model: nn.Module) -> dict[str, int]:
-    """How many modules each list has."""
+    """The length of each module list."""
     named = model.named_modules()
     return {path: len(listed) for path, listed in named if isinstance(listed, nn.ModuleList)}
 
@@ -202,10 +202,10 @@ def _lengths(model: nn.Module) -> dict[str, int]:
 def build_deep(
     schedule: Any, module: Any, full: nn.Module, kept: Mapping[int, Sequence[int]] | None = None
 ) -> nn.Module:
-    """A twin with all layers of the full model: `verify_model`'s if it has them, else a made one.
+    """A twin with all layers of the full model, so that each pipeline stage has layers as there.
 
-    Every pipeline stage has layers then, as it has in the full model. What is made has the config
-    of `verify_model`'s but for the layers, or is made smaller by itself. Else `build_small`'s.
+    It is `verify_model`'s if that has all layers; else one of its config with more layers; else the
+    full model with a smaller config; else `build_small`'s.
     """
     if hasattr(schedule, "verify_model"):
         small = build_small(schedule, module)
@@ -218,7 +218,7 @@ def build_deep(
                 if kept or _paths(deep) == _paths(full):
                     return deep
     if hasattr(getattr(full, "config", None), "to_dict"):
-        # What the schedule says may fit it better.
+        # If this fails, the schedule may define a twin that fits better.
         with contextlib.suppress(Exception), _scaled(_packed_sizes(module)):
             return _not_too_large(lambda: shrunk(full, None, kept))
     if hasattr(schedule, SMALL_BUILD):
@@ -227,7 +227,7 @@ def build_deep(
 
 
 def _not_too_large(build: Callable[[], nn.Module]) -> nn.Module:
-    """What a function builds, unless it is huge with all layers of a model (`ValueError`)."""
+    """Builds a model; raises `ValueError` if it is too large with all layers."""
     with on_meta():
         count = sum(p.numel() for p in build().parameters())
     if count > LARGEST_TWIN:
@@ -248,7 +248,7 @@ def shrunk(
     """
     small = small_config(full.config, depth, kept)
     if type(full).__name__.endswith("ForSequenceClassification") and small.pad_token_id is None:
-        small.pad_token_id = 0  # without one they refuse more than one row
+        small.pad_token_id = 0  # needed for batches of several rows
     return type(full)(small)
 
 
@@ -259,7 +259,7 @@ def _module(built: Any, by: str) -> nn.Module:
 
 
 class NotGivenError(ValueError):
-    """A function of the schedule, which it names, gives something else than it should."""
+    """A function of the schedule, `function`, returns a wrong value."""
 
     def __init__(self, function: str, words: str) -> None:
         super().__init__(words)
@@ -267,10 +267,10 @@ class NotGivenError(ValueError):
 
 
 def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any]:
-    """The keyword arguments of one training step, by the schedule's `inputs(model)` if it has that.
+    """The keyword arguments of one training step: the schedule's `inputs(model)`, if defined.
 
-    Else for a Hugging Face model token ids, a mask with padding at the end of the second row, and
-    labels, as far as its `forward` takes them; for any other, or other inputs, a `ValueError`.
+    Else, for a Hugging Face model, token ids, a mask with padding at the end of the second row, and
+    labels, as far as its `forward` takes them. Raises `ValueError` for other models or inputs.
     """
     if hasattr(schedule, "inputs"):
         seed_torch(seed)
@@ -304,9 +304,9 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
 def training_inputs(schedule: Any, model: nn.Module, whole: bool = False) -> dict[str, Any]:
     """The keyword arguments of one training step, without those of the loss.
 
-    With `whole` inputs that the tool makes are those of ordinary training. Otherwise there is no
-    padding mask, as what it holds cannot be looked at on the meta device, and no cache of keys and
-    values, which costs by the layer.
+    With `whole`, inputs that the tool makes are those of ordinary training. Otherwise there is no
+    padding mask, whose values cannot be read on the meta device, and no key-value cache, which
+    costs time for each layer.
     """
     inputs = model_inputs(schedule, model, step_inputs(schedule, model))
     if not hasattr(schedule, "inputs") and not whole:
@@ -319,7 +319,7 @@ def training_inputs(schedule: Any, model: nn.Module, whole: bool = False) -> dic
 def _labels(
     model: nn.Module, config: Any, ids: torch.Tensor, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Labels in the shape that the kind of head takes, which its class's name tells."""
+    """Labels in the shape that the model's head takes, by the name of its class."""
     head = type(model).__name__
 
     def choose(count: int, *shape: int) -> torch.Tensor:
@@ -344,28 +344,28 @@ def _labels(
 
 
 def model_inputs(schedule: Any, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a step without those that are for the schedule's `loss` alone.
+    """The arguments of a step without those that only the schedule's `loss` takes.
 
-    They are what that takes beside the outputs and the model's `forward` does not name.
+    These are the parameters of `loss` that the model's `forward` does not have.
     """
     alone = loss_parameters(schedule).keys() - inspect.signature(model.forward).parameters.keys()
     return {name: value for name, value in inputs.items() if name not in alone}
 
 
 def loss_parameters(schedule: Any) -> dict[str, inspect.Parameter]:
-    """What the schedule's `loss` takes beside the outputs, by name."""
+    """The parameters of the schedule's `loss` beside the outputs, by name."""
     try:
         _, *more = inspect.signature(schedule.loss).parameters.items()
-    except (AttributeError, TypeError, ValueError):  # there is none, or none written in Python
+    except (AttributeError, TypeError, ValueError):  # there is no loss, or none with a signature
         return {}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {name: parameter for name, parameter in more if parameter.kind not in several}
 
 
 def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The loss of one step: what `schedule.loss` makes of it, else `outputs.loss`.
+    """The loss of one step: the result of `schedule.loss` if defined, else `outputs.loss`.
 
-    That takes the outputs, and by name what else it needs of the inputs, targets say.
+    `schedule.loss` takes the outputs, and further inputs by name, for example targets.
     """
     choose: Callable[..., Any] | None = getattr(schedule, "loss", None)
     takes = loss_parameters(schedule)

@@ -1,4 +1,4 @@
-"""The files that a model's classes come from, and what their constructors make."""
+"""The source files that define a model's classes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from slapo_rewrite.model.uncalled import HOOKS
 
 
 class Sources:
-    """The files that the classes of a model come from, each read once.
+    """The source files that define a model's classes, each read once.
 
-    The main one is rewritten; classes of the `editable` modules may be as well.
+    The main file is rewritten. Classes of the `editable` modules may be rewritten as well.
     """
 
     def __init__(self, main: SourceFile, editable: Collection[str] = ()) -> None:
@@ -39,7 +39,7 @@ class Sources:
         self._files: dict[str, SourceFile | None] = {main.name: main}
         self._paths: dict[str, str | None] = {}
         self.known: dict[tuple[int, str], Site] = {}
-        # What was made of the functions of modules, by their number; kept for those who read them.
+        # Caches of other parts of the tool: the followed functions of modules, by module number.
         self.scopes: dict[int, list[Any]] = {}
         self.followed: dict[Any, Any] = {}
         # Live modules as facts, by their ids, each with the module.
@@ -47,17 +47,17 @@ class Sources:
         self.fingerprints = Fingerprints()
         self._nodes: dict[int, tuple[Node, dict[int, list[Node]]]] = {}
         self._made: dict[tuple[int, int], tuple[Node, dict[Stack, dict[str, nn.Module]]]] = {}
-        # What the calls are that make modules, by file and place; what is known of what they made.
+        # Caches of `join`: the calls that make modules, by file and place, and their modules.
         self.made: dict[tuple[str, Position], Any] = {}
         self.filled: dict[tuple[int, Stack], Any] = {}
 
     def file_of(self, cls: type) -> SourceFile | None:
-        """The file that defines a class at its level; None where none that can be read does."""
+        """The file that defines a class at its top level; None if no readable file does."""
         file = self.file_named(cls.__module__)
         return file if file is not None and _is_in(file, cls) else None
 
     def defines(self, file: SourceFile, cls: type) -> bool:
-        """Whether a file defines a class; one that lies elsewhere is not read to tell."""
+        """Whether a file defines a class, decided without reading other files."""
         name = cls.__module__
         is_near = name in self._files or self._lies_at(name, file.path)
         return is_near and self.file_of(cls) is file
@@ -69,7 +69,7 @@ class Sources:
         return self._paths[name] == os.path.realpath(path)
 
     def file_named(self, name: str) -> SourceFile | None:
-        """The file of a module that has been imported."""
+        """The file of an imported module; None if it cannot be read."""
         if name not in self._files:
             self._files[name] = self._read(name)
         return self._files[name]
@@ -86,12 +86,12 @@ class Sources:
             return None
 
     def classes(self, cls: type) -> list[tuple[SourceFile, str]]:
-        """The classes along the MRO that have a source, most derived first, without torch's own."""
+        """The classes of the MRO with a known source, most derived first, without `torch.nn`'s."""
         own = (c for c in cls.__mro__ if not c.__module__.startswith("torch.nn."))
         return [(file, c.__name__) for c in own if (file := self.file_of(c)) is not None]
 
     def check_originals(self, root: Node) -> None:
-        """Refuses a model that is split already, or that does not call its objects `self`."""
+        """Refuses a model that is sharded already, and methods whose object is not `self`."""
         for node in root.walk():
             if hasattr(node.live, "sharded_parameters"):
                 raise errors.Unsupported(
@@ -113,14 +113,14 @@ class Sources:
                     )
 
     def constructor(self, cls: type) -> tuple[SourceFile, ast.FunctionDef] | None:
-        """The function that takes the arguments of an instantiation, and its file."""
+        """The `__init__` that an instantiation calls, and its file; None without a source."""
         for file, name in self.classes(cls):
             if (function := file.method(name, "__init__")) is not None:
                 return file, function
         return None
 
     def regrown(self) -> None:
-        """Forgets what it knows of nodes, since the tree has others now."""
+        """Clears the caches about nodes, since the tree was changed."""
         self._nodes.clear()
         self._made.clear()
         self.filled.clear()
@@ -131,7 +131,7 @@ class Sources:
         self.fingerprints = Fingerprints()
 
     def made_by(self, root: Node, calls: Stack) -> dict[str, nn.Module]:
-        """The modules of a model that some calls made, by their first paths; those left out too."""
+        """The live modules made by a stack of calls, by first path, also those outside the tree."""
         key = id(root), len(calls)
         if key not in self._made:
             found: dict[Stack, dict[str, nn.Module]] = {}
@@ -157,7 +157,7 @@ class Sources:
 
 
 class Fingerprints:
-    """One number for all modules of a kind whose attributes are equal, all the way down."""
+    """Numbers modules: equal for those of one kind with equal attributes, submodules included."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -168,7 +168,7 @@ class Fingerprints:
         if node.path not in self._known:
             held = tuple((n, self.of(child)) for n, child in node.children.items())
             attributes = {n: v for n, v in vars(node.live).items() if not n.startswith("_")}
-            # What counts the layers tells no layer from another; an option of torch's modules does.
+            # A layer's index does not distinguish layers, but an option of torch's modules does.
             counts = not node.cls.__module__.startswith("torch.")
             own = tuple(
                 (n, "index" if counts and type(v) is int and _is_index(node, n, v) else _seen(v))
@@ -181,9 +181,9 @@ class Fingerprints:
 
 
 def _is_index(node: Node, name: str, value: int) -> bool:
-    """Whether an attribute is the number of a layer around it, and not equal to that by chance.
+    """Whether an attribute is the index of an enclosing layer, and not equal to it by chance.
 
-    By chance, the same module of a layer beside it has the same.
+    It is equal by chance if the same module of the next layer has the same value.
     """
     steps: list[str] = []
     for above in node.outwards():
@@ -198,10 +198,10 @@ def _is_index(node: Node, name: str, value: int) -> bool:
 
 
 def _is_in(file: SourceFile, cls: type) -> bool:
-    """Whether a class is what a file's level has under its name, and not another of that name.
+    """Whether a class is the one that a file defines at its top level by that name.
 
-    Where the text defines one, or a method of it, in several ways, Python may have taken another
-    way than the last.
+    If the file defines the class or one of its methods several times, Python may have taken another
+    definition than the last one.
     """
     name = cls.__qualname__
     lines = [(m.name, first_line(m)) for m in file.methods(name)]
@@ -214,7 +214,7 @@ def _is_in(file: SourceFile, cls: type) -> bool:
 
 
 def _seen(value: object) -> Hashable:
-    """What a reader sees of an attribute."""
+    """A key for comparing attribute values of two modules."""
     if is_plain(value):
         return type(value), repr(value)
     if isinstance(value, nn.Module | torch.Tensor):

@@ -1,12 +1,12 @@
-"""What one training step does to memory, part by part, counted on the meta device.
+"""Counts the memory, FLOPs and communication of a training step by parts, on the meta device.
 
-A model whose lists have two layers is run forward and backward on tensors without memory. Every
-storage that is made and let go is an event of the part of the step that it falls into: a layer, or
-what lies between two of them, on the way there or back. What a deep model does is put together of
-these parts (`unfolded_step`).
+A model whose lists have two layers runs forward and backward on tensors without memory. Each
+allocation and release of a storage is an event of one part of the step: a layer, or the code
+between two layers, in the forward or backward pass. The step of a deep model is composed of these
+parts (`unfolded_step`).
 
-The batch has a prime number of rows that nothing else has, so that whatever grows with the batch
-tells by its size: one run says what a micro-batch of any size takes.
+The number of rows of the batch is a prime that occurs nowhere else, so that sizes which grow with
+the batch are multiples of it: one run gives the costs of micro-batches of any size.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from slapo_rewrite.model.meta_device import KnownOperators, unwatched
 from slapo_rewrite.model.results import tensors
 from slapo_rewrite.model.storages import Storages
 
-# Counts of one model ask for the same again and again: layers are alike, and so are other rewrites.
+# Cached, since equal layers, and other rewrites of a model, run the same operators.
 _OPERATORS = KnownOperators()
-# Rows of the batch that is counted with: prime, and no size of a model.
+# The number of rows of the counted batch: prime, and not a size of any model.
 ROWS = 1009
 
 
 class Amount(NamedTuple):
-    """Something that is so much, and so much more for each row of a micro-batch."""
+    """An amount with a fixed part, and a part for each row of a micro-batch."""
 
     fixed: float = 0.0
     each: float = 0.0
 
     def of(self, rows: float) -> float:
-        """How much it is."""
+        """The amount for a number of rows."""
         return self.fixed + rows * self.each
 
     def plus(self, other: Amount, times: float = 1.0) -> Amount:
-        """The sum with a multiple of another one."""
+        """The sum with a multiple of another amount."""
         return Amount(self.fixed + times * other.fixed, self.each + times * other.each)
 
     @classmethod
     def counted(cls, size: float) -> Amount:
-        """What was counted with the batch of `ROWS` rows."""
+        """The amount of a size that was counted with `ROWS` rows."""
         return cls(0.0, size / ROWS) if size % ROWS == 0 else cls(size, 0.0)
 
 
@@ -59,53 +59,53 @@ NOTHING = Amount()
 class Place(NamedTuple):
     """A part of a step."""
 
-    listed: str  # the path of the list whose layer it is, or comes after; empty before the first
-    number: int  # which layer of the list
-    is_layer: bool  # whether it is the layer; else it is what lies between it and the next one
+    listed: str  # the path of the list whose layer it is or follows; '' before the first
+    number: int  # the layer's number in the list
+    is_layer: bool  # whether it is the layer, or else the code between it and the next one
 
 
 BEFORE = Place("", 0, False)
 
 
-# How many operators the host starts in the time that a fused operator takes, with the Python around
-# its kernel: chosen with the steps of `benchmark.plan_time` in view.
+# The host time of launching a fused operator, Python code included, as a number of ordinary
+# operators: chosen to fit the steps of `benchmark.plan_time`.
 LAUNCH = 8
 
 
 @dataclass(eq=False)
 class Part:
-    """What a part of a step takes."""
+    """The costs of a part of a step."""
 
-    # Bytes that are held at its end and were not at its beginning, gradients of parameters apart.
+    # Bytes held at its end less those at its beginning, without gradients of parameters.
     net: Amount = NOTHING
-    # How many bytes more than at its beginning are held meanwhile: the most is the most of these,
-    # whatever the batch. Each gradient of a parameter counts until it is added up.
+    # Bytes held meanwhile beyond those at its beginning: the peak is the largest of these, for any
+    # batch. Each gradient of a parameter counts until it is accumulated.
     peaks: list[Amount] = field(default_factory=list)
-    gradients: float = 0.0  # bytes of gradients that it makes
-    # The peaks where gradients stay, since there were none before.
+    gradients: float = 0.0  # bytes of the parameters' gradients that it computes
+    # The peaks if gradients stay, as in the first backward pass.
     kept_peaks: list[Amount] = field(default_factory=list)
-    # Flops of matrix products and attention, by what tells how fast these are.
+    # FLOPs of matrix products and attention, by kind and dtype.
     products: dict[Product, Amount] = field(default_factory=dict)
     moved: Amount = NOTHING  # bytes that all other operators read and write
-    # Bytes that collectives of the tensor-parallel group take and give, by kind.
+    # Bytes of collectives of the tensor-parallel group, by kind.
     sent: dict[str, Amount] = field(default_factory=dict)
-    calls: int = 0  # how many collectives there are
-    operators: int = 0  # how many operators, as long as the host takes to start them
+    calls: int = 0  # the number of collectives
+    operators: int = 0  # the number of operators, weighted by the host's launch time
 
 
 @dataclass
 class Profile:
-    """What a step takes."""
+    """The costs of a step."""
 
-    forward: dict[Place, Part] = field(default_factory=dict)  # its parts on the way there
-    backward: dict[Place, Part] = field(default_factory=dict)  # likewise on the way back
-    # By the place of a layer, bytes of what it gives to what follows.
+    forward: dict[Place, Part] = field(default_factory=dict)  # parts of the forward pass
+    backward: dict[Place, Part] = field(default_factory=dict)  # parts of the backward pass
+    # By place of a layer: the bytes of its output.
     between: dict[Place, Amount] = field(default_factory=dict)
     users: dict[str, list[Place]] = field(default_factory=dict)  # where each parameter is used
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each parameter
     counts: dict[str, int] = field(default_factory=dict)  # elements of each parameter
     buffers: int = 0  # bytes of buffers
-    inputs: Amount = NOTHING  # bytes of what the step is given
+    inputs: Amount = NOTHING  # bytes of the step's inputs
 
 
 def counted_step(
@@ -116,7 +116,7 @@ def counted_step(
     *,
     is_gpu: bool = True,
 ) -> Profile:
-    """Counts one step.
+    """Counts one training step.
 
     The model and the inputs, which have `ROWS` rows, are on the meta device, in the dtype of
     training.
@@ -137,9 +137,9 @@ def counted_step(
 
 
 def _go_back(loss: Tensor) -> None:
-    """Goes back from a loss, with the modes that are active.
+    """Runs the backward pass of a loss under the active dispatch modes.
 
-    `loss.backward()` leaves them, and what is recomputed is then not what was computed.
+    `loss.backward()` leaves the modes, so that recomputation would differ from the forward pass.
     """
     _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (),
@@ -148,7 +148,7 @@ def _go_back(loss: Tensor) -> None:
 
 
 class _Event(NamedTuple):
-    """A storage that is made (above zero) or let go; or the gradient of a parameter is added."""
+    """An allocation (size above zero), a release, or the accumulation of a gradient (zero)."""
 
     place: Place
     is_forward: bool
@@ -157,12 +157,12 @@ class _Event(NamedTuple):
 
 
 class NotLaunched:
-    """Stands for a Triton kernel: called as one, it counts the memory that it would touch."""
+    """Replaces a Triton kernel: a launch counts the memory that it would read or write."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
             if _Counter.active is not None:
-                # Of what a kernel does without, another argument holds the place.
+                # Other arguments serve as placeholders for missing ones, so each counts once.
                 given = {id(tensor): tensor for tensor in tensors((args, options))}
                 _Counter.active.touches([*given.values()])
 
@@ -199,18 +199,18 @@ class _Counter(TorchDispatchMode):
         return part
 
     def turn(self) -> None:
-        """The way back begins."""
+        """Begins the backward pass."""
         self._is_forward, self._last = False, None
 
     def end(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self._is_over = True
 
     @contextlib.contextmanager
     def follows(
         self, model: nn.Module, layers: Mapping[str, Sequence[nn.Module]]
     ) -> Iterator[None]:
-        """Inside, it is seen which layer runs, on the way there and back."""
+        """Follows which layer runs, in the forward and backward pass, in the context."""
         hooks = [p.register_post_accumulate_grad_hook(self._add) for p in model.parameters()
                  if p.requires_grad]  # fmt: skip
         places = [
@@ -228,7 +228,7 @@ class _Counter(TorchDispatchMode):
     def _enters(self, place: Place) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._is_forward:
-                return  # it is computed again
+                return  # recomputation
             given = next(_trained((args, kwargs)), None)
             if given is not None and given is not self._last:
                 given.register_hook(self._goes_back(self._place))
@@ -295,7 +295,7 @@ class _Counter(TorchDispatchMode):
             part.moved = part.moved.plus(_of_all(written + (written if name in PICKING else read)))
 
     def touches(self, given: Sequence[Tensor]) -> None:
-        """One operator reads or writes tensors, each once."""
+        """Counts an operator that reads or writes each of these tensors once."""
         part = self._part
         part.operators += LAUNCH
         part.moved = part.moved.plus(_of_all(given))
@@ -315,13 +315,13 @@ class _Counter(TorchDispatchMode):
         part.calls += 1
 
     def profile(self) -> Profile:
-        """What was counted."""
+        """The costs of the step."""
         self._replay(keeps=False)
         self._replay(keeps=True)
         return self._profile
 
     def _replay(self, keeps: bool) -> None:
-        """Notes what each part holds, event by event: gradients stay, or go as they are added."""
+        """Computes the memory of each part by its events. Gradients stay, or are freed at once."""
         held = NOTHING
         now: tuple[Place, bool] | None = None
         part, peaks = Part(), list[Amount]()
@@ -333,7 +333,7 @@ class _Counter(TorchDispatchMode):
                 part = parts.setdefault(place, Part())
                 peaks = part.kept_peaks if keeps else part.peaks
             if storage in self._gradients:
-                if size == 0.0:  # it has been added up
+                if size == 0.0:  # it is accumulated
                     if keeps:
                         continue
                     size = -sizes[storage]
@@ -349,7 +349,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _add_peak(peaks: list[Amount], new: Amount) -> None:
-    """Adds one that is the most for some batch."""
+    """Adds a peak if it is the largest for some batch, and removes those that are not."""
     if any(new.fixed <= p.fixed and new.each <= p.each for p in peaks):
         return
     peaks[:] = [p for p in peaks if not (p.fixed <= new.fixed and p.each <= new.each)]
@@ -357,7 +357,7 @@ def _add_peak(peaks: list[Amount], new: Amount) -> None:
 
 
 def _of_all(given: Sequence[Tensor]) -> Amount:
-    """Bytes of some tensors."""
+    """The bytes of some tensors."""
     fixed = each = 0.0
     for size in [tensor.nbytes for tensor in given]:
         if size % ROWS:

@@ -1,4 +1,4 @@
-"""What a training step gives, and how far two of them are apart."""
+"""The results of training steps, and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from slapo_rewrite.model.results import result_pairs
 
-# Gradients that are this small beside the largest are rounding.
+# Gradients this small, relative to the largest one, are rounding errors.
 FLOOR = 1e-6
-# So much more than the original is off where its weights are rounded is not rounding.
+# An error larger than that of the original with rounded weights by this factor is not rounding.
 BEYOND = 10
 
 KEPT_IS_CHANGED = (
@@ -22,12 +22,12 @@ KEPT_IS_CHANGED = (
 
 
 class OtherNumbersError(Exception):
-    """The output computes something else than the original.
+    """The output computes other numbers than the original.
 
     Attributes:
-        world: On how many ranks.
-        name: What differs: a parameter whose gradient does, or an output.
-        error: How far, relative to the largest number in it.
+        world: The number of ranks.
+        name: The result that differs: a parameter's gradient, a buffer or an output.
+        error: The difference, relative to the largest number of the result.
     """
 
     hint = (
@@ -49,7 +49,7 @@ class OtherNumbersError(Exception):
 
 
 class OtherStartError(OtherNumbersError):
-    """The output's constructor draws other weights."""
+    """The output's constructor initialises other weights."""
 
     hint = (
         "nothing was written; a constructor that asks for a layer's very class, as with `type(m) "
@@ -58,7 +58,7 @@ class OtherStartError(OtherNumbersError):
 
 
 class HalfPrecisionError(OtherNumbersError):
-    """With its casts the output does not run, or something in it overflows."""
+    """The output does not run with its casts, or a value overflows."""
 
     hint = (
         "nothing was written; keep in float32 what makes these values, a module or an operation: "
@@ -67,7 +67,7 @@ class HalfPrecisionError(OtherNumbersError):
 
 
 class OtherUpdateError(OtherNumbersError):
-    """The output computes something else where its backward pass updates parameters."""
+    """The output computes other numbers if its backward pass updates parameters."""
 
     hint = (
         "nothing was written; the backward pass updates each parameter as soon as its gradient is "
@@ -78,9 +78,9 @@ class OtherUpdateError(OtherNumbersError):
 
 @dataclass
 class Step:
-    """What a model computes: outputs in training and in eval mode, gradients, and buffers after.
+    """The results of a step: outputs in training and in eval mode, gradients, and buffers after it.
 
-    Tensors are the whole model's, by the original's names.
+    Gradients and buffers are full tensors, by the original's names.
     """
 
     evaluated: Any
@@ -88,15 +88,15 @@ class Step:
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    draws: bool  # whether random numbers are drawn
+    draws: bool  # whether the step draws random numbers
 
 
 def worst(want: Step, have: Step, rounded: Step | None = None) -> tuple[float, str, str]:
-    """The largest difference, with its name and what it is of.
+    """The largest difference, with the result's name and kind.
 
-    `rounded` is what the original computes with its weights rounded: what differs there as well is
-    left out. A gradient that is zero but for rounding (a key's bias before a softmax) is off by any
-    share where a part of the model computes in single precision.
+    `rounded` are the original's results with rounded weights: differences that occur there as well
+    do not count. A gradient that is zero apart from rounding (a key's bias before a softmax) may
+    have any relative error if a part of the model computes in float32.
     """
     found = _differences(want, have)
     own = {(name, what): gap for gap, name, what in _differences(want, rounded or want)}
@@ -129,7 +129,7 @@ def _differences(want: Step, have: Step) -> list[tuple[float, str, str]]:
 
 
 def is_part(whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether one may be a rank's part of the other: logits that a loss takes so are."""
+    """Whether a tensor may be a rank's shard of another, as logits for a sharded loss are."""
     sizes = zip(whole.shape, part.shape, strict=False)
     differ = [have < want for want, have in sizes if have != want]
     return whole.dim() == part.dim() and differ == [True]

@@ -1,4 +1,4 @@
-"""The storages of a run's tensors: made one after the other, and let go."""
+"""Tracks when the storages of a run's tensors are allocated and freed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Storages:
-    """Numbers storages as they are first seen, and tells when each is let go.
+    """Numbers storages as they are first seen, and calls `let_go` when one is freed.
 
-    Tensors `outside` are there all the time, and their storages do not count.
+    Tensors `outside` live all the time, and their storages do not count.
     """
 
     def __init__(self, outside: Iterable[Tensor], let_go: Callable[[int], None]) -> None:
@@ -22,7 +22,7 @@ class Storages:
         self._count, self._let_go = 0, let_go
 
     def made(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage, where that is new."""
+        """The number of a tensor's storage if it is new; else None."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored or key in self._known:
@@ -37,6 +37,6 @@ class Storages:
         return number
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage; None where it does not count."""
+        """The number of a tensor's storage; None if it does not count."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]

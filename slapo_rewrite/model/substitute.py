@@ -1,4 +1,4 @@
-"""Makes another module where one was made, and says whether its weights can be had from there."""
+"""Makes a replacement at a module's construction site, and checks the map of its weights."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _NEW = "_new_module"
 
 
 class CannotBuild(Exception):
-    """The new module cannot be made where the original was."""
+    """The new module cannot be made at the original's construction site."""
 
 
 class WrongArguments(CannotBuild):
-    """The new module does not take these arguments, or they name what is not there."""
+    """The new module does not take these arguments, or they use undefined names."""
 
 
 def built_in_place(
     sources: Sources, node: Node, make: Callable[..., Any], arguments: str | None
 ) -> nn.Module:
-    """The new module on the meta device, called with what its construction site would give it.
+    """Makes the new module on the meta device, in the scope of the original's construction site.
 
-    The arguments are source; with None they are those of the original.
+    `arguments` is source text; None stands for the original's arguments.
 
     Raises:
-        WrongArguments: They do not fit.
-        CannotBuild: For another reason.
+        WrongArguments: The arguments do not fit.
+        CannotBuild: The module cannot be made for another reason.
         UnfollowableConstruction: The original's construction site cannot be found.
     """
     site = find_site(sources, node)
@@ -72,7 +72,7 @@ def built_in_place(
         raise WrongArguments(str(error)) from error
     except Exception as error:
         words = f"{type(error).__name__}: {error}".rstrip(": ")
-        # torch's own errors may be those of the meta device, where there are no values.
+        # torch's own errors may come from the meta device, where tensors have no values.
         if isinstance(error, RuntimeError) or "meta" in words:
             raise CannotBuild(words) from error
         raise WrongArguments(words) from error
@@ -82,10 +82,10 @@ def built_in_place(
 
 
 class Misfit(Exception):
-    """The new module's tensors cannot be made of the original's, or not the other way round.
+    """The new module's tensors cannot be made from the original's, or the reverse.
 
     Attributes:
-        names: Names that the wrong one may have been meant for.
+        names: The existing names that the wrong one may have meant.
     """
 
     def __init__(self, message: str, wrong: str = "", names: Sequence[str] = ()) -> None:
@@ -94,9 +94,9 @@ class Misfit(Exception):
 
 
 def check_weights(original: nn.Module, new: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Refuses a map by which weights would be lost, invented or of another shape.
+    """Raises `Misfit` for a map that loses or invents weights, or gives them another shape.
 
-    Both modules are on the meta device; tensors of the new one that `weights` does not name keep
+    Both modules are on the meta device. Tensors of the new one that `weights` does not name keep
     their names.
     """
     before, after = original.state_dict(keep_vars=True), new.state_dict(keep_vars=True)
@@ -143,7 +143,7 @@ def _check_shape(
 
 
 class _Recorder:
-    """Notes which part of a tensor is read."""
+    """Records which parts of a tensor are read."""
 
     def __init__(self, boxes: list[tuple[slice, ...]], tensor: Tensor) -> None:
         self.boxes, self.tensor = boxes, tensor
@@ -154,7 +154,7 @@ class _Recorder:
 
 
 def _check_covered(name: str, shape: tuple[int, ...], boxes: list[tuple[slice, ...]]) -> None:
-    """Every element of an original goes to one place."""
+    """Checks that each element of an original tensor is used exactly once."""
     for number, box in enumerate(boxes):
         if any(_overlap(box, other) for other in boxes[:number]):
             raise Misfit(f"a part of the original's `{name}` goes to two places")

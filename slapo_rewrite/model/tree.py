@@ -22,7 +22,7 @@ from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.meta_device import without_dynamo
 
-# How many of the calls that led to a module tell where it was made.
+# How many of the innermost calls that led to a module are part of its kind.
 CALLS = 2
 
 FEW_CLASSES = 6  # which an error can list
@@ -30,7 +30,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.
 
 
 def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> nn.Module:
-    """Calls a schedule's `model(m)` on the meta device; `ModelError` where that gives no module."""
+    """Calls a schedule's `model(m)` on the meta device; raises `ModelError` without a module."""
     try:
         with without_dynamo(), on_meta(), torch.no_grad(), construction_calls.recorded():
             model = make(module)
@@ -54,7 +54,7 @@ def build_model(make: Callable[[ModuleType], nn.Module], module: ModuleType) -> 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Functions that are defined meanwhile are not compiled: they run on the meta device."""
+    """Makes `torch.compile` do nothing in the context: functions run on the meta device."""
 
     def as_it_is(model: Any = None, **options: Any) -> Any:
         return (lambda function: function) if model is None else model
@@ -72,13 +72,13 @@ class Node:
         parent: The module that holds it; None for the root.
         children: Its submodules by name, in the order in which they were made.
         cls: The module's class.
-        is_container: Whether it is one of torch's containers, or of a subclass that has no
-            constructor of its own: what it holds is then made by whoever made it.
-        is_stack: Whether it is a stack of torch's: it makes copies of what it is given.
+        is_container: Whether it is one of torch's containers, or a subclass without a constructor
+            of its own: its elements are made by the code that made the container.
+        is_stack: Whether it is `nn.TransformerEncoder` or its decoder, which copy a given layer.
         owner: The nearest module above that is not a container or a stack; None for the root.
-        relative: The path from `owner`, `layer.3` say.
-        kind: One number for all modules of a class that hold parameters of the same shapes, were
-            made by the same expression, and hold modules of the same kinds by the same names.
+        relative: The path from `owner`, as in `layer.3`.
+        kind: A number shared by modules of the same class and parameter shapes that were made by
+            the same expression, and whose submodules have the same names and kinds.
     """
 
     __slots__ = (
@@ -106,7 +106,7 @@ class Node:
 
     @property
     def shown(self) -> str:
-        """The path as a message names it; `s`, as in a schedule, for the root."""
+        """The path as messages show it; `s`, as in a schedule, for the root."""
         return f"`{self.path or 's'}`"
 
     def __repr__(self) -> str:
@@ -123,14 +123,14 @@ class Node:
         return {n: b for n, b in self.live._buffers.items() if b is not None}
 
     def outwards(self) -> Iterator[Node]:
-        """The node and those that hold it, the innermost first."""
+        """The node and its ancestors, innermost first."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def owners(self) -> Iterator[Node]:
-        """The module whose class makes it, the one whose class makes that, and so on."""
+        """The owner of the node, the owner of that, and so on."""
         node = self.owner
         while node is not None:
             yield node
@@ -138,7 +138,7 @@ class Node:
 
     @property
     def root(self) -> Node:
-        """The model that it is part of."""
+        """The root of the tree."""
         return next(node for node in self.outwards() if node.parent is None)
 
     def at(self, path: str) -> Node | None:
@@ -149,11 +149,11 @@ class Node:
         return found
 
     def below(self, path: str) -> str:
-        """A path as it is called from this node on."""
+        """The part of a path that follows this node's own path."""
         return path[len(self.path) + 1 :] if self.path else path
 
     def walk(self) -> Iterator[Node]:
-        """The node and everything below it, a module before what it holds."""
+        """The node and all its descendants, each module before its submodules."""
         left = [self]
         while left:
             node = left.pop()
@@ -166,21 +166,21 @@ class Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.root = Node("", model, None)  # the model
-        self.nodes: dict[str, Node] = {}  # path -> node, a module before what it holds
+        self.nodes: dict[str, Node] = {}  # path -> node, each module before its submodules
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._build(self.root, set())
-        # Full parameter name -> all names of the same parameter, for those that have several.
+        # Full parameter name -> all names of that parameter, for tied parameters only.
         self.ties: dict[str, tuple[str, ...]] = self._ties()
 
     def first_paths(self) -> dict[int, str]:
-        """By the identity of each live module, the first path at which it is."""
+        """The first path of each live module, by the module's `id`."""
         return {id(node.live): path for path, node in reversed(self.nodes.items())}
 
     def graft(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts other modules in the place of those at some paths, in the tree and in the model.
+        """Replaces the modules at some paths, in the tree and in the model.
 
-        The node of a path stays the same object. What was tied to a parameter elsewhere in the
-        model is tied to the new module's of that name.
+        The node of a path stays the same object. A parameter that was tied to one outside of the
+        replaced module is tied again in the new module.
         """
         for path, live in modules.items():
             self._tie_again(path, live)
@@ -246,12 +246,12 @@ class Tree:
 
 
 def _check_lookup(node: Node) -> None:
-    """Refuses a module that fails, when asked for what it does not have, as torch itself asks."""
+    """Refuses a class whose `__getattr__` fails with something else than an AttributeError."""
     if node.cls.__getattr__ is nn.Module.__getattr__:
         return
     try:
         getattr(node.live, "parametrizations", None)
-    except Exception as error:  # whatever the class raises in the place of an AttributeError
+    except Exception as error:  # whatever the class raises instead of an AttributeError
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise errors.ModelError(
             f"`{node.cls.__name__}` raises {type(error).__name__} for an attribute that it does "
@@ -262,7 +262,7 @@ def _check_lookup(node: Node) -> None:
 
 
 def _check_sizes(node: Node) -> None:
-    """Refuses a module whose sizes its first call tells: nothing can be said of it before."""
+    """Refuses a lazy module: its sizes are not known before its first call."""
     tensors = {**node.live._parameters, **node.live._buffers}
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
         place = construction_calls.place(construction_calls.stack_of(node.live))
@@ -277,7 +277,7 @@ _STACKS = {nn.TransformerEncoder, nn.TransformerDecoder}
 
 
 def is_container(cls: type) -> bool:
-    """Whether what a module of this class holds is made by whoever made it."""
+    """Whether the elements of a module of this class are made by the code that made the module."""
     if not issubclass(cls, CONTAINERS):
         return False
     own = next(c for c in cls.__mro__ if "__init__" in vars(c))
@@ -306,7 +306,7 @@ def _place_defined(make: Callable[[ModuleType], nn.Module]) -> errors.Span | Non
 
 
 def _place_raised(make: Callable[[ModuleType], nn.Module], error: Exception) -> errors.Span | None:
-    """The last line of the schedule's own file that the error passed through."""
+    """The innermost line of the schedule's own file in the error's traceback."""
     code = getattr(make, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if code and f.filename == code.co_filename and f.lineno]
@@ -314,7 +314,7 @@ def _place_raised(make: Callable[[ModuleType], nn.Module], error: Exception) -> 
 
 
 def _deepest_place(make: Callable[[ModuleType], nn.Module], error: Exception) -> list[errors.Span]:
-    """The last line that is neither torch's own nor the schedule's."""
+    """The innermost line of the traceback outside of torch, unless it is the schedule's."""
     code = getattr(make, "__code__", None)
     torch_folder = str(Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.lineno]

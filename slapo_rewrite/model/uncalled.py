@@ -1,4 +1,4 @@
-"""What a call of a module does besides its class's `forward`: what leaves the call out loses it."""
+"""What a call of a module does beside its class's `forward`, and is lost without the call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def beyond_forward(live: nn.Module) -> str | None:
-    """What a call of a module does besides the `forward` of its class, in words; None for nothing.
+    """Why a call of a module does more than the `forward` of its class; None if it does not.
 
-    What no longer calls the module would lose it.
+    Code that does not call the module would lose that.
     """
     if type(live).__call__ is not nn.Module.__call__:
         return "its class has a `__call__` of its own"
@@ -27,13 +27,13 @@ def beyond_forward(live: nn.Module) -> str | None:
 
 
 def hooks_on(live: nn.Module, table: str) -> int:
-    """How many hooks of a kind were put on a module, but for those that come as the model runs."""
+    """The number of a module's hooks of a kind, without those of transformers for outputs."""
     homes = (str(getattr(hook, "__module__", "")) for hook in getattr(live, table).values())
     return sum(not home.startswith(COLLECTING) for home in homes)
 
 
 def check_uncalled(path: str, live: nn.Module) -> None:
-    """Refuses to leave out the call of a module that does more than its class's `forward`."""
+    """Refuses to remove the call of a module that does more than its class's `forward`."""
     if (reason := beyond_forward(live)) is not None:
         raise errors.Unsupported(
             f"`{path}` has to be called: {reason}",

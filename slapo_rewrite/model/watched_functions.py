@@ -1,6 +1,6 @@
-"""Functions of a file that tell of their calls while they are watched, and drop names.
+"""Makes functions of a file report their calls, and delete variables, while they are watched.
 
-Their code is exchanged: what holds a function, a decorator say, goes on holding the same one.
+Their code object is replaced, since references to a function, as in a decorator, must stay valid.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from slapo_rewrite.code.dead_values import Death, dropping
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.model.tree import Tree
 
-# How many functions are looked at, one inside the other, for the one that a definition made.
+# How many decorators are unwrapped to find the function of a definition.
 DEPTH = 6
-# What watched functions call the watcher.
+# The names of the watcher and of the call's token in watched functions.
 _WATCHER, _CALL = "_slapo_rewrite_watcher", "_slapo_rewrite_call"
 
 
 class Watcher(Protocol):
-    """Is told."""
+    """Receives the events of watched functions."""
 
     def enter(self, number: int) -> Any:
-        """A call of a function begins; it ends when what this gives is let go."""
+        """Called when a function begins; the call ends when the returned object is freed."""
 
     def drop(self, number: int, call: Any, value: Any) -> None:
-        """A name of a call is about to be dropped."""
+        """Called before a variable of a call is deleted."""
 
     def dropped(self) -> None:
-        """It has been."""
+        """Called after the variable was deleted."""
 
 
 def _read(name: str) -> ast.Name:
@@ -48,7 +48,7 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 def _watched(
     function: ast.FunctionDef, number: int, deaths: Mapping[Death, int]
 ) -> ast.FunctionDef:
-    """A function that tells of its calls, and drops names."""
+    """A copy of a function that reports its calls, and deletes variables."""
     behind: dict[ast.stmt, list[ast.stmt]] = {}
     for death, place in deaths.items():
         behind.setdefault(death.statement, []).extend([
@@ -64,7 +64,7 @@ def _watched(
 
 
 def _code_of(made: ast.FunctionDef, class_name: str | None, file: SourceFile) -> CodeType | None:
-    """The code of a function, as that of a method where it is one."""
+    """The code object of a function, compiled inside its class if it is a method."""
     body: list[ast.stmt] = [made]
     if class_name is not None:
         body = [ast.ClassDef(class_name, [], [], body, [], **_NO_TYPES)]
@@ -81,17 +81,17 @@ _NO_TYPES: dict[str, Any] = {"type_params": []} if "type_params" in ast.ClassDef
 
 @dataclass(frozen=True)
 class Live:
-    """A function of the file, as it runs."""
+    """A function of the file, and its live counterpart."""
 
     function: ast.FunctionDef
-    class_name: str | None  # the class that has it, if one does
-    live: FunctionType  # what runs
+    class_name: str | None  # the class of a method
+    live: FunctionType  # the function that runs
 
 
 def live_functions(
     tree: Tree, file: SourceFile, functions: Collection[tuple[ast.FunctionDef, str | None]]
 ) -> list[Live]:
-    """What runs of some functions and methods of a file; without those that are not found."""
+    """The live counterparts of functions and methods of a file, as far as they are found."""
     classes = {
         cls.__name__: cls
         for node in tree.nodes.values()
@@ -118,10 +118,10 @@ def live_functions(
 
 
 def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> FunctionType | None:
-    """The function that a definition made, at or below what stands under its name, if it is there.
+    """The function that a definition made, which decorators may have wrapped; None if not found.
 
-    The value is what a class or a module has under its name, where decorators may have put it.
-    `depth` functions are looked at, one inside the other.
+    `value` is the attribute of the class or module by the function's name. At most `depth` wrappers
+    are unwrapped.
     """
     value = getattr(value, "__func__", value)
     if not isinstance(value, FunctionType) or not depth:
@@ -131,7 +131,7 @@ def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> Functi
         return value
     inner = [getattr(value, "__wrapped__", None)]
     for cell in value.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty one
+        with contextlib.suppress(ValueError):  # an empty cell
             inner.append(cell.cell_contents)
     return next((f for each in inner if (f := made_by(function, each, depth - 1))), None)
 
@@ -140,7 +140,7 @@ def made_by(function: ast.FunctionDef, value: Any, depth: int = DEPTH) -> Functi
 def watching(
     file: SourceFile, lives: Sequence[Live], deaths: Sequence[Death], watcher: Watcher
 ) -> Iterator[None]:
-    """Functions tell of their calls, and drop names, for as long as it lasts."""
+    """Makes functions report their calls, and delete variables, in the context."""
     numbers = {death: number for number, death in enumerate(deaths)}
     before: list[tuple[FunctionType, CodeType]] = []
     setattr(builtins, _WATCHER, watcher)
