@@ -1,1 +1,1 @@
-"""The output folder: files, record, diff, all or nothing."""
+"""Writes the output folder: files, record and diff, all or nothing."""

@@ -1,9 +1,8 @@
-"""Whether the output, as a rank builds it, is what was scheduled and else the original.
+"""Checks that the output's model, as a rank builds it, is the original apart from the schedule.
 
-Classes and parts are those that were asked for. A subclass's constructor runs the original's, and
-makes some of its modules again: what the original did to these in between has to hold for the new
-ones as well. And what a constructor reads off a split weight has to be what it is in the whole
-model.
+Classes and shards must be those that were asked for. A subclass's constructor runs the original's,
+and makes some of its modules again: what the original did to these in between must hold for the new
+ones as well. Values that a constructor reads from a sharded weight must be those of the full model.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from slapo_rewrite.project import Project
 
 @dataclass(frozen=True)
 class BuiltOutput:
-    """The output's model, beside the original's and what was scheduled."""
+    """The output's model, with the original's and the schedule's requests."""
 
     emitted: Emitted  # the output
     built: Tree  # its module tree, of one rank of several
-    project: Project  # the source and the original's tree
-    outputs: OutputFiles  # say what was to be made, and which attributes are to be a rank's share
-    states: Mapping[str, ModuleRequests]  # what was asked of each module path
+    project: Project  # the source, and the original's tree
+    outputs: OutputFiles  # say the classes to be made, and attributes that are a rank's share
+    states: Mapping[str, ModuleRequests]  # the requests for each module path
 
     def check(self) -> None:
-        """It is what was scheduled, and else what the original is (`Unsupported`)."""
+        """Runs all checks; raises `Unsupported` if one fails."""
         self._check_classes()
         self._check_names()
         self._check_parts()
@@ -48,11 +47,11 @@ class BuiltOutput:
         self._check_attributes()
 
     def _others(self) -> tuple[str, ...]:
-        """The paths of modules in whose places the schedule puts others, with a dot behind."""
+        """The paths of modules that the schedule replaces, each with a final dot."""
         return tuple(f"{path}." for path, state in self.states.items() if state.replacement)
 
     def _check_classes(self) -> None:
-        """The modules that were to be of another class are, and no others."""
+        """Checks that exactly the modules that should get another class have it."""
         built, tree, states = self.built, self.project.tree, self.states
         made_in = list(self.outputs.made_in(tree))
         meant = {node.path: (made.class_name, why) for node, made, why in made_in}
@@ -63,7 +62,7 @@ class BuiltOutput:
             if path not in built.nodes or (path in functions and state.replacement is None):
                 continue
             if _made_within(node, meant):
-                continue  # a layer of torch's own is made anew, with what it holds
+                continue  # a composite layer of torch is replaced with its submodules
             live = built.nodes[path].live
             cls = live.left if isinstance(live, LeftOut) else type(live)
             kinds = [base.__name__ for base in cls.__mro__]
@@ -71,7 +70,7 @@ class BuiltOutput:
             want, causes = meant.get(path, (was, written.get(have, ())))
             new = state.replacement
             if path in functions and new and (was in kinds or was != new.target.name):
-                continue  # another class, which a function may have chosen
+                continue  # another class, which a factory function may have chosen
             is_own = path in meant or have in written or state.is_plain() or state.replacement
             if have != want and is_own:
                 raise errors.Unsupported(
@@ -84,7 +83,7 @@ class BuiltOutput:
                 )
 
     def _check_parts(self) -> None:
-        """No parameter that the schedule splits is whole, nor a part of what was one already."""
+        """Checks that each parameter to be sharded is, and that no shard is cut again."""
         others = self._others()
         for path, parts in self.emitted.parts.items():
             shards = {s.name: s for s in self.states[path].shards} if path in self.states else {}
@@ -103,7 +102,7 @@ class BuiltOutput:
                     raise _no_part(node, name, shards, what, hint)
 
     def _check_names(self) -> None:
-        """A state dict has split parameters by their names, by which parts are cut."""
+        """Checks that state dicts keep the names of sharded parameters, which loading needs."""
         tree, parts = self.project.tree, self.emitted.parts
         if not any(_names_anew(node.live) for node in tree.nodes.values()):
             return
@@ -121,7 +120,7 @@ class BuiltOutput:
                     )
 
     def _check_set(self) -> None:
-        """What others set on a module is set on what comes in its place, or is so already."""
+        """Checks that attributes set on a replaced module from outside hold for its replacement."""
         others = {path: s.replacement for path, s in self.states.items() if s.replacement}
         if not others:
             return
@@ -147,7 +146,7 @@ class BuiltOutput:
                         raise _not_kept(node, f"its `{name}` is {have!r} there, and was {was!r}")
 
     def _check_kept(self) -> None:
-        """Parameters are there, frozen, tied and hooked as in the original."""
+        """Checks that parameters exist and are frozen and tied as before, and hooks are kept."""
         built, tree, others = self.built, self.project.tree, self._others()
         for path, node in tree.nodes.items():
             live = built.nodes[path].live if path in built.nodes else None
@@ -166,7 +165,7 @@ class BuiltOutput:
                 raise _not_kept(tree.nodes[path], f"`{shown}` are no longer one parameter there")
 
     def _check_attributes(self) -> None:
-        """Numbers and words that modules hold are those of the original, or asked for."""
+        """Checks that plain attributes of modules are the original's, or a rank's share."""
         built, tree, others = self.built, self.project.tree, self._others()
         shares = self.outputs.shares_of(tree)
 
@@ -191,13 +190,13 @@ class BuiltOutput:
 
 
 def _made_within(node: Node, meant: Collection[str]) -> bool:
-    """Whether a module is made by one of torch's that has another class."""
+    """Whether a module is inside a composite layer of torch that gets another class."""
     makers = itertools.takewhile(lambda owner: is_torch(owner.cls.__module__), node.owners())
     return any(owner.path in meant for owner in makers)
 
 
 def _names_anew(live: Any) -> bool:
-    """Whether a module may put something else into a state dict than its own names."""
+    """Whether a module may use other names in a state dict than its own."""
     methods = (type(live).state_dict, type(live)._save_to_state_dict)
     own = any(method.__module__ != "torch.nn.modules.module" for method in methods)
     return own or bool(live._state_dict_hooks)
@@ -213,7 +212,7 @@ def _no_part(
 
 
 def _uncalled(own: Any, other: Any) -> str | None:
-    """What happens no more where another module is called, in words."""
+    """What calls of the other module no longer do, as a message; None for nothing."""
     if "forward" in vars(own) and "forward" not in vars(other):
         return "it has not the `forward` there that was put on it"
     if any(hooks_on(own, table) > hooks_on(other, table) for table in HOOKS):
@@ -222,14 +221,14 @@ def _uncalled(own: Any, other: Any) -> str | None:
 
 
 def _set_on(live: Any, around: Node, sets: construction_calls.Sets) -> list[str]:
-    """The names that were set on a module while none was made of those that one consists of."""
+    """The names set on a module from outside of the constructors of `around` and its parts."""
     inside = {id(module) for module in around.live.modules()}
     noted = sets.get(live, ()) if live is not None else ()
     return [name for name, makers in noted if inside.isdisjoint(makers)]
 
 
 def _unfrozen(own: Any, other: Any, new: Replacement) -> str | None:
-    """The parameter of a new module that is made of what is frozen, and is not."""
+    """A parameter of a new module that should be frozen like its source, but is not; or None."""
     frozen = {n for n, p in own.named_parameters(remove_duplicate=False) if not p.requires_grad}
     weights = dict(new.weights)
     for name, parameter in other.named_parameters(remove_duplicate=False):
@@ -240,7 +239,7 @@ def _unfrozen(own: Any, other: Any, new: Replacement) -> str | None:
 
 
 def _lost(own: Any, other: Any) -> str | None:
-    """Which parameter of another module is not as it was, in words."""
+    """How a parameter of the other module differs, as a message; None if none does."""
     for name, parameter in own._parameters.items():
         if name not in other._parameters:
             continue
@@ -254,7 +253,7 @@ def _lost(own: Any, other: Any) -> str | None:
 
 
 def _resized(own: Any, other: Any, parts: Collection[str]) -> str | None:
-    """Which tensor is a part on a rank that nothing says is one, in words."""
+    """Which tensor has another shape on a rank without being a shard, as a message; or None."""
     have: dict[str, Any] = {**other._parameters, **other._buffers}
     for name, tensor in {**own._parameters, **own._buffers}.items():
         there = have.get(name)
@@ -284,12 +283,12 @@ def _other_values(tree: Tree, other: Tree) -> Iterator[tuple[Node, str]]:
     for path, node in tree.nodes.items():
         if path not in other.nodes:
             continue
-        # A layer that is split has a rank's sizes, and what reads them is looked at.
+        # Sizes of sharded layers are a rank's own; code that reads them is checked elsewhere.
         is_layer = is_torch(node.cls.__module__) or splits_of(node.live) is not None
         own, others = vars(node.live), vars(other.nodes[path].live)
         for name in own.keys() & others.keys() - {"training"}:
             whole, here = own[name], others[name]
-            if is_layer and not isinstance(whole, bool | float | str):  # it may be a size
+            if is_layer and not isinstance(whole, bool | float | str):  # may be a size
                 continue
             if _is_plain(whole) and _is_plain(here) and whole != here:
                 yield node, name

@@ -1,4 +1,4 @@
-"""What is done with an output before it is written: it is imported, built, and run."""
+"""Imports, builds and runs an output before it is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from slapo_rewrite.primitives.step_in_backward import StepInBackward
 from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
 
-# How it is told that no number of ranks fits the small model.
+# The begin of the warning that no number of ranks fits the small model.
 UNFIT = "what is split was not compared with the original: the small model does not fit"
 TOO_LARGE = (
     f"the small model has more than {MOST_OF_SMALL:,} parameters, or inputs of more than "
@@ -48,21 +48,21 @@ TOO_LARGE = (
 
 @dataclass(frozen=True)
 class Construction:
-    """What an output is tried with."""
+    """Everything needed to check an output by building it."""
 
     draft: Draft  # the output
     project: Project  # the source, the schedule and the model
-    plan: Plan  # what was scheduled
-    copies: SiblingFiles  # which files are rewritten
-    anew: Sequence[str]  # modules that the output imports for itself, by name
+    plan: Plan  # the schedule's requests
+    copies: SiblingFiles  # the files that are rewritten
+    anew: Sequence[str]  # modules that the output imports again, by name
     original: types.ModuleType  # the module of the source as it was before the schedule ran
     sizes: tuple[int, ...]  # the world sizes to run on; none for a model that is too large
-    said: Sequence[str]  # what is warned of already
+    said: Sequence[str]  # the warnings so far
 
     def tried(self, trial: Trial | None) -> None:
-        """Builds the output's model, and tries it.
+        """Builds the output's model, and calls the trial with it.
 
-        Without a trial a small model of it is run against the original's.
+        Without a trial, runs a small model of the output against the original's.
         """
         draft, project = self.draft, self.project
         with project.timed("construct"), imported_beside(draft, self.copies, self.anew) as emitted:
@@ -74,9 +74,9 @@ class Construction:
                 self._compare(emitted)
 
     def _built_short(self, emitted: Emitted) -> tuple[Tree, Shortening]:
-        """The output's model with a few of the layers that are alike, and with which.
+        """Builds the output's model with a few of each kind of layers, and returns which.
 
-        With all where something is wrong without the others.
+        If that fails, it is built with all layers.
         """
         alike = self.copies.outputs.stands_for()
 
@@ -94,7 +94,7 @@ class Construction:
         return built, Shortening.of(built)
 
     def _built(self, emitted: Emitted, short: Shortening = ALL) -> Tree:
-        """The output's model, which is what was scheduled."""
+        """Builds the output's model and checks that it is what was scheduled."""
         project, copies, states = self.project, self.copies, self.plan.states
         is_split = any(state.shards for state in states.values())
         built = emitted.tree(project.schedule.module.model, 2 if is_split else 1, short)
@@ -105,9 +105,9 @@ class Construction:
     def _compare(self, emitted: Emitted) -> None:
         """Runs a small model of the output against the original's."""
         draft = self.draft
-        # Where nothing changes, a class of transformers only is in another package, and draws so.
+        # Without changes nothing is compared: a class of transformers is only in another package.
         sizes, project = self.sizes, self.project
-        if not sizes and self._called(Recomputed):  # what changes as it runs is looked at alone
+        if not sizes and self._called(Recomputed):  # only checks which state a run changes
             sizes = worlds(project.schedule.module, project.module, project.tree.root.live)
         if not sizes or not any(draft.changes.values()):
             return
@@ -139,13 +139,13 @@ class Construction:
             )
 
     def _called(self, *kinds: type[Change]) -> dict[str, Directive]:
-        """The modules of which something of these kinds is asked, and who asks for it."""
+        """The paths of modules with a request of these kinds, each with the directive."""
         states = self.plan.states.items()
         asked = {path: [a for k in kinds for a in state.asks(k)] for path, state in states}
         return {path: found[0][1] for path, found in asked.items() if found}
 
     def _idle(self, uncalled: Collection[str]) -> Iterator[str]:
-        """Warns of what does nothing, as nobody calls the modules that it is asked of."""
+        """Warnings about requests without effect, since their modules are never called."""
         wrapped = self._called(WrapForward).items()
         found = grouped((cause, path) for path, cause in wrapped if path in uncalled)
         for cause, paths in found.items():

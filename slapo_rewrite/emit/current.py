@@ -1,7 +1,7 @@
-"""Whether an output is still what its inputs give: by hashes, at once, without torch.
+"""Decides by hashes, fast and without torch, whether an output is up to date with its inputs.
 
-What follows of the inputs' text alone is known so. Files that user code reads, the clock and the
-environment are not: where such code may look at them, only a rewrite tells.
+This covers what depends on the inputs' text alone. If user code may read other files, the clock or
+the environment, only a rewrite can tell.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from slapo_rewrite.emit import inputs, record
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
-# As many changed modules of one package are named one by one.
+# Up to this many changed modules of one package are named one by one.
 NAMED = 4
 TOOL_CHANGED = "slapo-rewrite itself has changed"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks an output to be made of."""
+    """The output that a command line asks for."""
 
-    source: str  # the source, as it is given
+    source: str  # the source, as given
     source_file: Path
-    schedule: str  # the schedule, as it is given
+    schedule: str  # the schedule, as given
     schedule_file: Path
     settings: tuple[str, ...]  # the knobs that are set, as `name=value`
-    single_file: bool  # whether the helpers are to be part of the model file
+    single_file: bool  # whether the helpers become part of the model file
     further: tuple[str, ...]  # the further helpers, in order
-    support: str | None  # the name of the folder beside the output that is to hold its helpers
+    support: str | None  # the name of the folder beside the output for its helpers
 
     @classmethod
     def of(
@@ -47,20 +47,20 @@ class Request:
         further: Iterable[str],
         support: str | None,
     ) -> Request:
-        """What the options of a command say."""
+        """The request of a command's options."""
         found = (source, locate_source(source)[0], schedule, locate_schedule(schedule))
         return cls(*found, tuple(settings), single_file, tuple(sorted(set(further))), support)
 
     @property
     def knobs(self) -> dict[str, str]:
-        """The values that are set, as text."""
+        """The knobs that are set, as text."""
         return dict(item.split("=", 1) for item in self.settings if "=" in item)
 
 
 def requested_again(
     content: Mapping[str, Any], source: str | None = None, schedule: str | None = None
 ) -> Request:
-    """What was asked for when an output was written, by no newer version of the tool."""
+    """The request that an output was written for; an error if a newer version wrote it."""
     written = content.get("tool", {}).get("version", "")
     if _version(written) > _version(__version__):
         raise errors.NotAnOutput(
@@ -93,7 +93,7 @@ def _version(text: str) -> list[int]:
 def is_current(
     out: Path, content: Mapping[str, Any], request: Request, shared: Path | None
 ) -> bool:
-    """Whether nothing that went into an output has changed, nor what came out."""
+    """Whether neither the inputs of an output nor its files have changed."""
     if not is_requested(content, request) or any(
         not record.holds(out / name, record.as_left(content, name)) for name in content["files"]
     ):
@@ -106,7 +106,7 @@ def is_current(
 
 
 def is_requested(content: Mapping[str, Any], request: Request) -> bool:
-    """Whether a record is of what is asked for, and nothing that it knows has changed since."""
+    """Whether a record is of this request, and none of its recorded inputs has changed."""
     if content.get("support", {}).get("folder") != request.support:
         return False
     if content.get("single_file", False) != request.single_file:
@@ -117,10 +117,10 @@ def is_requested(content: Mapping[str, Any], request: Request) -> bool:
 
 
 def is_certain(content: Mapping[str, Any], request: Request) -> bool:
-    """Whether a rewrite could only give again what a record is of.
+    """Whether a rewrite would certainly give the recorded output again.
 
-    Deny by default: what is spelled otherwise, or has code in it that may find something else at
-    another time, is rewritten.
+    Deny by default: False if names are spelled differently, or if user code may depend on anything
+    that is not recorded.
     """
     given = [(content[key]["name"], getattr(request, key)) for key in ("source", "schedule")]
     if any(before != now for before, now in given) or not all("=" in s for s in request.settings):
@@ -141,7 +141,7 @@ def is_certain(content: Mapping[str, Any], request: Request) -> bool:
 
 
 def reasons(content: Mapping[str, Any], request: Request) -> list[str]:
-    """What has changed since an output was written, in words."""
+    """What has changed since an output was written, as messages."""
     found = []
     if content.get("with", []) != list(request.further):
         named = [", ".join(names) or "none" for names in (content.get("with", []), request.further)]
@@ -162,7 +162,7 @@ def reasons(content: Mapping[str, Any], request: Request) -> list[str]:
 
 
 def changed_modules(modules: Sequence[str]) -> list[str]:
-    """What is said of changed modules: of many in one package, as of a checkout, their number."""
+    """Messages about changed modules; for many of one package, as of a checkout, their number."""
     packages = grouped((name.split(".")[0], name) for name in modules)
     return [
         line
@@ -176,9 +176,9 @@ def changed_modules(modules: Sequence[str]) -> list[str]:
 
 
 def up_to_date(out: Path, request: Request, shared: Path | None) -> list[str] | None:
-    """The warnings that go with an output which a rewrite would leave as it is.
+    """The warnings of an output that a rewrite would leave as it is.
 
-    None where it has to be rewritten, or hand edits were carried over to it.
+    None if it has to be rewritten, or if it contains merged hand edits.
     """
     try:
         content = record.read(out)
@@ -190,7 +190,7 @@ def up_to_date(out: Path, request: Request, shared: Path | None) -> list[str] | 
 
 
 def _modules(content: Mapping[str, Any]) -> dict[str, str]:
-    """The hashes of the modules that an output was made from, beside the source."""
+    """The hashes of the modules beside the source that an output was made from."""
     copies = content.get("copies", {}).values()
     return {**content.get("depends", {}), **{c["module"]: c["sha256"] for c in copies}}
 

@@ -1,7 +1,7 @@
-"""Diffs that were printed before, for the next `--diff` of the same.
+"""Caches printed diffs, for the next `--diff` of the same inputs.
 
-They lie in `$XDG_CACHE_HOME/slapo-rewrite` (`~/.cache/slapo-rewrite`), one file each, and only save
-time: what cannot be read or written there is made anew. `SLAPO_REWRITE_CACHE=0` leaves them out.
+They are in `$XDG_CACHE_HOME/slapo-rewrite` (`~/.cache/slapo-rewrite`), one file each, and only save
+time: an entry that cannot be read or written is computed. `SLAPO_REWRITE_CACHE=0` disables them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from slapo_rewrite.emit import record
 from slapo_rewrite.emit.current import Request, is_certain
 
 MOST_FILES, MOST_BYTES = 64, 2 << 20
-# What may make a difference to torch, transformers and Python's own imports.
+# Prefixes of environment variables that may affect torch, transformers and Python's imports.
 VARIABLES = ("CUDA_", "HF_", "PYTHON", "PYTORCH_", "TORCH", "TRANSFORMERS_")
-# What of a record tells whether it still holds; the rest is long.
+# The parts of a record that tell whether it is still valid; the rest is long.
 KEPT = (
     *("tool", "source", "schedule", "set", "single_file", "support", "with"),
     *("packages", "copies", "depends", "files"),
@@ -28,7 +28,7 @@ KEPT = (
 
 
 def look_up(path: Path | None, request: Request) -> tuple[str, list[str]] | None:
-    """The diff and the warnings of what is asked for; None where they have to be made."""
+    """The cached diff and warnings of a request; None if they have to be computed."""
     if path is None:
         return None
     try:
@@ -38,14 +38,14 @@ def look_up(path: Path | None, request: Request) -> tuple[str, list[str]] | None
             return None
         if not is_certain(content, request):
             return None
-        os.utime(path)  # those that are not used any more go first
+        os.utime(path)  # marks it as used: the least recently used go first
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return diff, [str(warning) for warning in warnings]
 
 
 def keep(path: Path, request: Request, text: str, diff: str, warnings: list[str]) -> None:
-    """Keeps a diff, if it can only be the same again."""
+    """Caches a diff, if the next one is certain to be the same."""
     content: dict[str, Any] = json.loads(text)
     kept = {key: content[key] for key in KEPT if key in content}
     data = json.dumps({"record": kept, "diff": diff, "warnings": warnings}).encode()
@@ -56,31 +56,31 @@ def keep(path: Path, request: Request, text: str, diff: str, warnings: list[str]
         part = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             part.write_bytes(data)
-            part.replace(path)  # whole, whoever else writes or reads it just now
+            part.replace(path)  # atomic, for concurrent readers and writers
         finally:
             part.unlink(missing_ok=True)
         _make_room(path.parent)
 
 
 def _make_room(folder: Path) -> None:
-    """Removes what was not used for the longest time."""
+    """Removes the least recently used entries."""
     found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in found[MOST_FILES:]:
         path.unlink(missing_ok=True)
 
 
 def folder() -> Path:
-    """Where what the tool keeps for itself lies; `RuntimeError` where the user has no home."""
+    """The tool's cache folder; raises `RuntimeError` if the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "slapo-rewrite"
 
 
 def place(request: Request) -> Path | None:
-    """Where the diff of what is asked for lies; None where nothing is kept.
+    """The file for the diff of a request; None if the cache is disabled or not accessible.
 
-    Another place for whatever could make a difference and is cheap to tell: the text of source and
-    schedule, Python, the environment, and when a package was installed last. To be asked before
-    user code runs, which may change some of it.
+    Its name is a hash of everything that may matter and is cheap to read: the text of source and
+    schedule, Python, the environment, and when a package was installed last. Call it before user
+    code runs, which may change some of this.
     """
     if os.environ.get("SLAPO_REWRITE_CACHE") == "0":
         return None

@@ -1,4 +1,4 @@
-"""Reads the diff of an output: its colours, which lines it puts in, what the original was."""
+"""Parses the diff of an output: colours it, finds added lines, restores the original."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COLOURS = {"-": REMOVED, "+": ADDED, "@": PLACE}
 
 
 def marked(diff: str) -> Iterator[tuple[str, str]]:
-    """Each line of a unified diff with what it is: `@` begins a hunk; nothing for what is in none.
+    """Each line of a unified diff with its mark: `@` begins a hunk; '' is for lines outside hunks.
 
-    In a hunk a line that begins with `---` may be a removed one: it says how many lines it has.
+    A line of a hunk that begins with `---` may be a removed one, so lines are counted.
     """
     old = new = 0
     for line in diff.split("\n"):
@@ -32,7 +32,7 @@ def marked(diff: str) -> Iterator[tuple[str, str]]:
 
 
 def coloured(diff: str) -> str:
-    """The diff in git's colours: what goes is red, what comes is green."""
+    """The diff in git's colours: removed lines are red, added ones green."""
     shown = []
     for mark, line in marked(diff):
         is_header = not mark and line[:3] in ("---", "+++")
@@ -43,14 +43,14 @@ def coloured(diff: str) -> str:
 
 @dataclass
 class Hunk:
-    """Lines of a rewritten file, and those of the original that they stand for."""
+    """Lines of a rewritten file, and the lines of the original that they replace."""
 
     file: str  # the file's name in the output
-    # The first of the rewritten file's lines, 1-based; the one before, where it has none.
+    # The number of its first line in the rewritten file, 1-based; or of the line before it.
     first: int
     old: list[str] = field(default_factory=list)  # the original's lines, each with its end
-    new: list[str] = field(default_factory=list)  # the rewritten file's
-    # The numbers of its lines that the original does not have.
+    new: list[str] = field(default_factory=list)  # the rewritten file's lines
+    # The numbers of the lines that the original does not have.
     added: list[int] = field(default_factory=list)
 
 
@@ -80,17 +80,17 @@ def hunks(diff: str) -> Iterator[Hunk]:
 
 
 def ended_lines(text: str) -> list[str]:
-    """The lines of a text, each with its end; the last one may have none."""
+    """The lines of a text with their ends; the last one may have none."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def original_text(diff: str, name: str, text: str) -> str | None:
-    """What a rewritten file was made of, its imports absolute.
+    """The original of a rewritten file, with absolute imports.
 
-    None where the diff is of another text.
+    None if the diff does not fit the text.
     """
     lines = ended_lines(text)
-    # Backwards, so that places stay what they are.
+    # Backwards, so that earlier line numbers stay valid.
     for hunk in reversed([hunk for hunk in hunks(diff) if hunk.file == name]):
         start = hunk.first - 1 if hunk.new else hunk.first
         end = start + len(hunk.new)

@@ -1,4 +1,4 @@
-"""An output in the making: its files, who wrote their lines, and what they use of helpers."""
+"""An output before it is written: its files, the causes of lines, and the used helpers."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from slapo_rewrite.model.emitted import Emitted, FailedOutput
 from slapo_rewrite.model.short_build import Shortening
 
 Directives = tuple[Directive, ...]
-# Looks at an output, told which layers of its model need to be made.
+# Inspects an imported output; gets the layers of its model that need to be made.
 Trial = Callable[[Emitted, Shortening], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How an output is to be written."""
+    """Options for writing an output."""
 
     settings: Sequence[str] = ()  # knobs, as `name=value`
-    # Whether the helpers go into the model file, instead of a package around it.
+    # Whether the helpers go into the model file, instead of files beside it.
     single_file: bool = False
-    # Helpers that were asked for beside those in use, by the module that has them.
+    # Requested helpers beside those in use, by helper module.
     further: Mapping[str, set[str]] = field(default_factory=dict)
-    # The name of the folder beside the output that is to hold its helpers.
+    # The name of the folder beside the output for its helpers.
     support: str | None = None
-    # What the output is tried with, imported and built; None to run a small model of it against the
-    # original's.
+    # Called with the imported output; None to run a small model of it against the original's.
     tries: Trial | None = None
-    on_ranks: bool = True  # whether budgets for ranks that share layers choose what is recomputed
+    on_ranks: bool = True  # whether recomputation budgets are for ranks that shard layers
 
 
 @dataclass(frozen=True)
 class Causes:
-    """Who wrote the lines of an output."""
+    """The directives that caused the lines of an output."""
 
     files: Mapping[str, str]  # the output's files
     # The lines that the tool wrote into the files that it rewrote, by file name.
     changes: Mapping[str, Sequence[Change]]
-    # The directives for which each of the other files is there.
+    # The directives that need each of the other files.
     helpers: Mapping[str, Sequence[Directive]]
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Whatever of the output fails meanwhile is told with its place.
+        """Turns failures of the output into errors with places, in the context.
 
         Raises:
             BrokenOutput: A line that the tool wrote fails.
@@ -86,7 +85,7 @@ class Causes:
         )
 
     def _causes(self, name: str, line: int) -> Sequence[Directive]:
-        """The directives that a line of the output goes back to."""
+        """The directives that caused a line of the output."""
         for change in self.changes.get(name, ()):
             if change.first <= line <= change.last:
                 return change.causes
@@ -95,42 +94,42 @@ class Causes:
 
 @dataclass
 class Draft:
-    """The files of an output, as far as they are made."""
+    """The files of an output before it is written."""
 
     model_file: str  # the name of the rewritten model file
     texts: dict[str, str] = field(default_factory=dict)  # the rewritten files, by name
-    # The length that the lines of each keep to.
+    # The line length of each file.
     lengths: dict[str, int] = field(default_factory=dict)
-    # Lines of files that the schedule caused, by the file's name.
+    # The changed lines of each file, by name.
     changes: dict[str, list[Change]] = field(default_factory=dict)
-    # The names that the output uses of each helper module.
+    # The names that the output uses from each helper module.
     used: dict[str, set[str]] = field(default_factory=dict)
     helpers: dict[str, str] = field(default_factory=dict)  # the other files, by name
-    # The directives for which there is a helper module.
+    # The directives that need each helper module.
     causes: dict[str, Directives] = field(default_factory=dict)
-    # The names that it uses of its support folder, by helper module; None without one.
+    # The names that it uses from its support folder, by helper module; None without one.
     uses: dict[str, set[str]] | None = None
-    warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
+    warnings: list[str] = field(default_factory=list)  # such as checks that were not possible
 
     @property
     def files(self) -> dict[str, str]:
-        """All of them."""
+        """All files of the output, by name."""
         return {**self.texts, **self.helpers}
 
     def use(self, names: Mapping[str, set[str]]) -> None:
-        """Further names of helper modules are used."""
+        """Adds used names of helper modules."""
         for module, own in names.items():
             self.used.setdefault(module, set()).update(own)
 
     def because(self, module: str, causes: Directives) -> None:
-        """Further directives need a helper module."""
+        """Adds directives that need a helper module."""
         self.causes[module] = merged_causes(self.causes.get(module, ()), causes)
 
     def helper_causes(self) -> dict[str, Directives]:
-        """The directives for which there is each helper file; some are there for others' sake."""
+        """The directives that need each helper file, for some through other helpers."""
         parallel = self.causes.get("tensor_parallel", ())
         return {name: self.causes.get(Path(name).stem) or parallel for name in self.helpers}
 
     def who_wrote(self) -> Causes:
-        """Tells of a failing line which directives it goes back to."""
+        """The causes of the output's lines, for errors."""
         return Causes(self.files, self.changes, self.helper_causes())

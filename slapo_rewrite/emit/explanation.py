@@ -1,4 +1,4 @@
-"""Which line of the schedule caused a line of the output."""
+"""Explains which line of the schedule caused a line of the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo_rewrite.emit.write import hand_edited
 def explain(out: Path, place: str | None) -> str:
     """The causes of one line of an output, or of every change in it.
 
-    A place is `FILE:LINE`, or a line of the model file.
+    A place is `FILE:LINE`, or the number of a line of the model file.
     """
     content = record.read(out)
     edited = hand_edited(out)
@@ -46,7 +46,7 @@ def explain(out: Path, place: str | None) -> str:
 
 
 def explained(out: Path, place: str | None) -> dict[str, Any]:
-    """The same as `explain` for programs: changes with the schedule's lines that ask for them."""
+    """The same as `explain`, as data: changes with the schedule's lines that ask for them."""
     content = record.read(out)
     changes, rules = content.get("changes", []), content.get("rules", [])
     if place is not None:
@@ -65,8 +65,8 @@ def explained(out: Path, place: str | None) -> dict[str, Any]:
 def _change_at(
     out: Path, content: dict[str, Any], name: str, number: int, text: str
 ) -> dict[str, Any] | None:
-    """The change that a line of an output is part of, by the record."""
-    blank = not text.strip() and number in _added(out, name)  # around what was put in
+    """The recorded change that contains a line of an output; None without one."""
+    blank = not text.strip() and number in _added(out, name)  # beside added lines
     for change in content.get("changes", ()):
         first, last = change["lines"] or (1, number)
         if change["file"] == name and first - 2 * blank <= number <= last + 2 * blank:
@@ -105,13 +105,13 @@ def _line(out: Path, name: str, number: int) -> str:
 
 
 def _added(out: Path, name: str) -> set[int]:
-    """The lines of a file that are not as in its original, by the output's own diff."""
+    """The added lines of a file, by the output's own diff."""
     diff = record.text_at(out / "rewrite.diff")
     return {number for hunk in hunks(diff) if hunk.file == name for number in hunk.added}
 
 
 def _changes(content: dict[str, Any]) -> list[str]:
-    """Every change with its causes; files that are there for the same ones stand together."""
+    """Every change with its causes; whole files with equal causes share a line."""
     together: dict[tuple[str, ...], list[str]] = {}
     for change in content.get("changes", ()):
         where, span = change["file"], change["lines"]
@@ -127,14 +127,14 @@ def _changes(content: dict[str, Any]) -> list[str]:
 
 
 def _rule(content: dict[str, Any], note: dict[str, Any]) -> list[str]:
-    """What became of a rule that a line of the schedule asked for."""
+    """The outcome of a rule that a line of the schedule asked for, as lines."""
     cause = content["directives"][note["directive"]]
     lead = f"rule `{note['rule']}` of {content['schedule']['name']}:{cause['line']}"
     return [f"{lead}: {words}" for words in rule_words(note)]
 
 
 def rule_words(note: Mapping[str, Any]) -> list[str]:
-    """What became of a rule, in words: where it was applied, where and why it was not."""
+    """The outcome of a rule as messages: where it was applied, where and why it was not."""
     found = []
     if "applied" in note:
         paths = [path or "the model itself" for path in note["applied"]]
@@ -159,7 +159,7 @@ def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:
 
 
 def more_of(directive: Mapping[str, Any]) -> str:
-    """What a line of the schedule does not say itself: the collective, the share of a list."""
+    """Details that a line of the schedule does not say: the collective, the share of a list."""
     if what := directive.get("inferred"):
         return f"inferred: {what} on {', '.join(directive['paths'])}"
     return ", ".join(directive.get("shares", ()))

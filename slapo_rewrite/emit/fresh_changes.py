@@ -1,4 +1,4 @@
-"""What is new in an output that was written again, beside what its source has changed itself."""
+"""The differences of a new output to the old one, without changes of the source itself."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SIDES = ("before", "now")
 
 @dataclass(frozen=True)
 class Fresh:
-    """What is new in one file."""
+    """The differences in one file."""
 
     name: str  # the file's name
-    # What it held, with what the source has changed itself; None where it is new.
+    # Its old text, updated by the changes of its source; None for a new file.
     before: str | None
-    now: str | None  # what it is to hold; None where it is no longer written
-    from_source: int = 0  # how many places the source has changed itself
+    now: str | None  # its new text; None if it is no longer written
+    from_source: int = 0  # the number of changes of the source itself
 
     def render(self, context: int = 1) -> str:
-        """The difference as a unified diff, with a remark on what it leaves out."""
+        """The differences as a unified diff, with a remark on changes of the source."""
         if self.before is None:
             return f"# {self.name}: new, {len((self.now or '').splitlines())} lines\n"
         if self.now is None:
@@ -40,7 +40,7 @@ class Fresh:
 
 
 def fresh_in(out: Path, output: Output) -> list[Fresh]:
-    """What is new in the Python files of a folder's output, which was not put there yet."""
+    """The differences of an output, not written yet, to the Python files of a folder."""
     before = record.written_files(out)
     diff = record.text_at(out / "rewrite.diff")
     now = {name: text for name, text in output.files.items() if name.endswith(".py")}
@@ -60,7 +60,7 @@ def fresh_in(out: Path, output: Output) -> list[Fresh]:
 
 
 def _with_sources_own(old: str, new: str, source: str, source_now: str) -> tuple[str, int]:
-    """A file as it was, with the changes in it that its source has made alike, and how many."""
+    """The old text of a file, updated by the changes that its source has as well; their number."""
     own = Counter(change for _, change in _changes(ended_lines(source), ended_lines(source_now)))
     lines, count = ended_lines(old), 0
     for start, change in reversed(_changes(lines, ended_lines(new))):
@@ -75,7 +75,7 @@ _Change = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _changes(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, _Change]]:
-    """Where two texts differ: what stands there in one, and in the other."""
+    """The differences of two texts: the line number, and the lines in each."""
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     return [
         (a, (tuple(old[a:b]), tuple(new[c:d])))

@@ -1,4 +1,4 @@
-"""The helper modules of an output: only the definitions in use."""
+"""The helper modules of an output, reduced to the definitions in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slapo_rewrite.emit.used_definitions import (
 )
 from slapo_rewrite.schedule.load import ScheduleFile
 
-# Each module after those that it needs.
+# In order of dependence: each module follows those that it needs.
 RUNTIME_ORDER = (
     "annotations", "given_classes", "remaking", "recomputation", "shards", "copies", "guards",
     "packed_axes", "tensor_parallel", "vocab_parallel_loss", "rng", "conv1d", "replicated",
@@ -38,16 +38,16 @@ RUNTIME_ORDER = (
     "backward_steps", "stages", "checkpoints", "deepspeed_pipeline", "torch_pipeline",
 )  # fmt: skip
 
-# What an output offers beside what the model file itself calls.
+# Functions that outputs offer to users, beside those that the model file calls.
 SURFACE = {
     "tensor_parallel": {"set_group"},
     "loading": {"build", "full_state_dict", "to_full", "to_local"},
 }
-# Stands among helper modules for what is used of some of them beside names: keyword arguments and
-# attributes. What is marked `# for NAME` in a module is left out where neither one of these nor a
+# The key, among helper modules, for keyword arguments and attributes in use. Lines of a runtime
+# module marked "for NAME" by a comment are left out unless a keyword argument, an attribute or a
 # module in use has the name.
 FEATURES = "features"
-# What is added where it is asked for, and the helper module that has it.
+# Helpers that are added on request, and their modules.
 OPTIONAL = {
     "add_adapters": "lora",
     "build_deferred": "deferred_init",
@@ -58,7 +58,7 @@ OPTIONAL = {
 
 
 def optional_helpers(names: Iterable[str]) -> dict[str, set[str]]:
-    """The helpers of these names, by the module; `UsageError` where there is none of a name."""
+    """The helpers of these names, by module; raises `UsageError` for an unknown name."""
     found: dict[str, set[str]] = {}
     for name in names:
         if name not in OPTIONAL:
@@ -75,7 +75,7 @@ def helper_files(
 ) -> dict[str, str]:
     """The helper files, by name.
 
-    `used` has the names that the model file uses of each helper module; the schedule defines the
+    `used` has the names that the model file uses from each helper module. The schedule defines the
     classes and functions of `modules`.
     """
     return _laid_out(_picked(used, schedule), header)
@@ -84,7 +84,7 @@ def helper_files(
 def library_files(uses: Mapping[str, Iterable[str]], header: str) -> dict[str, str]:
     """The helper files, by name, without the schedule's own code.
 
-    What is not known any more is left out.
+    Names that no library defines any more are left out.
     """
     known: dict[str, set[str]] = {}
     for module, names in uses.items():
@@ -104,14 +104,14 @@ def _laid_out(helpers: Mapping[str, Picked], header: str) -> dict[str, str]:
     for module, picked in helpers.items():
         gap = "\n\n" if picked.imports else "\n\n\n"
         text = f'"""{picked.docstring}"""{gap}{picked.text}'
-        if module == MODULES:  # the user's own layout is not black's
+        if module == MODULES:  # the user's own code, whose layout may not be black's
             text = black.format_str(text, mode=black.Mode())
         files[f"{module}.py"] = f"{header}\n{text}"
     return files
 
 
 def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: SourceFile) -> str:
-    """The helpers as one text, to stand behind the imports of the model file."""
+    """The helpers as one text, to be inserted after the imports of the model file."""
     apart = [m.partition(".")[0] for m in used if kernels.is_of_kernels(m)]
     if len(set(apart)) > 1:
         raise errors.Unsupported(
@@ -138,7 +138,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
 
 
 def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> None:
-    """Adds what the model file does not import yet: names by module, '' for the module itself."""
+    """Adds the imports of a line that the model file lacks: names by module."""
     for module, alias in imported_outside(line):
         meaning = joined_path(module, alias.name)
         name = alias.asname or alias.name
@@ -154,13 +154,13 @@ def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> N
 
 
 def _picked(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, Picked]:
-    """What is used of each helper module, and what that needs."""
+    """The definitions in use of each helper module, and those that they need."""
     own = {MODULES: _copied(schedule, _plain(used[MODULES]))} if MODULES in used else {}
     return {**own, **_library(library_uses(used, schedule))}
 
 
 def library_uses(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[str, set[str]]:
-    """The names that are used of each helper module, by the schedule's own code as well."""
+    """The names in use of each helper module, also by the schedule's own code."""
     wanted = {module: _plain(names) for module, names in used.items()}
     if MODULES in wanted:
         copied = _copied(schedule, wanted.pop(MODULES))
@@ -171,12 +171,12 @@ def library_uses(used: Mapping[str, set[str]], schedule: ScheduleFile) -> dict[s
 
 
 def _plain(names: Iterable[str]) -> set[str]:
-    """Names without the module through which they are reached."""
+    """Names without the module that qualifies them."""
     return {name.rpartition(".")[2] for name in names}
 
 
 def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
-    """Names of helper modules, and what these need."""
+    """The definitions of names of helper modules, and those that they need."""
     features = frozenset(uses.get(FEATURES, ()))
     while True:
         found = _picks({m: {*names} for m, names in uses.items() if m != FEATURES}, features)
@@ -187,7 +187,7 @@ def _library(uses: Mapping[str, set[str]]) -> dict[str, Picked]:
 
 
 def _picks(wanted: dict[str, set[str]], features: Collection[str]) -> dict[str, Picked]:
-    """The same where some features are known to be in use."""
+    """The same for a given set of features in use."""
     called = [module for module in wanted if kernels.is_of_kernels(module)]
     _close(wanted, features)
     split = _shards_something(wanted, features)
@@ -196,7 +196,7 @@ def _picks(wanted: dict[str, set[str]], features: Collection[str]) -> dict[str, 
         if split:
             wanted["tensor_parallel"].add("clip_grad_norm_")
         _close(wanted, features)
-    if "shards" in wanted:  # users name the group by `tensor_parallel.set_group`
+    if "shards" in wanted:  # users call `tensor_parallel.set_group`
         wanted.setdefault("tensor_parallel", set(SURFACE["tensor_parallel"]))
         _close(wanted, features)
     found = kernels.picked_files({m: wanted.pop(m) for m in called})
@@ -206,13 +206,13 @@ def _picks(wanted: dict[str, set[str]], features: Collection[str]) -> dict[str, 
 
 
 def named_features(texts: Iterable[str]) -> set[str]:
-    """The features that a text names, by a keyword argument or an attribute."""
+    """The features that texts use, by a keyword argument or an attribute."""
     return {n for text in texts for found in _features()[0].findall(text) for n in found if n}
 
 
 @functools.cache
 def _features() -> tuple[re.Pattern[str], dict[str, frozenset[str]]]:
-    """What finds features in a text, and those of each runtime module."""
+    """The regular expression of features, and the features of each runtime module."""
     marks = {m: frozenset(MARK.findall(_runtime_text(m))) for m in RUNTIME_ORDER}
     names = "|".join(sorted({n for own in marks.values() for n in own}.difference(RUNTIME_ORDER)))
     return re.compile(rf"\b({names})=|\.({names})\b"), marks
@@ -224,9 +224,9 @@ def _runtime_text(module: str) -> str:
 
 
 def runtime_library(module: str, features: Collection[str] | None = None) -> Definitions:
-    """A runtime module, whose definitions can be taken out one by one.
+    """The definitions of a runtime module, which can be picked one by one.
 
-    `features` are those in use, as FEATURES says; without them it is all that there is.
+    `features` are those in use (see FEATURES), by default all.
     """
     marks = _features()[1][module]
     return _with_features(module, marks if features is None else marks.intersection(features))
@@ -238,7 +238,7 @@ def _with_features(module: str, features: frozenset[str]) -> Definitions:
 
 
 def _close(wanted: dict[str, set[str]], features: Collection[str]) -> None:
-    """Adds what the wanted names need of other runtime modules."""
+    """Adds the names of other runtime modules that the wanted names need."""
     waiting = [m for m in wanted if not kernels.is_of_kernels(m)]
     for module in waiting:
         wanted[module] |= SURFACE.get(module, set())
@@ -252,7 +252,7 @@ def _close(wanted: dict[str, set[str]], features: Collection[str]) -> None:
 
 
 def _shards_something(wanted: Mapping[str, set[str]], features: Collection[str]) -> bool:
-    """Whether a parameter is cut anywhere, so that there is something to gather."""
+    """Whether any parameter is sharded, so that there is something to gather."""
     library = runtime_library("tensor_parallel", features)
     return "record_shard" in library.closure(wanted.get("tensor_parallel", ()))
 

@@ -1,8 +1,8 @@
-"""Whether the methods that were written into classes are those that run.
+"""Checks that the methods written into classes are those that run.
 
-A later statement may put another function into a class, a constructor one into a module, and
-`__init_subclass__` or a metaclass may change a subclass as it is made. What was written there would
-do nothing, or something else.
+A later statement may assign another function to a class, a constructor may assign one to a module,
+and `__init_subclass__` or a metaclass may change a new subclass. The written method would then do
+nothing, or something else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from slapo_rewrite.model.watched_functions import DEPTH, made_by
 
 @dataclass(frozen=True)
 class _Written:
-    """A method of a class, and what it was written or changed for."""
+    """A method of a class that the tool wrote or changed."""
 
     cls: type  # the class
     name: str  # the method's name
-    node: ast.FunctionDef | None  # its definition; None where the class was given it past its text
+    node: ast.FunctionDef | None  # its definition; None if the class's text has none
     change: Change  # the lines that the tool wrote
-    is_bare: bool  # whether the tool wrote the class, and no decorator
+    is_bare: bool  # whether the tool wrote the class, and the method has no decorator
 
     def runs(self) -> bool:
-        """Whether the class has it, below what is put around it."""
+        """Whether the class runs it, possibly inside wrappers."""
         value = vars(self.cls).get(self.name)
         if self.node is None:
             return _is_of_library(value, self.cls)
@@ -48,14 +48,14 @@ class _Written:
 def _is_of_library(value: Any, cls: type) -> bool:
     """Whether another file wraps the methods of all classes that are derived from its own.
 
-    What it does is done for a new class and for its base, as it is wherever one derives a class.
+    Then it wraps those of a new class like those of its base, as for every derived class.
     """
     own = sys.modules[cls.__module__].__file__
     return hasattr(value, "__wrapped__") and value.__code__.co_filename != own
 
 
 def check_run(emitted: Emitted, draft: Draft, built: Tree, original: ModuleType) -> None:
-    """Every method that changed, and those of every new class, are the ones that run."""
+    """Refuses changed methods, and methods of new classes, that do not run."""
     has_own = any("forward" in vars(node.live) for node in built.nodes.values())
     written = list(_written(emitted, draft, None if has_own else vars(original)))
     for each in written:
@@ -72,7 +72,7 @@ def check_run(emitted: Emitted, draft: Draft, built: Tree, original: ModuleType)
 def _written(
     emitted: Emitted, draft: Draft, known: Mapping[str, object] | None
 ) -> Iterator[_Written]:
-    """What was written; where `known` are no new classes, of files in which any may be idle."""
+    """The written methods; with `known` names, without files whose methods certainly run."""
     modules = {str(module.__file__): module for module in emitted.modules()}
     for file_name, changes in draft.changes.items():
         path = emitted.folder / file_name
@@ -91,9 +91,9 @@ def _are_plain(module: ModuleType, known: Mapping[str, object]) -> bool:
 
 
 def _is_plain(cls: type, known: Mapping[str, object]) -> bool:
-    """Whether all functions of a class stand in its text, those of a new one with nothing around.
+    """Whether all functions of a class are defined in its body, and for a new class not wrapped.
 
-    Then there is nothing to be looked for in the text, which takes milliseconds.
+    Then its text, which takes milliseconds to parse, need not be checked.
     """
     own = sys.modules[cls.__module__].__file__
     for name, value in vars(cls).items():
@@ -119,7 +119,7 @@ def _methods(file: SourceFile, cls: type, changes: Sequence[Change]) -> Iterator
         change = new or next((c for c in changes if c.first <= last and first <= c.last), None)
         if change is not None:
             yield _Written(cls, name, method, change, bool(new and not method.decorator_list))
-    # A dataclass is given methods by its decorator, and a tuple with names by its base.
+    # Dataclasses get methods from their decorator, and named tuples from their base.
     is_module = hasattr(cls, "forward")
     if new is not None and is_module and not file.classes[cls.__name__].decorator_list:
         for name, value in vars(cls).items():

@@ -1,8 +1,8 @@
-"""What goes into an output beside source and schedule: the modules that these import.
+"""The inputs of an output beside source and schedule: the modules that these import.
 
-Of installed packages their versions say enough; every other file is the user's own and may change
-from one minute to the next. Nothing is imported here to find one: a record that was tampered with
-makes no code run.
+Installed packages are identified by their versions; all other files are the user's own and may
+change at any time. Nothing is imported to find a module, so that a manipulated record cannot run
+code.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slapo_rewrite.code.locate import file_below, file_in_package
 from slapo_rewrite.code.own_files import is_own
 from slapo_rewrite.schedule.load import MODULE as SCHEDULE
 
-# Of Python's own modules those that give the same whenever, and wherever, they are asked.
+# Modules of Python whose results do not depend on time or environment.
 _STEADY = frozenset({
     "__future__", "abc", "bisect", "cmath", "collections", "contextlib", "copy", "dataclasses",
     "decimal", "enum", "fractions", "functools", "heapq", "itertools", "keyword", "math", "numbers",
     "operator", "re", "statistics", "string", "textwrap", "types", "typing", "weakref",
 })  # fmt: skip
-# Names of what looks elsewhere, or prints; and words of such names, as in `from_pretrained`.
+# Names, or words in names, of functions that read other data or print: `from_pretrained`.
 _ELSEWHERE = frozenset({
     "__file__", "__import__", "breakpoint", "device_count", "eval", "exec", "globals", "available",
     "env", "environ", "getenv", "load", "loads", "open", "pretrained", "print", "read",
@@ -33,11 +33,10 @@ _ELSEWHERE = frozenset({
 
 
 def may_change(path: Path, known: Collection[str]) -> bool:
-    """Whether a file of the user's may do something else at another time, its text being the same.
+    """Whether a file of the user's may behave differently later although its text is the same.
 
-    It may read files, look at the clock or the environment, or print: deny by default, so it is
-    taken to unless its text rules that out. `known` are the modules and packages whose hashes or
-    versions are known.
+    It may read files, the clock or the environment, or print. Deny by default: True unless its text
+    rules that out. `known` are the modules and packages whose hashes or versions are recorded.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
@@ -64,9 +63,9 @@ def may_change(path: Path, known: Collection[str]) -> bool:
 def own_modules(
     source: SourceFile, schedule: ast.Module, loaded: Collection[str]
 ) -> dict[str, Path]:
-    """The user's own modules that source and schedule import, however indirectly.
+    """The user's own modules that source and schedule import, directly or indirectly.
 
-    Their files by their dotted names.
+    Maps their dotted names to their files.
     """
     found: dict[str, Path] = {}
     waiting = [*loaded, *_prefixes(source.name), *imported(schedule, None)]
@@ -89,7 +88,7 @@ def own_modules(
 
 
 def imported(tree: ast.Module, file: SourceFile | None) -> Iterator[str]:
-    """The dotted names that may be modules which a file imports; relative ones if it is given."""
+    """Dotted names in a file's imports that may be modules; with `file` relative imports too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -117,4 +116,4 @@ def find(name: str, source: Path, schedule: Path) -> Path | None:
     for base in (schedule.absolute().parent, *map(Path, sys.path), root):
         if (file := file_below(base, parts)) is not None:
             return file
-    return file_in_package(name)  # what is installed without being copied
+    return file_in_package(name)  # an editable install

@@ -1,4 +1,4 @@
-"""`kernels.py` of an output: what rules call, as Triton kernels or in PyTorch's operations."""
+"""`kernels.py` of an output: the functions that rules call, in Triton or in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WITHOUT = "What the model calls in the place of kernels, in PyTorch's operations
 
 @functools.cache
 def libraries() -> dict[str, Definitions]:
-    """The files of kernels by name, each after those that it needs."""
+    """The files of kernels by name, in order of dependence."""
     found = _read("kernels")
     ordered: dict[str, Definitions] = {}
 
@@ -45,7 +45,7 @@ def libraries() -> dict[str, Definitions]:
 
 @functools.cache
 def eager_libraries() -> dict[str, Definitions]:
-    """The files of the same functions in PyTorch's operations, by name, in the kernels' order."""
+    """The files of the same functions in plain PyTorch, by name, in the order of the kernels."""
     found = _read("eager")
     return {name: found[name] for name in libraries() if name in found}
 
@@ -58,16 +58,16 @@ def _read(folder: str) -> dict[str, Definitions]:
 
 
 def is_of_kernels(module: str) -> bool:
-    """Whether names of a helper module are functions that rules call."""
+    """Whether a helper module holds functions that rules call."""
     return module.partition(".")[0] in KERNEL_FILES
 
 
 def by_backend(
     used: Mapping[str, set[str]], references: Iterable[Reference]
 ) -> dict[str, set[str]]:
-    """The names that are used of each helper module, those of `kernels` apart by their backend.
+    """The names in use of each helper module, with those of `kernels` divided by backend.
 
-    Those that are no Triton kernels have keys such as `kernels.eager`.
+    Functions that are not Triton kernels have keys such as `kernels.eager`.
     """
     known = {(r.module[1:], r.written): r.backend for r in references if r.module.startswith(".")}
     found: dict[str, set[str]] = {}
@@ -79,7 +79,7 @@ def by_backend(
 
 
 def picked_files(uses: Mapping[str, Iterable[str]]) -> dict[str, Picked]:
-    """The files that hold what rules call, by name; the uses are as `by_backend` gives them."""
+    """The files of the functions that rules call, by name; `uses` is a result of `by_backend`."""
     files: dict[str, dict[str, set[str]]] = {}
     for module, names in uses.items():
         file, _, backend = module.partition(".")
@@ -95,8 +95,8 @@ def picked(
 ) -> Picked:
     """The public functions of these names and all that they need, as one file.
 
-    Those in `names` launch kernels, those in `eager` are in PyTorch's operations alone, and those
-    in `compiled` are in these operations and compiled by `torch.compile`.
+    Those in `names` launch kernels, those in `eager` are plain PyTorch, and those in `compiled` are
+    plain PyTorch compiled by `torch.compile`.
     """
     names = [*names]
     others = [*eager, *compiled]
@@ -112,7 +112,7 @@ def picked(
         for line in (line for group in part.imports for line in group):
             for module, alias in imported_outside(line):
                 add_import(imports, module, alias)
-        # Where nothing is launched, references stand below the heading of what calls them.
+        # Without kernels, references are below the heading of the functions that call them.
         shown = part if names else plain.get(name)
         body = part.body.strip("\n")
         if shown is not None and (heading := (shown.docstring or "").partition("\n")[0]) != last:
@@ -129,13 +129,13 @@ def picked(
 
 
 def _eager_parts(names: Iterable[str], compiled: Collection[str]) -> dict[str, Picked]:
-    """What is taken of each file in `runtime/eager`."""
+    """The definitions to copy from each file in `runtime/eager`."""
     wanted = _by_file(names, eager_libraries())
     return {m: eager_libraries()[m].pick(own, compiled) for m, own in wanted.items()}
 
 
 def _kernel_parts(names: Iterable[str], callers: Iterable[Picked]) -> dict[str, Picked]:
-    """What is taken of each file in `runtime/kernels`: functions, and what others call of it."""
+    """The definitions to copy from each file in `runtime/kernels`, those of callers included."""
     files = libraries()
     wanted = _by_file(names, files)
     for module, used in (item for caller in callers for item in caller.helpers.items()):
@@ -160,7 +160,7 @@ def _by_file(names: Iterable[str], files: Mapping[str, Definitions]) -> dict[str
 
 
 def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
-    """Refuses two functions of one name in one file (`Unsupported`)."""
+    """Raises `Unsupported` for two functions of one name in one file."""
     one, other = (
         {n for part in parts for node in ast.parse(part.body).body for n in bound_names(node)}
         for parts in (kernels, others)
@@ -174,7 +174,7 @@ def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
 
 
 def legend_of(docstring: str) -> dict[str, str]:
-    """What the letters of a file's shapes mean; one letter means the same in every file."""
+    """The meanings of the letters in a file's shapes; a letter means the same in every file."""
     found = re.search(r"^Shapes: (.*?)\.$", docstring, re.S | re.M)
     parts = [" ".join(part.split()) for part in found[1].split(",")] if found else []
     return {letter: meaning for letter, _, meaning in (part.partition(" ") for part in parts)}

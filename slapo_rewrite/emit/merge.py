@@ -1,4 +1,4 @@
-"""Carries hand edits of an output over into a new one, by `git merge-file`."""
+"""Merges hand edits of an output into a new one, by `git merge-file`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MARKERS = (re.compile(rb"^<{7} ", re.M), re.compile(rb"^>{7} ", re.M))
 
 @dataclass(frozen=True)
 class Merged:
-    """Files to be written that hold what was edited by hand."""
+    """The files to be written, with merged hand edits."""
 
     files: dict[str, str]  # all files, by name
-    # Those in which both sides changed the same lines; such a file holds both versions between
-    # git's conflict markers.
+    # Files in which both sides changed the same lines; they hold both versions between git's
+    # conflict markers.
     conflicts: list[str]
-    replacing: dict[str, str]  # the edited files that are merged, with the hashes of what they held
+    replacing: dict[str, str]  # the merged hand-edited files, with the hashes of their old content
 
 
 def merged(out: Path, files: Mapping[str, str]) -> Merged:
-    """The files with the hand edits of `out` in them, if git can merge them (`OutputEdited`)."""
+    """Merges the hand edits of `out` into the files; raises `OutputEdited` if that fails."""
     written = record.written_files(out)
     result, conflicts, replacing = dict(files), list[str](), dict[str, str]()
     for name in hand_edited(out):
@@ -68,7 +68,7 @@ def merged(out: Path, files: Mapping[str, str]) -> Merged:
 
 
 def _markers(data: bytes) -> int | None:
-    """The line at which a conflict that git marked begins."""
+    """The line at which a conflict marked by git begins; None without one."""
     found = [marker.search(data) for marker in _MARKERS]
     if not all(found) or found[0] is None:
         return None
@@ -76,9 +76,9 @@ def _markers(data: bytes) -> int | None:
 
 
 def three_way(base: str, mine: str, theirs: str) -> tuple[str, bool]:
-    """Merges two descendants of `base`; False where they changed the same lines.
+    """Merges two descendants of `base`; False if both changed the same lines.
 
-    Line ends stay as `mine` has them.
+    Line ends are those of `mine`.
     """
     git = shutil.which("git")
     if git is None:

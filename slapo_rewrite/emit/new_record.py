@@ -1,4 +1,4 @@
-"""The record of a new output: what went into it, what came out, and why each line changed."""
+"""Makes the record of a new output: its inputs, its files, and why each line changed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def record_text(
 ) -> str:
     """The text of `rewrite.json`.
 
-    `inferred` are the collectives that were inferred, `absolute` the lines of rewritten files with
-    imports that were made absolute, `copies` the other files that are rewritten, and `own` the
-    user's modules that source and schedule import.
+    `inferred` are the inferred collectives, `absolute` the lines of rewritten files with imports
+    that were made absolute, `copies` the other rewritten files, and `own` the user's modules that
+    source and schedule import.
     """
     directives = [*plan.directives, *inferred]
     depth = needed_depth(directives)
@@ -82,7 +82,7 @@ def record_text(
 
 
 def _changes(draft: Draft) -> Iterator[dict[str, Any]]:
-    """Which directives wrote which lines, and which helper files are there for them."""
+    """The directives that caused each changed line, and those that need each helper file."""
     for name, own in draft.changes.items():
         for change in own:
             yield {
@@ -106,12 +106,12 @@ def stored(file: SourceFile) -> str:
 
 
 def without_folder(warning: str) -> str:
-    """`/home/me/net.py:3: ...` -> `net.py:3: ...`: a record holds no path of one machine."""
+    """`/home/me/net.py:3: ...` -> `net.py:3: ...`: a record holds no machine's paths."""
     return re.sub(r"^[^:`\n]*[/\\]([^/\\:]+:\d+: )", r"\1", warning)
 
 
 def directive(item: Directive) -> dict[str, Any]:
-    """One primitive call, with its module paths in short: numeric segments are written as `*`."""
+    """One primitive call, with numeric segments of its module paths replaced by `*`."""
     content = {
         "primitive": item.primitive,
         "line": item.at.line if item.at else None,
@@ -140,7 +140,7 @@ def packages(project: Project, own: Mapping[str, Path]) -> dict[str, str]:
 
 
 def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
-    """The other files that are rewritten: the modules that they are, and their hashes."""
+    """The other rewritten files, with their module names and hashes."""
     return {
         name: {"module": file.name, "sha256": stored(file)} for name, file in sorted(copies.items())
     }
@@ -149,9 +149,9 @@ def copied(copies: Mapping[str, SourceFile]) -> dict[str, dict[str, str]]:
 def depends(
     project: Project, copies: Mapping[str, SourceFile], own: Mapping[str, Path]
 ) -> dict[str, str]:
-    """Hashes of the other files that go into an output.
+    """The hashes of the other files that an output depends on.
 
-    Those that the model's classes come from, torch's own apart, and the user's own modules.
+    These are the files of the model's classes, without torch's, and the user's own modules.
     """
     modules = {node.cls.__module__ for node in project.tree.nodes.values()}
     config = getattr(project.tree.root.live, "config", None)
@@ -169,9 +169,9 @@ def depends(
 
 
 def _read_digest(path: Path, started: float) -> str:
-    """The hash of a user's file that was read in a run which began at a time, in seconds.
+    """The hash of a user's file that was read in a run which began at this time, in seconds.
 
-    None that a file could have where it was written to since: it may have been read before.
+    A file that was changed since gets an impossible hash, since it may have been read before.
     """
     return (
         record.digest(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What a schedule gives on one of several ranks, while the schedule still runs."""
+"""Counts a rewritten model on one of several ranks, while its schedule still runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from slapo_rewrite.project import Project
 
 
 def forked(work: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """What a process works out, one by one, that goes on from this one and begins at once.
+    """Runs work in a forked process, which starts at once, and yields its results one by one.
 
-    It ends where the work does, or fails.
+    The results end when the work ends or fails.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -29,7 +29,7 @@ def forked(work: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     def send() -> None:
         import torch
 
-        torch.set_num_threads(1)  # those of the process that was forked are not in this one
+        torch.set_num_threads(1)  # a fork does not have the parent's threads
         with suppress(BaseException), closing(sender):
             for each in work():
                 sender.send(each)
@@ -49,9 +49,9 @@ def forked(work: Callable[[], Iterable[Any]]) -> Iterator[Any]:
 class OneRank:
     """Counts a rewritten model as one of several ranks builds it.
 
-    It is rewritten in a process that goes on from this one: there the schedule runs from its
-    beginning to its end, and what it says of ranks and a budget is passed over. `try_out` carries a
-    schedule out on a project, and tries the output.
+    A forked process rewrites it: there the schedule runs from the beginning to its end, and ignores
+    memory budgets for several ranks. `try_out` applies a schedule to a project, and runs a trial on
+    the output.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OneRank:
         self.try_out = try_out
 
     def __call__(self, ranks: int, count: Count) -> Any:
-        """What `count` gives for the tree and the modules of the output; else `DoesNotFit`."""
+        """Calls `count` with the output's tree and modules; raises `DoesNotFit` if that fails."""
         if sys.platform != "linux":
             raise DoesNotFit("a budget for several ranks is counted on Linux alone")
         told = [*forked(lambda: [self._told(ranks, count)])]
@@ -71,7 +71,7 @@ class OneRank:
         return found
 
     def _told(self, ranks: int, count: Count) -> tuple[Any, str | None]:
-        """What was counted, or why it was not."""
+        """The count, or the reason why it failed."""
         try:
             return self._counted(ranks, count), None
         except errors.RewriteError as error:

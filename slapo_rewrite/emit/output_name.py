@@ -1,4 +1,4 @@
-"""What an output folder may be called: it is a package, imported by its name."""
+"""Checks the name of an output folder, which is a package and imported by its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slapo_rewrite.emit.inputs import imported
 from slapo_rewrite.emit.write import check_apart
 from slapo_rewrite.schedule.load import locate as locate_schedule
 
-# What an output may import, whatever its source does.
+# Packages that any output may import.
 IMPORTED = frozenset({"torch", "transformers", "triton", "deepspeed", "safetensors"})
 
 
@@ -29,9 +29,9 @@ def check_name(
 ) -> None:
     """Refuses a name by which an output could not be imported, or would hide what it imports.
 
-    A single module is imported by a name of its own, so its folder may be called anything but what
-    is a file's name. The schedule is None where there is none yet; `support` is the folder beside
-    the output that is to hold its helpers, likewise.
+    A single-file output is imported by its module's name, so its folder may have any name that is
+    not a file's. `schedule` is None if there is none yet; `support` is the folder beside the output
+    for its helpers, or None.
     """
     path = Path(os.path.abspath(out))
     if path.suffix == ".py":
@@ -62,7 +62,7 @@ def check_name(
 
 
 def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) -> None:
-    """Refuses a support folder from which an output could not import, by `..NAME`."""
+    """Refuses a support folder that an output could not import as `..NAME`."""
     path, its = (Path(os.path.abspath(each)) for each in (out, support))
     if path == its or path.parent != its.parent:
         another = out.parent / (its.name if path != its else "support")
@@ -86,9 +86,9 @@ def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) 
 
 
 def _importable(name: str) -> bool:
-    """Whether `import NAME` looks for a folder of just this name.
+    """Whether `import NAME` looks for a folder of exactly this name.
 
-    Python reads identifiers in Unicode's normal form KC, so that a ligature is two letters to it.
+    Python normalises identifiers to Unicode's form NFKC, which turns a ligature into two letters.
     """
     plain = unicodedata.normalize("NFKC", name) == name and name != "__main__"
     return plain and may_be_bound(name)
@@ -96,7 +96,7 @@ def _importable(name: str) -> bool:
 
 def _hides(package: Path, module: str, files: Iterable[Path]) -> bool:
     """Whether a package has the name of a module that an output may import."""
-    inside = (package.parent / "__init__.py").is_file()  # where it has a longer name
+    inside = (package.parent / "__init__.py").is_file()  # then it has a dotted name
     return not inside and package.name in _imported(module, files)
 
 
@@ -105,7 +105,7 @@ def _imported(module: str, files: Iterable[Path]) -> set[str]:
     package, dot, _ = module.partition(".")
     found = {*sys.stdlib_module_names, *IMPORTED, *([package] if dot else [])}
     for file in files:
-        with contextlib.suppress(OSError, SyntaxError, ValueError):  # told in its turn
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # reported later
             found |= {
                 name.partition(".")[0] for name in imported(ast.parse(file.read_bytes()), None)
             }
@@ -113,11 +113,11 @@ def _imported(module: str, files: Iterable[Path]) -> set[str]:
 
 
 def _another(out: Path, wanted: str) -> str:
-    """What to do instead."""
+    """A hint with another name."""
     name = re.sub(r"\W", "_", unicodedata.normalize("NFKC", wanted)).replace("__main__", "main")
     name = f"out_{name}" if not name.isidentifier() else name
     name = f"{name}_" if keyword.iskeyword(name) else name
-    if out.name != os.path.basename(os.path.abspath(out)):  # `.`, say
+    if out.name != os.path.basename(os.path.abspath(out)):  # such as `.`
         return "give a folder of its own, such as `-o out`"
     other = out.with_name(name)
     if (out / record.NAME).is_file():

@@ -1,4 +1,4 @@
-"""The file of an output that holds its pipeline stages."""
+"""Makes the file of an output with its pipeline stages."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def pipeline_text(
     single_file: bool,
     sliced: Directive | None,
 ) -> PipelineText:
-    """What `pipeline.py` holds, and the helpers that it needs.
+    """The text of `pipeline.py`, and the helpers that it needs.
 
-    `emitted` is the output imported, and `sliced` is what lets ranks hold slices of the values
-    between layers.
+    `emitted` is the imported output, and `sliced` the directive by which ranks hold slices of the
+    activations between layers.
     """
     from slapo_rewrite.stages.cut import pipeline
 
@@ -67,7 +67,7 @@ def pipeline_text(
 
 
 def _in_original(place: Span, original: SourceFile, rewritten: SourceFile) -> Span:
-    """The same place in the user's file; where that has not the line, in the rewritten one."""
+    """The same place in the user's file, or in the rewritten one if the line is not there."""
     if place.path != rewritten.display:
         return place
     lines = original.text.splitlines(), rewritten.text.splitlines()

@@ -1,4 +1,4 @@
-"""`rewrite.json`: what went into an output, what came out, and why each line changed."""
+"""Reads `rewrite.json`: an output's inputs, its files, and why each line changed."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from slapo_rewrite import errors
 from slapo_rewrite.bundle import rules_folder
 
 NAME = "rewrite.json"
-SUPPORT = "support.json"  # that of a folder of helpers for several outputs
+SUPPORT = "support.json"  # the record of a support folder for several outputs
 
 
 def digest(data: str | bytes) -> str:
-    """The SHA-256 of a text."""
+    """The SHA-256 of a text or bytes."""
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
 def holds(path: Path, expected: str | None) -> bool:
-    """Whether a file is there, and has this SHA-256."""
+    """Whether a file exists, and has this SHA-256."""
     return path.is_file() and digest(path.read_bytes()) == expected
 
 
 def text_at(path: Path) -> str:
-    """What a file of an output holds, whatever became of it; nothing where there is none."""
+    """The text of an output's file, even if it is damaged; '' if there is none."""
     return path.read_bytes().decode(errors="replace") if path.is_file() else ""
 
 
 @functools.cache
 def tool_digest() -> str:
-    """One hash over the tool's own files: another tool may give another output.
+    """A hash of the tool's own files, since another version may give another output.
 
-    Without the bundled schedules: a record holds its schedule's own hash. The rules lie in the
-    package only where it is installed.
+    Bundled schedules are left out: a record has its schedule's hash. The rules are inside the
+    package only if it is installed.
     """
     root, rules = Path(__file__).resolve().parents[1], rules_folder()
     own = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
@@ -57,7 +57,7 @@ def tool_digest() -> str:
 def dumped(content: Mapping[str, Any]) -> str:
     """JSON with a line for each entry of the long lists."""
     text = json.dumps(content, indent=1, ensure_ascii=False, default=repr)
-    # Number lists, and what holds nothing else, on one line.
+    # Lists of numbers go on one line.
     text = re.sub(r"\[\s+((?:-?\d+,?\s+)+)\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
     return text + "\n"
 
@@ -66,7 +66,7 @@ def dumped(content: Mapping[str, Any]) -> str:
 def installed(package: str) -> str | None:
     """The version of an installed package, without importing it.
 
-    The label of a build (`+cpu`) is left out: an output does not depend on it.
+    The label of a build (`+cpu`) is removed: an output does not depend on it.
     """
     try:
         return importlib.metadata.version(package).partition("+")[0]
@@ -74,8 +74,8 @@ def installed(package: str) -> str | None:
         return None
 
 
-# What of a record is read again: a list of one shape, a mapping to one (`*`), alternatives in a
-# tuple; `?` marks what may be left out.
+# The schema of the parts of a record that are read: a list of one shape, a mapping to one (`*`),
+# alternatives in a tuple; `?` marks optional keys.
 SHAPE: Any = {
     "source": {"name": str, "file": str, "sha256": str},
     "schedule": {"name": str, "sha256": str},
@@ -137,12 +137,12 @@ SHAPE: Any = {
     "written?": {"*": str},
 }
 SUPPORT_SHAPE: Any = {"tool": {"digest": str}, "outputs": {"*": {"*": [str]}}, "files": {"*": str}}
-# A Python file of an output has less; what is packed may grow by far more.
+# More than any Python file of an output has; a manipulated packed text may expand to far more.
 MOST_BYTES = 32 << 20
 
 
 def read(out: Path, name: str = NAME) -> dict[str, Any]:
-    """The record of an output, or under another name of a support folder (`NotAnOutput`)."""
+    """The record of an output or a support folder; raises `NotAnOutput` without a valid one."""
     path = out / name
     if out.is_file():
         raise errors.NotAnOutput(f"`{out}` is a file, and not the folder of an output")
@@ -178,7 +178,7 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
 
 
 def misfit(value: object, shape: Any, name: str = "top level") -> str | None:
-    """Which part of a value that was read from JSON has not the shape it should have."""
+    """The name of a part of a JSON value that does not match the schema; None if all match."""
     if isinstance(shape, tuple):
         return None if any(misfit(value, each) is None for each in shape) else name
     if isinstance(shape, list):
@@ -202,19 +202,19 @@ def misfit(value: object, shape: Any, name: str = "top level") -> str | None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether something is the name of a file in a folder, and leads nowhere else."""
+    """Whether a value is the name of a file in a folder, and not a path elsewhere."""
     if not isinstance(name, str) or not name.strip(".") or "\0" in name:
         return False
     return not {"/", "\\"} & set(name)
 
 
 def packed(text: str) -> str:
-    """A text in as little room as a record should give it: bzip2, then base 85."""
+    """A text, compressed for a record: bzip2, then base 85."""
     return base64.b85encode(bz2.compress(text.encode())).decode()
 
 
 def written_files(out: Path) -> dict[str, str]:
-    """The Python files of an output as they were written, whatever became of them since."""
+    """The Python files of an output as they were written, before any later edits."""
     kept = read(out).get("written", {})
     try:
         return {name: _unpacked(text) for name, text in kept.items()}
@@ -233,11 +233,11 @@ def _unpacked(text: str) -> str:
 
 
 def comparable(text: str) -> str:
-    """The text of a record without what says nothing about the output.
+    """The text of a record without the parts that say nothing about the output.
 
-    What verification found is added later, the digest of the tool only spares `--check` a rewrite
-    (another tool that gives the same files leaves an output current), and the files themselves and
-    what hand edits made of them are there for `--merge`.
+    The result of verification is added later. The tool's digest only saves `--check` a rewrite: an
+    output stays current if another version of the tool gives the same files. The written files and
+    the hashes of merged ones serve `--merge`.
     """
     try:
         content = json.loads(text)
@@ -252,12 +252,12 @@ def comparable(text: str) -> str:
 
 
 def with_verification(text: str, verification: Mapping[str, Any]) -> str:
-    """The text of a record with a verification in it."""
+    """The text of a record with the result of a verification."""
     return dumped({**json.loads(text), "verification": dict(verification)})
 
 
 def with_merged(text: str, merged: Mapping[str, str]) -> str:
-    """The text of a record with what its files became by edits that were carried over."""
+    """The text of a record with the hashes of files that contain merged hand edits."""
     content = json.loads(text)
     written = content.pop("written")
     kept = {"merged": {n: digest(t) for n, t in merged.items()}} if merged else {}
@@ -265,7 +265,7 @@ def with_merged(text: str, merged: Mapping[str, str]) -> str:
 
 
 def as_left(content: Mapping[str, Any], name: str) -> str | None:
-    """The hash of a file of an output as the tool left it, with the edits that it carried over."""
+    """The hash of an output's file as the tool left it, merged hand edits included."""
     merged, files = content.get("merged", {}), content["files"]
     found: str | None = merged.get(name, files.get(name))
     return found

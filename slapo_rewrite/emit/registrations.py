@@ -1,8 +1,8 @@
-"""Registries that take each name once: what they have of the original is not registered again.
+"""Removes decorators of registries that accept each name once, and hold the original's.
 
-The output imports the registry from where the original does, and with it, as a rule, the original:
-`@register_model()` of torchvision raises then. Such a decorator is left out of the output, if what
-it gives back is what it was given.
+The output imports the registry from where the original does, and usually imports the original that
+way: `@register_model()` of torchvision then raises. Such a decorator is left out of the output, if
+it returns its argument.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from slapo_rewrite.model.emitted import Emitted, FailedOutput, imported
 
 @contextlib.contextmanager
 def imported_beside(draft: Draft, copies: SiblingFiles, anew: Sequence[str]) -> Iterator[Emitted]:
-    """Imports an output, without the decorators that do not stand to run beside the original.
+    """Imports an output, without decorators that fail since the original is imported as well.
 
-    Those are left out of the draft's texts. `anew` are modules that are imported anew where a file
-    fails.
+    They are removed from the draft's texts. The `anew` modules are imported again if a file fails.
     """
     with contextlib.ExitStack() as stack:
         refused: FailedOutput | None = None
@@ -55,7 +54,7 @@ def imported_beside(draft: Draft, copies: SiblingFiles, anew: Sequence[str]) -> 
 def _left_out(
     draft: Draft, copies: SiblingFiles, name: str, line: int
 ) -> list[tuple[SourceFile, str]]:
-    """Takes the decorator at a line of a file from all definitions that have it: these."""
+    """Removes the decorator at a line of a file from all definitions, and returns these."""
     source = next((f for f in copies.files.values() if copies.name(f) == name), None)
     if source is None:
         return []
@@ -71,7 +70,7 @@ def _left_out(
 
 
 def _are_alike(before: Any, after: Any) -> bool:
-    """Whether a definition is what it was, but for its module and a schedule's new methods."""
+    """Whether a definition is equal apart from its module and a schedule's new methods."""
     if type(before) is not type(after):
         return False
     if isinstance(before, type):

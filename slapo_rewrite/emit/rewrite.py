@@ -1,4 +1,4 @@
-"""The main job: from a source file and a schedule to the output's files, in memory."""
+"""The main task: turns a source file and a schedule into the output's files, in memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Output:
     files: dict[str, str]  # the output folder's files, by name
     originals: dict[str, Original]  # the sources, by the names of the rewritten files
     model_file: str  # the name of the rewritten model file
-    warnings: list[str] = field(default_factory=list)  # what could not be checked, in words
+    warnings: list[str] = field(default_factory=list)  # such as checks that were not possible
     seconds: dict[str, float] = field(default_factory=dict)  # CPU time of each part of the work
     inputs: list[Path] = field(default_factory=list)  # the user's files that it depends on
     # The names that it imports from its support folder, by helper module.
@@ -86,8 +86,8 @@ def rewrite(
         single_file: Put the helpers into the model file, instead of a package around it.
         further: Optional helpers to add (`--with`).
         support: A folder beside the output to put the helpers in (`--support`).
-        tries: A trial to run on the output, imported and built; None: a small model of it is run
-            against the original's.
+        tries: A trial to run on the imported output; None to run a small model of it against the
+            original's.
     """
     options = Options(settings, single_file, optional_helpers(further), support, tries)
     with _emitting(Project(source, schedule), options) as emission:
@@ -100,7 +100,7 @@ def try_out(
 ) -> None:
     """Applies a schedule in memory and runs a trial on the output.
 
-    The project itself is left as it is. `on_ranks` says whether memory budgets for ranks that share
+    The project itself does not change. `on_ranks` says whether memory budgets for ranks that shard
     layers may choose what is recomputed.
     """
     options = Options(settings, tries=trial, on_ranks=on_ranks)
@@ -115,7 +115,7 @@ def _emitting(project: Project, options: Options) -> Iterator[_Emission]:
         with project.placed("schedule"), without_dynamo():
             yield _Emission(project, options, original)
     finally:
-        # While the schedule ran, this name stood for the changed source.
+        # While the schedule ran, this name was bound to the changed source.
         sys.modules[project.original.name] = original
 
 
@@ -150,7 +150,7 @@ class _Emission:
         if self.options.support is not None:
             self._share_helpers(self.options.support)
         self.users = own_modules(project.original, project.schedule.tree, project.loaded)
-        # These are imported anew with the output, which is built and run.
+        # These are imported again with the output, which is built and run.
         anew = [*self.users, project.original.name]
         given = self.draft, project, self.plan, self.copies, anew, self.original, self.sizes
         made = Construction(*given, self.lowered.warnings)
@@ -170,7 +170,7 @@ class _Emission:
             project.sources,
             self._step_inputs,
             self._small,
-            # What a trial at several world sizes would find is found sooner so, with its line.
+            # Finds errors of several world sizes earlier than a trial would, and with their lines.
             thorough=len(self.sizes) != 1,
         )
         self.outputs: OutputFiles = self.lowered.files
@@ -199,7 +199,7 @@ class _Emission:
         return model, small_model.training_inputs(schedule, model)
 
     def _refer(self) -> None:
-        """Imports what rules have written, if later changes have not removed it."""
+        """Imports the functions that rules call, unless later changes removed the calls."""
         project = self.project
         if not project.references:
             return
@@ -259,7 +259,7 @@ class _Emission:
         return f"# Written by slapo-rewrite {__version__} for {name}; rewrite.json says from what."
 
     def _cut_stages(self) -> None:
-        """Makes the pipeline's stages, which may need further helpers."""
+        """Makes the pipeline stages, which may need further helpers."""
         from slapo_rewrite.emit.pipeline_file import pipeline_text
         from slapo_rewrite.stages.program import Cut
 
@@ -346,7 +346,7 @@ UNCHECKED = (
 
 
 def _has_own_code(plan: Plan) -> bool:
-    """Whether the schedule puts its own code into the model, which may compute something else."""
+    """Whether the schedule inserts its own code, which may compute something else."""
     return any(
         directive.primitive in ("replace", "replace_all") for directive in plan.directives
     ) or any(not isinstance(sync.op, str) for state in plan.states.values() for sync in state.syncs)
@@ -355,13 +355,13 @@ def _has_own_code(plan: Plan) -> bool:
 def idle_calls(plan: Plan, draft: Draft, inferred: Sequence[Directive]) -> list[str]:
     """Warnings for calls that selected modules and changed nothing.
 
-    Calls that have told what they chose or left out do not count, nor do those that only check.
+    Calls that report an outcome do not count, nor do those that only check.
     """
     changes = (change for own in draft.changes.values() for change in own)
     causes = [*(change.causes for change in changes), *draft.helper_causes().values()]
     busy = {directive.number for each in causes for directive in each}
     told = {d.number for d in plan.directives if d.outcome is not None} | plan.notes.keys()
-    # Splits and collectives are checked against each other: some only confirm what follows.
+    # Shards and collectives are checked against each other: some only confirm what is inferred.
     states = plan.states.values()
     is_split = bool(inferred) or any(s.shards or s.shares or s.syncs for s in states)
     checked = {"shard", "sync", "infer_sync"} if is_split else set()
@@ -393,7 +393,7 @@ def used_helpers(copies: SiblingFiles, outputs: OutputFiles) -> dict[str, set[st
 
 
 def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> None:
-    """Refuses a single file if the schedule changes several: their names might clash."""
+    """Refuses `--single-file` if the schedule changes several files: names might clash."""
     others = [f for f in copies.files.values() if f is not copies.sources.main]
     if others:
         causes = merged_causes(*(e.causes for f in others for e in edits.get(f.name, ())))

@@ -1,4 +1,4 @@
-"""The text of a rewritten file: with its edits, and without the imports that they leave idle."""
+"""The text of a rewritten file, with its edits and without imports that become unused."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def rewritten(
     earlier: Sequence[Change] = (),
     original: SourceFile | None = None,
 ) -> tuple[str, list[Change]]:
-    """The text of a file with its edits, and without the imports that they leave idle.
+    """The text of a file with its edits, and without imports that become unused.
 
-    The file is as it is before the last edits; `own` is what changed in its classes and functions,
-    `earlier` are the lines that edits before these wrote, and `original` is the file before all
-    edits, where that is another one.
+    `file` is the file before these edits. `own` are the edits of its classes and functions,
+    `earlier` the lines that previous edits wrote, and `original` the file before all edits, if that
+    is a different one.
     """
     text, _ = apply_edits(file.text, edits)
     idle = idle_imports(file, text, [*own, *earlier], original, {e.start for e in edits})
     edits, idle = _instead_of_a_first_line(edits, idle)
-    # What stands inside a statement that is written anew is part of that.
+    # Edits inside a removed import are part of its removal.
     kept = [e for e in edits if not any(i.start < e.start and e.end < i.end for i in idle)]
-    # Where an import is redirected, idle names are left out there.
+    # A redirected import leaves unused names out itself.
     idle = [i for i in idle if not any(e.start <= i.start < e.end for e in kept)]
     return apply_edits(file.text, [*kept, *idle], earlier)
 
@@ -44,7 +44,7 @@ def rewritten(
 def _instead_of_a_first_line(
     edits: Sequence[Edit], idle: list[Edit]
 ) -> tuple[Sequence[Edit], list[Edit]]:
-    """Has what is added below the file's first line stand in its place, where that goes."""
+    """Moves text added below the file's first line to that line, if the line is removed."""
     first = next((i for i in idle if not i.start), None)
     below = first and next((e for e in edits if e.start == e.end == first.end - 1), None)
     if below is None:
@@ -54,7 +54,7 @@ def _instead_of_a_first_line(
 
 
 def idle_names(file: SourceFile, text: str) -> Set[str]:
-    """The imported names that a file uses, and that its rewritten text uses no more."""
+    """The imported names that a file uses, but its rewritten text does not."""
     return (file.imports.keys() & used_in(file.tree)) - used_in(file.parsed(text))
 
 
@@ -65,10 +65,10 @@ def idle_imports(
     original: SourceFile | None = None,
     places: Set[int] = frozenset(),
 ) -> list[Edit]:
-    """Takes out imported names that the original uses and the rewritten text no longer does.
+    """Removes imported names that the original uses but the rewritten text does not.
 
-    Text changes at `places`: new imports stand behind an import that may go. `original` is the file
-    before all edits, where that is another one.
+    Other edits are at `places`, such as new imports after an import that may be removed. `original`
+    is the file before all edits, if that is a different one.
     """
     idle = idle_names(original or file, text) & file.imports.keys()
     causes = merged_causes(*(e.causes for e in edits))
@@ -79,7 +79,7 @@ def idle_imports(
             continue
         kept = [a for a in node.names if (a.asname or a.name) not in idle]
         if len(kept) == len(node.names) or import_lines.is_remarked(file, node):
-            continue  # a comment there may be about the import: leave both
+            continue  # a comment there may be about the import: both stay
         if not kept and file.span(node)[1] not in places:
             gone[node] = Lines(gone=(causes, UNUSED))
             continue
@@ -95,7 +95,7 @@ def idle_imports(
 
 
 def used_in(tree: ast.Module) -> set[str]:
-    """Names that a file uses, those in strings (`__all__`, quoted annotations) included."""
+    """The names that a file uses, including names in strings (`__all__`, quoted annotations)."""
     used: set[str] = set()
     waiting: list[Any] = [tree]
     while waiting:  # twice as fast as `ast.walk`, and whole files are walked
@@ -112,7 +112,7 @@ def used_in(tree: ast.Module) -> set[str]:
 
 
 def check_text(text: str, file: SourceFile) -> None:
-    """The result must parse, and define every class and function that the original defines."""
+    """Checks that the text parses, and defines all classes and functions of the original."""
 
     def defined(tree: ast.Module) -> set[str]:
         return {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
@@ -123,7 +123,7 @@ def check_text(text: str, file: SourceFile) -> None:
 
 
 def carried(changes: Sequence[Change], before: str, after: str) -> list[Change]:
-    """The lines that edits wrote, in a text of which definitions were taken and laid out anew."""
+    """Maps changed lines to a text that contains some of the definitions in a new layout."""
     matcher = difflib.SequenceMatcher(None, lines_of(before), lines_of(after), False)
     found = []
     for change in changes:

@@ -1,9 +1,9 @@
-"""The files that an output holds beside the model's, since they define what it changes.
+"""The files that an output holds beside the model file, since they define changed classes.
 
-A file that the schedule changes is copied into the output, and so is one that has to see what
-changed: it derives a class from a changed one, makes one, or hands one on. Whatever a file of the
-output imports that a copied file defines, changed or not, it imports from the copy: within the
-output there is one class of each name, so `isinstance`, base classes and registries agree.
+A file that the schedule changes is copied into the output. So is a file that has to use a changed
+class: it derives a class from one, instantiates one, or re-exports one. Files of the output import
+all definitions of a copied file, changed or not, from the copy: within the output there is one
+class of each name, so that `isinstance`, base classes and registries agree.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
 
-# A definition: the module whose file holds it, and its name there; '' for the module itself.
+# A definition: the module that contains it, and its name there; '' for the module itself.
 Target = tuple[str, str]
 
 
 class SiblingFiles:
-    """Which files are in the output, and what becomes of the imports between them."""
+    """The rewritten files of the output, and the redirected imports between them."""
 
     def __init__(
         self, sources: Sources, outputs: OutputFiles, edits: Mapping[str, Sequence[Edit]]
@@ -54,7 +54,7 @@ class SiblingFiles:
         return f"{self.outputs.stem(file)}.py"
 
     def check_built(self, emitted: Tree, tree: Tree, before: Iterable[Change] = ()) -> None:
-        """The output's model must be made of the classes that changed, and not of the originals."""
+        """Checks that the output's model has no original classes in the places of changed ones."""
         main = self.sources.main
         why = functools.cache(
             lambda file, name: self._why(file, name, before if file is main else ())
@@ -65,14 +65,14 @@ class SiblingFiles:
                 causes = why(file, cls.__name__) if file and cls.__name__ in file.classes else ()
                 if not causes:
                     continue
-                # What holds it may be the original's already.
+                # Its owner may be of an original class already.
                 held = [n for n in (node, *node.owners()) if n.cls.__module__ in self.files]
                 raise self._made_elsewhere(held[-1], tree.nodes.get(held[-1].path), causes)
 
     def _made_elsewhere(
         self, node: Node, known: Node | None, causes: tuple[Directive, ...]
     ) -> errors.RewriteError:
-        """A module is the original's in the output; `known` is the one of the original."""
+        """The error for a module of an original class; `known` is the original's node."""
         name = node.cls.__name__
         site = known_site(self.sources, known) if known is not None else None
         if site and name not in {*names_in(site.call), getattr(site.callee, "attr", "")}:
@@ -94,7 +94,7 @@ class SiblingFiles:
         )
 
     def _why(self, file: SourceFile, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
-        """The directives for which a class of a file changes."""
+        """The directives that change a class of a file."""
         node = file.classes[name]
         (start, end), last = file.span(node), node.end_lineno or node.lineno
         edits = [e for e in self.edits.get(file.name, ()) if e.start < end and e.end > start]
@@ -104,7 +104,7 @@ class SiblingFiles:
     # Which files ----------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Adds the files that have to see what changed."""
+        """Adds the files that have to use changed definitions."""
         added = True
         while added:
             self._affected.clear()
@@ -119,13 +119,13 @@ class SiblingFiles:
                         added = True
 
     def _named_by(self, file: SourceFile) -> list[str]:
-        """The modules whose copies the changes of a file refer to."""
+        """The modules whose copies the edits of a file refer to."""
         helpers = self.outputs.of_file(file).imports.helpers
         files = [output.file for output in self.outputs]
         return [each.name for each in files if self.outputs.stem(each) in helpers]
 
     def _sees(self, *target: str) -> bool:
-        """Whether a definition has to be what it is in the output: it changed or uses what did."""
+        """Whether a definition changed, or uses a changed one directly or indirectly."""
         seen: set[Target] = set()
         waiting: list[Target] = [(target[0], target[1])]
         while waiting:
@@ -148,7 +148,7 @@ class SiblingFiles:
         return any(e.start < end and e.end > start for e in self.edits[module])
 
     def _used(self, module: str, name: str) -> Iterator[Target]:
-        """What a definition, or all of a module, refers to, as far as that can have changed."""
+        """The definitions that a definition, or a whole module, uses and that may have changed."""
         file = self.sources.file_named(module) if module in self._near else None
         if file is None:
             return
@@ -163,7 +163,7 @@ class SiblingFiles:
 
     @functools.cached_property
     def _near(self) -> set[str]:
-        """The imported modules from which a changed file can be reached, by what they hold."""
+        """The imported modules whose attributes lead, directly or indirectly, to a changed file."""
         holders: dict[str, set[str]] = {}
         for name, module in list(sys.modules.items()):
             if is_torch(name) or not isinstance(module, types.ModuleType):
@@ -184,9 +184,9 @@ class SiblingFiles:
     # Imports --------------------------------------------------------------------------------
 
     def redirections(self, file: SourceFile, idle: Set[str] = frozenset()) -> list[Edit]:
-        """The imports of a file as they must be in the output: absolute, or of a copy beside it.
+        """The edits that make the imports of a file absolute, or import from a copy beside it.
 
-        What the file uses of a copy beyond what it imports is imported along with that.
+        Further names of a copy that the file's edits use are added to its imports.
         """
         if len(self.files) == 1:
             return absolute_imports(file)
@@ -249,7 +249,7 @@ class SiblingFiles:
         yield instead(file, node, lines).caused_by(causes, why)
 
     def _changed_by_star(self, file: SourceFile, base: str) -> Iterator[str]:
-        """The names that a file uses, and a star brings, of what is in copied files."""
+        """The names of copied files that a file uses by a star import."""
         module = sys.modules.get(base)
         shown = getattr(module, "__all__", None) or [
             n for n in vars(module or file) if not n.startswith("_")
@@ -259,7 +259,7 @@ class SiblingFiles:
                 yield name
 
     def _module_imports(self, file: SourceFile, node: ast.Import) -> Iterator[Edit]:
-        """`import layers` of a module that is copied."""
+        """Redirects `import layers` of a copied module."""
         copied = [a for a in node.names if a.name in self.files]
         if not copied:
             return
@@ -278,7 +278,7 @@ class SiblingFiles:
         yield placed.caused_by(causes, REDIRECTED)
 
     def _through_module(self, file: SourceFile, node: ast.Attribute) -> Iterator[Edit]:
-        """`package.layers` of a copied module that is reached through its package."""
+        """Redirects `package.layers` of a copied module that is used through its package."""
         qualified = file.qualified(node)
         root = node
         while isinstance(root, ast.Attribute):
@@ -312,7 +312,7 @@ class SiblingFiles:
         return self.outputs.stem(self.files[module])
 
     def _causes(self, module: str, seen: tuple[str, ...] = ()) -> tuple[Directive, ...]:
-        """The directives for which a module is copied: its own, else those of what it sees."""
+        """The directives that change a copied module, or else the modules that it imports."""
         if module == self.sources.main.name or module in seen:
             return ()
         own = merged_causes(*(e.causes for e in self.edits.get(module, ())))
@@ -323,7 +323,7 @@ class SiblingFiles:
 
 
 def absolute_imports(file: SourceFile) -> list[Edit]:
-    """Relative imports made absolute, since the file leaves its package."""
+    """The edits that make relative imports absolute, since the file leaves its package."""
     imports = (n for n in file.statements if isinstance(n, ast.ImportFrom))
     return [edit for node in imports for edit in _absolute(file, node)]
 
@@ -342,7 +342,7 @@ def _absolute(file: SourceFile, node: ast.ImportFrom) -> list[Edit]:
 
 
 def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]]:
-    """The names that a file imports from Python files outside of torch, with what they mean."""
+    """The names that a file imports from Python files outside of torch, with their targets."""
     for local, dotted in _bound_by_imports(file):
         target = _target(sources, dotted)
         if target is not None:
@@ -350,9 +350,9 @@ def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]
 
 
 def _target(sources: Sources, dotted: str) -> Target | None:
-    """What an imported name means; None for torch's, and for a package.
+    """The definition of an imported name; None for torch's, and for a package.
 
-    What is reached through a package is looked at where that happens.
+    Attributes of a package are handled where they are used.
     """
     module, _, name = dotted.rpartition(".")
     if is_torch(dotted) or hasattr(sys.modules.get(dotted), "__path__"):
@@ -364,15 +364,15 @@ def _target(sources: Sources, dotted: str) -> Target | None:
 
 @functools.lru_cache(maxsize=256)
 def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
-    """The names that the imports of a file bind, each with what is imported by it."""
+    """The names that the imports of a file bind, each with the imported dotted name."""
     modules = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
     dotted = [(name.partition(".")[0], name) for name in modules if "." in name]
     return [*file.imports.items(), *dotted]
 
 
 def _chased(sources: Sources, module: str, name: str) -> Target:
-    """Where a name that is imported from a module is defined."""
-    for _ in range(20):  # names that import each other end
+    """Follows re-exports to the definition of a name that is imported from a module."""
+    for _ in range(20):  # ends for circular imports as well
         live = vars(sys.modules[module]).get(name) if module in sys.modules else None
         if isinstance(live, type | types.FunctionType):
             home, own = str(live.__module__), live.__name__
@@ -391,7 +391,7 @@ def _chased(sources: Sources, module: str, name: str) -> Target:
 
 @functools.lru_cache(maxsize=256)
 def _definitions(file: SourceFile) -> dict[str, ast.stmt]:
-    """What binds each name of a file's module level, imports apart."""
+    """The statement that binds each name at a file's top level, without imports."""
     found: dict[str, ast.stmt] = {**file.classes, **file.functions}
     for statement in file.tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
@@ -402,7 +402,7 @@ def _definitions(file: SourceFile) -> dict[str, ast.stmt]:
 
 
 def _written_out(made: ast.AST, name: str) -> str:
-    """The construction by the class's own name of what a factory makes."""
+    """A factory's construction, written as a call by the class's own name."""
     match made:
         case ast.Call(func=ast.Attribute(attr="from_config")):
             arguments = [ast.unparse(a) for a in (*made.args, *made.keywords)]

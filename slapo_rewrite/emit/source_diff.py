@@ -1,4 +1,4 @@
-"""What an output's rewritten files are compared with, and the differences."""
+"""Compares rewritten files with their originals."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slapo_rewrite.emit.sibling_files import absolute_imports
 
 @dataclass(frozen=True)
 class Original:
-    """What a rewritten file is compared with."""
+    """The original that a rewritten file is compared with."""
 
     text: str  # the source
-    absolute: str  # the same, with those imports absolute that are so in the rewritten file
-    lines: tuple[int, ...]  # the lines of the rewritten file on which these begin
+    absolute: str  # the source, with relative imports that the rewritten file has as absolute
+    lines: tuple[int, ...]  # the lines of these imports in the rewritten file
 
     @classmethod
     def of(cls, file: SourceFile, rewritten: str) -> Original:
-        """The source of a rewritten file."""
-        before = set(lines_of(file.text))  # what was absolute stays, as do examples in strings
+        """The original of a rewritten file."""
+        before = set(lines_of(file.text))  # absolute before, or examples in strings
         imported = {
             number: line.split()[1]
             for number, line in enumerate(lines_of(rewritten), 1)
@@ -38,7 +38,7 @@ class Original:
 
 
 def whole_diff(originals: Mapping[str, Original], files: Mapping[str, str], context: int) -> str:
-    """The differences of all rewritten files from their originals, the model file's first."""
+    """The unified diffs of all rewritten files against their originals, model file first."""
     text = ""
     for name, original in originals.items():
         if count := len(original.lines):
@@ -55,7 +55,7 @@ def unified_diff(
     context: int,
     sides: tuple[str, str] = ("original", "rewritten"),
 ) -> str:
-    """The difference of two texts, empty where there is none."""
+    """The unified diff of two texts; '' if they are equal."""
     lines = difflib.unified_diff(
         ended_lines(before),
         ended_lines(after),

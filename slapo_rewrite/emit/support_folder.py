@@ -1,12 +1,12 @@
-"""One folder of helpers for several outputs that lie beside it.
+"""One folder of helpers for several outputs beside it.
 
     models/
-      support/        the union of what the outputs use, and `support.json`
+      support/        the union of the helpers that the outputs use, and `support.json`
       bert/           imports `from ..support.tensor_parallel import ...`
       llama/
 
-What an output uses stands in its own record; the folder is always made anew of the records of the
-outputs beside it, so one that is moved away or written without it is not counted any more.
+The record of each output has the names that it uses. The folder is always generated from the
+records of the outputs beside it, so that outputs which were moved or use no folder do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slapo_rewrite.emit.helpers import library_files
 from slapo_rewrite.emit.transaction import locked, made, put
 from slapo_rewrite.emit.write import check_apart, edited, in_the_way, matches, recorded, write
 
-# The names that an output uses, by helper module.
+# The names that an output uses from the folder, by helper module.
 Uses = Mapping[str, Collection[str]]
 
 
@@ -36,10 +36,10 @@ def use_support(
     changes: dict[str, list[Change]],
     lengths: Mapping[str, int],
 ) -> dict[str, str]:
-    """The files of an output that has its helpers in a support folder, those by their path from it.
+    """The files of an output with its helpers in a support folder, by relative path.
 
-    The `changes` are the lines that the schedule caused, which move along; `lengths` the line
-    lengths of files that black does not lay out at its default.
+    `changes` are the lines that the schedule caused; they are updated. `lengths` are the line
+    lengths of files with another one than black's default.
     """
     helpers = helpers_of(uses)
     modules = {Path(name).stem for name in helpers}
@@ -59,7 +59,7 @@ def use_support(
 def _redirections(
     folder: str, name: str, text: str, modules: Collection[str], line_length: int
 ) -> Iterator[Edit]:
-    """The imports of helpers that lie in the support folder, not beside the file, in order."""
+    """The edits that import helpers from the support folder, with sorted import lines."""
     tree = ast.parse(text)
     file = SourceFile(Path(name), Path(name).stem, text, tree, line_length=line_length)
     runs: list[list[ast.ImportFrom]] = []
@@ -81,14 +81,14 @@ def _redirections(
 
 
 def _lead(folder: str, node: ast.ImportFrom, modules: Collection[str]) -> str:
-    """Where names are imported from."""
+    """The module that names are imported from."""
     if node.module is None and modules and {alias.name for alias in node.names} <= set(modules):
         return f"..{folder}"
     return f"..{folder}.{node.module}" if node.module in modules else f".{node.module or ''}"
 
 
 def as_recorded(uses: Uses) -> dict[str, list[str]]:
-    """Names by helper module, as records hold them."""
+    """Names by helper module, in the form of records."""
     return {module: sorted(names) for module, names in sorted(uses.items())}
 
 
@@ -98,7 +98,7 @@ def helpers_of(uses: Uses) -> dict[str, str]:
 
 
 def _outputs(folder: Path, but: str) -> dict[str, Uses]:
-    """What the outputs beside a support folder use of it, but for one of them."""
+    """The names that outputs beside a support folder use of it, without output `but`."""
     try:
         known = record.read(folder, record.SUPPORT)["outputs"]
     except errors.NotAnOutput:
@@ -112,7 +112,7 @@ def _outputs(folder: Path, but: str) -> dict[str, Uses]:
         except errors.NotAnOutput:
             if path.parent.name in known:
                 raise
-            continue  # it may be another tool's
+            continue  # may be a file of another tool
         if support is not None and support["folder"] == folder.absolute().name:
             found[path.parent.name] = support["uses"]
     return found
@@ -127,7 +127,7 @@ def _union(several: Iterable[Uses]) -> dict[str, set[str]]:
 
 
 def _files(outputs: Mapping[str, Uses]) -> dict[str, str]:
-    """What a support folder is to hold."""
+    """The files of a support folder for these outputs."""
     files = {
         "__init__.py": '"""What the rewritten models beside this folder have in common."""\n',
         **helpers_of(_union(outputs.values())),
@@ -141,7 +141,7 @@ def _files(outputs: Mapping[str, Uses]) -> dict[str, str]:
 
 
 def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
-    """Whether a support folder is as this tool made it of the records of the outputs, by hashes."""
+    """Whether a support folder is up to date with the tool and the outputs, by hashes."""
     try:
         known = record.read(folder, record.SUPPORT)
         outputs = {
@@ -155,7 +155,7 @@ def is_current(out: Path, folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def differing(out: Path, folder: Path, uses: Uses) -> list[str]:
-    """Files of a support folder that are not what an output that uses it needs today."""
+    """The files of a support folder that differ from what an output and the others need."""
     name = out.absolute().name
     wanted = _files({**_outputs(folder, name), name: uses})
     return [f"{folder / each}" for each in matches(folder, wanted, record.SUPPORT)]
@@ -171,10 +171,10 @@ def write_both(
     replacing: Mapping[str, str] | None = None,
     inputs: Collection[Path] = (),
 ) -> None:
-    """Writes an output and its support folder; where the one fails, the other is as it was.
+    """Writes an output and its support folder; if one fails, the other is restored.
 
-    At every moment the folder holds what the output imports from it: first it has what the output
-    used and will use, last what it uses alone.
+    At all times the folder has what the output imports: first the union of its old and new helpers,
+    and at the end the new ones only.
     """
     check_apart(folder, inputs)
     name = out.absolute().name
@@ -200,10 +200,10 @@ def write_both(
 
 
 def _meanwhile(others: Mapping[str, Uses], name: str, before: Uses, uses: Uses) -> dict[str, str]:
-    """The files while an output is written: for what it used, and for what it will use.
+    """The files while an output is written: the union of its old and new helpers.
 
-    For the latter alone where one function gets another backend: a file holds only one of them,
-    and what was written before can call either.
+    Only the new ones if a function gets another backend: a file can hold one of them only, and the
+    old output can call either.
     """
     try:
         return _files({**others, name: _union([before, uses])})
@@ -216,7 +216,7 @@ def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _used_before(out: Path, folder: Path) -> Uses:
-    """What an output uses of a support folder as it is now."""
+    """The names that an output uses of a support folder before it is rewritten."""
     try:
         support = record.read(out).get("support", {})
     except errors.NotAnOutput:
@@ -226,7 +226,7 @@ def _used_before(out: Path, folder: Path) -> Uses:
 
 
 def _check_tool(folder: Path, others: Collection[str]) -> None:
-    """Refuses to change what other outputs import, as they were written for it as it is."""
+    """Refuses changes of helpers that other outputs import, if another tool version made them."""
     try:
         known = record.read(folder, record.SUPPORT)
     except errors.NotAnOutput:

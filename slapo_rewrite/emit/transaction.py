@@ -1,9 +1,8 @@
-"""Changes the files of a folder: all of them or none, whatever interrupts it.
+"""Changes the files of a folder atomically: all of them or none, whatever interrupts it.
 
-The new ones are laid beside the others in a folder that is there meanwhile, the old ones are kept
-in it, and a journal says what is to become of which. From the journal's first byte on a run that
-is interrupted is carried through by the next one, or taken back where a file was edited since;
-before, what it has left is removed.
+A temporary folder inside it holds the new files and the old ones, and a journal lists the changes.
+Once the journal exists, an interrupted run is completed by the next one, or rolled back if a file
+was edited since. Before that, its temporary files are removed.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from slapo_rewrite.emit import record
 
 try:
     import fcntl
-except ImportError:  # where there are no such locks, two runs at once are the user's own affair
+except ImportError:  # without such locks, users have to prevent concurrent runs
     fcntl = None  # type: ignore[assignment]
 
-# What lies in an output folder while it is written, and in it.
+# The temporary folder in an output folder, and the names in it.
 WORK, NEW, OLD, FORWARD, BACK = ".slapo-rewrite", "new", "old", "forward", "back"
 PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one file."""
+    """The change of one file."""
 
     name: str  # the file's name
-    old: str | None  # the hash of what it holds before; None where it is not there
-    new: str | None  # the hash of what it is to hold; None where it is to go
+    old: str | None  # the hash of its old content; None if it did not exist
+    new: str | None  # the hash of its new content; None if it is removed
 
 
 class _EditedError(Exception):
-    """A file is not what it was when the run began."""
+    """A file was edited since the run began."""
 
 
 def state(path: Path) -> str | None:
-    """The hash of a file; None where there is none."""
+    """The hash of a file; None if it does not exist."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             kind = "a folder" if path.is_dir() else "not a file"
@@ -64,7 +63,7 @@ def state(path: Path) -> str | None:
 
 
 def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
-    """Carries out what has to change, all of it or nothing."""
+    """Writes files, and removes other `known` ones: everything or nothing."""
     gone = sorted(set(known) - files.keys())
     steps = [Step(n, state(out / n), record.digest(data)) for n, data in sorted(files.items())]
     steps += [Step(name, state(out / name), None) for name in gone]
@@ -101,7 +100,7 @@ def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
 
 
 def _take_back(out: Path, steps: Sequence[Step]) -> None:
-    """Leaves a folder as it was; where even that fails, to the next run."""
+    """Restores a folder; if even that fails, the next run does."""
     with contextlib.suppress(OSError):
         work = out / WORK
         if (work / FORWARD).exists():
@@ -111,7 +110,7 @@ def _take_back(out: Path, steps: Sequence[Step]) -> None:
 
 
 def _forward(out: Path, steps: Sequence[Step]) -> None:
-    """Puts every file in its place that is not there yet, unless one is not what it was."""
+    """Moves each new file to its place; raises `_EditedError` if the old one was edited."""
     for step in steps:
         path, new = out / step.name, out / WORK / NEW / step.name
         if (step.new is not None and not new.exists()) or state(path) == step.new:
@@ -122,7 +121,7 @@ def _forward(out: Path, steps: Sequence[Step]) -> None:
             os.unlink(path)
         else:
             os.replace(new, path)
-        # It may have been written to since it was compared: what was kept is the same file.
+        # Detects writes after the comparison: the kept file is a hard link to the same file.
         kept = out / WORK / OLD / step.name
         if kept.is_file() and not kept.is_symlink() and state(kept) != step.old:
             raise _EditedError(step.name)
@@ -131,7 +130,7 @@ def _forward(out: Path, steps: Sequence[Step]) -> None:
 
 
 def _back(out: Path, steps: Sequence[Step]) -> None:
-    """Puts every file back that was replaced; one that was edited since stays."""
+    """Restores each replaced file, unless it was edited since."""
     for step in steps:
         path, old = out / step.name, out / WORK / OLD / step.name
         if state(path) != step.new:
@@ -145,7 +144,7 @@ def _back(out: Path, steps: Sequence[Step]) -> None:
 
 
 def _clear(out: Path) -> None:
-    """Removes what lies in a folder while it is written; the journal first."""
+    """Removes the temporary folder, its journal first."""
     work = out / WORK
     for name in (FORWARD, BACK, "journal"):
         with contextlib.suppress(FileNotFoundError):
@@ -161,7 +160,7 @@ def _clear(out: Path) -> None:
 
 
 def tidied(out: Path) -> str | None:
-    """Ends what an interrupted run began; what was done, in words."""
+    """Completes or rolls back an interrupted run; returns a message about it, or None."""
     if not os.path.lexists(out / WORK):
         return None
     with locked(out) as done:
@@ -170,9 +169,9 @@ def tidied(out: Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[Callable[[], str | None]]:
-    """One run at a time in a folder; what an interrupted one left is tidied up first.
+    """Locks a folder for one run at a time, after recovery from an interrupted one.
 
-    Gives a function that says what that was. The lock ends with the process that holds it.
+    Yields a function that returns the message about the recovery. The lock ends with its process.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -193,9 +192,9 @@ def locked(out: Path) -> Iterator[Callable[[], str | None]]:
 
 
 def lock(descriptor: int) -> bool:
-    """Locks an open file or folder until it is closed; False where another process has locked it.
+    """Locks an open file or folder until it is closed; False if another process has locked it.
 
-    A file system without locks has all do as they like.
+    On a file system without locks it always succeeds.
     """
     try:
         if fcntl is not None:
@@ -250,7 +249,7 @@ def _recovered(out: Path) -> str | None:
 
 @contextlib.contextmanager
 def made(out: Path) -> Iterator[None]:
-    """The folder, which is taken away again where nothing is written to it."""
+    """Creates a folder in the context, and removes it afterwards if it is empty."""
     new = []
     try:
         if os.path.exists(out) and not out.is_dir():
@@ -273,11 +272,11 @@ def made(out: Path) -> Iterator[None]:
     finally:
         for each in reversed(new):
             with contextlib.suppress(OSError):
-                os.rmdir(each)  # not where something is in it
+                os.rmdir(each)  # fails if it is not empty
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Keeps a file under a second name; a copy of it where it can have one only."""
+    """Keeps a file under a second name, by a hard link or else a copy."""
     if path.is_symlink():
         os.symlink(os.readlink(path), kept)
         return
@@ -299,7 +298,7 @@ def _create(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Has the names in a folder on disk before anything that comes after."""
+    """Flushes the entries of a folder to disk."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -309,7 +308,7 @@ def _sync(folder: Path) -> None:
 
 
 def _forget_compiled(out: Path, steps: Sequence[Step]) -> None:
-    """Python tells a file from its like by size and second: what it has compiled has to go."""
+    """Removes compiled files: Python compares sources by size and seconds only."""
     stems = {step.name.removesuffix(".py") for step in steps if step.name.endswith(".py")}
     with contextlib.suppress(OSError):
         for name in os.listdir(out / "__pycache__"):

@@ -1,4 +1,4 @@
-"""Takes the definitions that are used, and what they need, out of a Python file."""
+"""Picks the used definitions, and those that they need, from a Python file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ RUNTIME = "slapo_rewrite.runtime"
 
 @dataclass
 class Picked:
-    """Part of a file."""
+    """The picked part of a file."""
 
     imports: list[list[str]]  # import lines, in groups
     body: str  # the definitions
     docstring: str | None  # the file's docstring
-    # Names used of other runtime modules.
+    # The names that it uses from other runtime modules.
     helpers: dict[str, set[str]] = field(default_factory=dict)
 
     @property
@@ -39,7 +39,7 @@ class Picked:
 
 
 class Definitions:
-    """A Python file whose top-level definitions can be taken out one by one."""
+    """A Python file whose top-level definitions can be picked one by one."""
 
     def __init__(self, text: str, tree: ast.Module | None = None) -> None:
         self.text, self.tree = text, tree or ast.parse(text)
@@ -50,10 +50,10 @@ class Definitions:
         self._used: dict[int, set[str]] = {}
 
     def pick(self, names: Iterable[str], compiled: Collection[str] = ()) -> Picked:
-        """The definitions of `names`, and of what they refer to, in the file's order.
+        """The definitions of `names`, and those that they use, in the file's order.
 
-        Names that the file hands on (`import name as name`) are imported. `torch.compile` is to
-        compile the `compiled` ones.
+        Names that the file re-exports (`import name as name`) are imported. The `compiled` ones get
+        the decorator `@torch.compile`.
         """
         names = set(names)
         statements = {id(s) for name in self.closure(names) for s in self.defined[name]}
@@ -69,7 +69,7 @@ class Definitions:
         return Picked(groups, body, ast.get_docstring(self.tree, clean=False), helpers)
 
     def closure(self, names: Iterable[str]) -> set[str]:
-        """The names, and those of this file that their definitions refer to."""
+        """The names, and all names of this file that their definitions use."""
         found: set[str] = set()
         waiting = list(names)
         while waiting:
@@ -93,7 +93,7 @@ class Definitions:
         return "\n".join(lines)
 
     def _gap(self, before: ast.stmt | None, statement: ast.stmt) -> str:
-        """Blank lines as black sets them: two around functions and classes, one around a guard."""
+        """Blank lines as black sets them: two around functions and classes, one around `try`."""
         big = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         if isinstance(statement, big) or isinstance(before, big):
             return "\n\n\n"
@@ -101,14 +101,14 @@ class Definitions:
         return "\n\n" if apart else "\n"
 
 
-# Ends the first line of a statement, or the line of a parameter, that is there for a feature.
+# Marks a statement at the end of its first line, or a parameter, as needed for a feature.
 MARK = re.compile(r"  # for (\w+)$", re.MULTILINE)
 
 
 def with_features(text: str, features: Collection[str]) -> str:
-    """A file's text without marks, and without what is marked as being for other features.
+    """A file's text without marks, and without code that is marked for other features.
 
-    Of an `if` its `else` stays; where a parameter is left out, its default is written.
+    The `else` of a removed `if` stays; uses of a removed parameter are replaced by its default.
     """
     lines = text.split("\n")
     marks = {n: found[1] for n, line in enumerate(lines, 1) if (found := MARK.search(line))}
@@ -138,7 +138,7 @@ def with_features(text: str, features: Collection[str]) -> str:
 
 
 def _told_of(name: str, owner: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterator[int]:
-    """The lines of a docstring that tell of an argument."""
+    """The lines of a docstring that describe an argument."""
     depth = None
     doc = owner.body[0]
     for n in range(doc.lineno, (doc.end_lineno or 0)):
@@ -183,7 +183,7 @@ def _names_in(statement: ast.stmt) -> set[str]:
 
 
 def _first_line(lines: list[str], statement: ast.stmt) -> int:
-    """Where a definition begins, its decorators and the comment above it included."""
+    """The first line of a definition, including decorators and the comment above."""
     line = first_line(statement)
     while line > 1 and lines[line - 2].startswith("#"):
         line -= 1
@@ -191,7 +191,7 @@ def _first_line(lines: list[str], statement: ast.stmt) -> int:
 
 
 def _imports(tree: ast.Module, used: set[str]) -> tuple[list[list[str]], dict[str, set[str]]]:
-    """The import lines in use, in their groups, and the names of other runtime modules."""
+    """The used import lines, in groups, and the used names of other runtime modules."""
     groups: list[list[str]] = []
     helpers: dict[str, set[str]] = {}
     local: list[str] = []
@@ -239,9 +239,9 @@ def _attributes(tree: ast.Module, name: str) -> set[str]:
 
 
 def imported_outside(line: str) -> Iterator[tuple[str, ast.alias]]:
-    """What an import line imports from elsewhere than other helpers: module and name.
+    """The imports of a line from other places than helpers: pairs of module and name.
 
-    '' is the module of what is imported as a module.
+    The module is '' for an `import` statement.
     """
     statement = ast.parse(line).body[0]
     assert isinstance(statement, ast.Import | ast.ImportFrom)
@@ -252,6 +252,6 @@ def imported_outside(line: str) -> Iterator[tuple[str, ast.alias]]:
 
 
 def add_import(imports: dict[str, set[str]], module: str, alias: ast.alias) -> None:
-    """Adds what `imported_outside` gives to names by module, as `import_groups` takes them."""
+    """Adds a result of `imported_outside` to the names by module that `import_groups` takes."""
     shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
     imports.setdefault(module or shown, set()).add(shown if module else "")

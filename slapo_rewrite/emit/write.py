@@ -1,4 +1,4 @@
-"""Writes the output folder, and never over a hand edit.
+"""Writes the output folder without overwriting hand edits.
 
 Only the tool's own files are touched.
 """
@@ -16,14 +16,14 @@ from slapo_rewrite.emit.transaction import locked, made, put, state
 
 
 def hand_edited(out: Path) -> dict[str, str]:
-    """The hashes of the files of an output folder that are no longer as they were written."""
+    """The files of an output folder that were edited by hand, with their hashes."""
     known = record.read(out)["files"]
     now = {name: state(out / name) for name in known}
     return {name: was for name, was in now.items() if was is not None and was != known[name]}
 
 
 def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
-    """Files that writing would overwrite although the tool did not write them so."""
+    """The files that writing would overwrite although they are not as the tool left them."""
     try:
         known: dict[str, Any] = record.read(out, own)["files"]
     except errors.NotAnOutput as error:
@@ -52,11 +52,11 @@ def write(
     replacing: Mapping[str, str] | None = None,
     inputs: Collection[Path] = (),
 ) -> None:
-    """Puts the files, texts by name, in the folder; what else lies there stays as it is.
+    """Writes the files, texts by name, to the folder; other files there stay as they are.
 
-    With `force` those of an earlier output that were edited since are overwritten, without it those
-    that `replacing` has the hashes of, since `files` holds the edits. `inputs` are files that the
-    output is made from, which never lie in it.
+    Hand-edited files of an earlier output are overwritten with `force`, or if `replacing` has their
+    hashes, since `files` contains the edits. `inputs` are files that the output is made from, which
+    must not be in the folder.
     """
     check_apart(out, inputs)
     with made(out), locked(out):
@@ -68,7 +68,7 @@ def write(
 
 
 def edited(folder: Path, names: Collection[str], hint: str) -> errors.OutputEdited:
-    """The refusal to overwrite files that were edited by hand."""
+    """The error for files that were edited by hand."""
     return errors.OutputEdited(
         f"`{folder}` holds changes that were not written by slapo-rewrite: "
         f"{', '.join(sorted(names))}",
@@ -77,7 +77,7 @@ def edited(folder: Path, names: Collection[str], hint: str) -> errors.OutputEdit
 
 
 def check_apart(out: Path, inputs: Collection[Path]) -> None:
-    """Refuses a folder that holds what an output is made from (`NotAnOutput`)."""
+    """Raises `NotAnOutput` for a folder that contains an input of the output."""
     for path in inputs:
         if os.path.realpath(path.parent) == os.path.realpath(out):
             raise errors.NotAnOutput(
@@ -87,7 +87,7 @@ def check_apart(out: Path, inputs: Collection[Path]) -> None:
 
 
 def recorded(out: Path, own: str = record.NAME) -> Collection[str]:
-    """The tool's files in a folder, by its record of that name."""
+    """The tool's files in a folder, by its record."""
     try:
         return set(record.read(out, own)["files"])
     except errors.NotAnOutput:
@@ -95,7 +95,7 @@ def recorded(out: Path, own: str = record.NAME) -> Collection[str]:
 
 
 def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
-    """Files of the folder that are not what `files` says, but for edits that were carried over."""
+    """The files of the folder that differ from `files`, except by merged hand edits."""
     try:
         content: dict[str, Any] = record.read(out, own)
     except errors.NotAnOutput:
@@ -117,7 +117,7 @@ def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list
 
 
 def note_verification(out: Path, verification: Mapping[str, Any], of: str) -> bool:
-    """Puts what verification found in the folder's record, if that is still the same; tells so."""
+    """Adds a verification's result to the folder's record; False if that has changed."""
     with locked(out):
         if state(out / record.NAME) != of:
             return False
