@@ -1,4 +1,4 @@
-"""The schedule language's primitives, one a file, which has the primitive's name."""
+"""The primitives of the schedule language, each in a file of its name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from slapo_rewrite.primitives.base import Primitive
 
-# Files that define none.
+# Files that define no primitive.
 SHARED = {"base", "matched", "page", "recompute_budget"}
 
 
 class Registry(UserDict[str, Any]):
-    """Every primitive by its name, imported when it is asked for: most schedules need a few."""
+    """All primitives by name, each imported on first access: most schedules need a few."""
 
     def __getitem__(self, name: str) -> Primitive:
         if (found := self.data[name]) is None:
@@ -32,6 +32,6 @@ class Registry(UserDict[str, Any]):
 
 @functools.cache
 def registry() -> Registry:
-    """Every primitive by its name."""
+    """All primitives by name."""
     names = {info.name for info in pkgutil.iter_modules(__path__)} - SHARED
     return Registry(dict.fromkeys(sorted(names)))

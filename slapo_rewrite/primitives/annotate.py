@@ -1,4 +1,4 @@
-"""`annotate`: an attribute of a parameter."""
+"""`annotate`: sets an attribute of a parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slapo_rewrite.primitives.shard import SAMPLE
 
 
 class Annotate(Primitive):
-    """Put an attribute on a parameter, for whoever trains the model to read.
+    """Set an attribute on a parameter, for the training code to read.
 
-    It stays through every other primitive, and is put on a tied parameter under all of its names.
-    `load_state_dict` keeps it, also where it replaces the parameter (`assign=True`, `to_empty`
+    All other primitives keep it, and a tied parameter has it under all of its names.
+    `load_state_dict` keeps it as well, even if it replaces the parameter (`assign=True`, `to_empty`
     before it).
 
     Rewrite:
@@ -32,9 +32,9 @@ class Annotate(Primitive):
     State: Unchanged.
 
     Raises:
-        SR203 no such parameter; SR206 a key that is no name, or that parameters have already, or a
-        value that is no literal; SR306 the same key twice, under any name of a tied parameter;
-        SR103 nothing that can be followed makes the parameter.
+        SR203 no such parameter; SR206 a key that is not an identifier, or that parameters have
+        already, or a value that is not a literal; SR306 the same key twice, under any name of a
+        tied parameter; SR103 the code that makes the parameter is not found.
 
     Source: Slapo, arXiv 2302.08005.
     """
@@ -95,7 +95,7 @@ s["down"].annotate("bias", "group", "biases")
         return state.asking(Change(name, key, self._literal(value)), call.directive)
 
     def _literal(self, value: Any) -> str:
-        """The value as source."""
+        """The value as a literal; raises `BadArgument` if it is not one."""
         text = repr(value)
         try:
             again = ast.literal_eval(text)

@@ -1,4 +1,4 @@
-"""`apply`: a rule of the tool's own, by its name."""
+"""`apply`: applies one of the tool's rules, by its name."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ SAMPLE = Sample(GATED, setting("GatedMLP(8)"))
 class Apply(Rebuilding, Rewriting):
     """Apply a rule in the selected modules and below.
 
-    A rule is a computation and what is written in its place; `slapo-rewrite primitives` lists them.
-    What comes later in the schedule sees the source as it is then; a module that was called inside
-    of what was replaced is no longer called, so it cannot be scheduled any more. One with hooks, a
-    parametrization or a `forward` of its own is called, and no rule takes it. What is put around a
-    module later counts for linear layers alone: a norm, a dropout or an activation that is not
-    called runs no hooks. `concrete_args` is as for `find`.
+    A rule is a computation and its replacement; `slapo-rewrite primitives` lists them. Later calls
+    in the schedule see the changed source: a module whose call was replaced is no longer called,
+    and cannot be scheduled any more. Calls of modules with hooks, a parametrization or a `forward`
+    of their own are never replaced. Later requests around a module's call take effect for linear
+    layers only: a norm, dropout or activation that is not called runs no hooks. `concrete_args` is
+    as for `find`.
 
-    The function that a rule calls has several backends, and its call is written alike for each:
-    `"triton"`, a kernel, whose PyTorch reference runs where there is no GPU; `"eager"`, the
-    reference alone; `"inductor"`, the reference compiled by `torch.compile`, which draws other
-    numbers for dropout; a module that can be imported, `"mypackage.my_kernels"`, with a function of
-    the same name and parameters, which is compared with the reference on a CPU first and imported
-    by the output. `"measured"` takes for each match what was fastest on `device` (the GPU at hand
-    without it) at the nearest size that was measured, at most twice or half as large, in `dtype`
-    (that of the parameters without it); the reference where nothing was measured.
-    `slapo-rewrite explain OUT` gives the figures.
+    The function that a rule calls has several backends, with the same call: `"triton"`, a kernel,
+    which uses its PyTorch reference without a GPU; `"eager"`, the reference only; `"inductor"`, the
+    reference compiled by `torch.compile`, which draws other random numbers for dropout; or a module
+    that can be imported, `"mypackage.my_kernels"`, with a function of the same name and parameters,
+    which is first compared with the reference on a CPU, and is imported by the output.
+    `"measured"` chooses the fastest backend for each match, as measured on `device` (default: this
+    machine's GPU) at the nearest measured size, at most twice or half as large, in `dtype`
+    (default: the parameters' dtype); without a measurement it is the reference.
+    `slapo-rewrite explain OUT` shows the figures.
 
     Rewrite:
         gated = F.silu(self.gate(x))
@@ -73,12 +73,12 @@ class Apply(Rebuilding, Rewriting):
 
     Shapes: As the rule says.
     Numerics: As the rule says.
-    State: Unchanged: modules stay where they are made, also those that are no longer called.
+    State: Unchanged: the constructor still makes all modules, also those no longer called.
 
     Raises:
-        SR206 there is no such rule or backend, or the rule has none, or a module lacks the
+        SR206 an unknown rule or backend, a rule without backends, or a module without the
         function; SR105 one function is imported from two modules; SR309 the rule matches nothing,
-        or modules that share the text are not selected or differ; SR106 a module's function
+        or modules that share the source are not selected or differ; SR106 a module's function
         computes something else.
 
     Source: Slapo, arXiv 2302.08005, section 3.3 (`replace` of a subgraph by an efficient kernel).
@@ -115,7 +115,7 @@ class Apply(Rebuilding, Rewriting):
         """`apply(rule, *, backend="triton", device=None, dtype=None, concrete_args=None)`."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
-        """The rule's own replacement at each of its matches."""
+        """The rule's replacement at each of its matches."""
         rule = rule_named(call)
         inner = below(nodes)
         engine = engine_of(call)
@@ -136,20 +136,20 @@ class Apply(Rebuilding, Rewriting):
         return carried_out(engine, looked.claims, looked.left, rules=[(rule.name, looked)])
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The modules that get a new class; where there are none, as for any change."""
+        """The modules that get a new class; if there are none, those of any other change."""
         if call.done is not None and call.done.classes:
             return Rebuilding.targets(self, call, nodes)
         return Rewriting.targets(self, call, nodes)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Records the new class of a module, where the rule has one for it."""
+        """Records the new class of a module, if the rule gives it one."""
         if call.done is None or node.path not in call.done.classes:
             return Rewriting.apply(self, call, node, state)
         return self.rebuilt(call, node, state)
 
 
 def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
-    """One linear layer in the place of those that the rule finds."""
+    """Replaces each group of linear layers that the rule finds by one layer."""
     found = beside(rule, nodes, engine.sources)
     if not found.groups and found.left:
         match, reason = found.left[0]
@@ -177,7 +177,7 @@ def rule_named(call: Call) -> Rule:
 
 
 def backends_of(call: Call) -> Backends:
-    """What is to carry out the functions that rules call."""
+    """The backends of the functions that rules call."""
     backend = call.arguments["backend"]
     if backend == MEASURED:
         return measured(call.arguments["device"], call.arguments["dtype"])

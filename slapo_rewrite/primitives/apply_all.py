@@ -1,4 +1,4 @@
-"""`apply_all`: every rule that is legal and known to pay."""
+"""`apply_all`: applies every rule that is legal and known to pay."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from slapo_rewrite.primitives.matched import engine_of, rewritten
 class ApplyAll(Rewriting):
     """Apply every rule that is legal in the selected modules and below, and known to pay.
 
-    Rules are tried in a fixed order, those that save more first; of two that want the same text,
-    the first has it. A rule that matches nothing, or that may not be applied somewhere, is left
+    Rules are tried in a fixed order, those that save more first; if two match the same code, the
+    first one is applied. A rule that matches nothing, or must not be applied at some place, is left
     out there: `slapo-rewrite explain OUT` says why. `concrete_args` is as for `find`; `backend`,
     `device` and `dtype` are as for `apply`, for the rules that call a function.
 
@@ -35,8 +35,8 @@ class ApplyAll(Rewriting):
     State: Unchanged.
 
     Raises:
-        SR105 a name that a rule needs means something else in the source; SR206 there is no such
-        backend, or a module lacks a function; SR106 a module's function computes something else.
+        SR105 a name that a rule needs means something else in the source; SR206 an unknown
+        backend, or a module without a function; SR106 a module's function computes something else.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.
     """
@@ -67,7 +67,7 @@ class ApplyAll(Rewriting):
         """`apply_all(*, backend="triton", device=None, dtype=None, concrete_args=None)`."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
-        """What all rules give."""
+        """The replacements of all rules."""
         inner = below(nodes)
         engine, backends = engine_of(call), backends_of(call)
         given = given_for(call.arguments["concrete_args"], inner)

@@ -1,4 +1,4 @@
-"""`autocast`: products in half precision, written into the source."""
+"""`autocast`: mixed precision, with its casts written into the source."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ SAMPLE = Sample(BLOCK, MODEL)
 
 
 class Autocast(Primitive):
-    """Compute the products of modules in half precision, with every cast written down.
+    """Compute the products of modules in half precision, with every cast written into the source.
 
     Linear layers, convolutions, matrix products and attention compute in `dtype`; norms, softmax,
-    losses, sums and means in float32, as `torch.autocast` does it on a GPU; all else in what it is
-    given. A cast stands only where a value crosses from one to the other: what torch promotes by
-    itself, a residual in float32 say, is left as it is. Parameters and their gradients stay in
-    float32, so that weights, state dict and optimizer are the same. What selected modules return
-    may be in half precision; what is not selected computes in float32.
+    losses, sums and means in float32, as under `torch.autocast` on a GPU; all other operations in
+    the dtype of their inputs. Casts are only written where a value changes its precision. Types
+    that torch promotes itself, as for a residual in float32, need none. Parameters and gradients
+    stay in float32, so that weights, state dict and optimizer are the same. Selected modules may
+    return half precision; other modules compute in float32.
 
-    `keep` names what stays in float32 all the same: modules, by paths from the selected ones on (a
-    router, a head), or operations (`matmul`, `scaled_dot_product_attention`). What was not run in
-    a step of training and one in eval mode, as `inputs(model)` has it, has no casts. With "float16"
-    gradients may vanish: train with torch's `GradScaler`, split layers with `ShardedGradScaler`.
+    `keep` names what stays in float32: modules, by paths relative to the selected ones (a router, a
+    head), or operations (`matmul`, `scaled_dot_product_attention`). Code that does not run in a
+    training step and an eval step with `inputs(model)` gets no casts. With "float16" gradients may
+    underflow: train with torch's `GradScaler`, sharded layers with `ShardedGradScaler`.
 
-    Split layers stay split: what ranks add up or gather of a layer's output is in half precision
-    then, gradients of inputs are added up in float32.
+    Sharded layers stay sharded: all-reduces and gathers of a layer's output are then in half
+    precision, while gradients of inputs are summed in float32.
 
     Rewrite:
         self.query = nn.Linear(width, width)
@@ -81,16 +81,16 @@ class Autocast(Primitive):
     Shapes: Unchanged.
 
     Numerics:
-        Approximate: products round to 8 bits (bfloat16) or 11 (float16). With the casts left out
-        exact. The error of every gradient is at most that under `torch.autocast`, up to chance.
+        Approximate: products round to 8 bits (bfloat16) or 11 (float16). Exact without the casts.
+        The error of every gradient is at most that under `torch.autocast`, up to chance.
 
     State: Unchanged, and in float32.
 
     Raises:
-        SR305 an operation of which it is not known how it is to be computed, a value that changes
-        its precision where no cast can be written, a `forward` that asks for a dtype that would be
-        another one, a model in half precision; SR202 a name that `keep` does not find; SR206 a
-        dtype that is neither; SR306 two dtypes in one model.
+        SR305 an operation whose precision is not known, a value that changes its precision where
+        no cast can be written, a `forward` that reads a dtype which would be a different one, a
+        model that is in half precision already; SR202 an unknown name in `keep`; SR206 an unknown
+        dtype; SR306 two dtypes in one model.
 
     Source: torch.amp, "CUDA Op-Specific Behavior"; Micikevicius et al., arXiv 1710.03740.
     """
@@ -162,7 +162,7 @@ class Autocast(Primitive):
 
 
 def _kept(call: Call, node: Node) -> tuple[str, ...]:
-    """What a call's `keep` names: modules, or operations."""
+    """The modules or operations that a call's `keep` names."""
     given = call.arguments["keep"]
     names = (given,) if isinstance(given, str) else given
     for name in names:

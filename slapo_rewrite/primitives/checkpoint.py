@@ -1,4 +1,4 @@
-"""`checkpoint`: compute a module's activations again in the backward pass."""
+"""`checkpoint`: recomputes a module's activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ class Stack(nn.Module):
 MODEL = setting("Stack(8, depth=4)")
 SAMPLE = Sample(STACK, MODEL)
 
-# What says which step has to fit a budget.
+# The arguments that describe the step which has to fit a budget.
 OF_STEP = ("batch", "sequence", "precision", "micro_batches", "zero", "replicas", "ranks")
 
 
 class Checkpoint(Primitive):
-    """Keep only a module's inputs, and compute its activations again in the backward pass.
+    """Keep only a module's inputs, and recompute its activations in the backward pass.
 
-    Non-reentrant, so keyword arguments stay keywords and inputs need no gradient; random numbers of
-    torch, Python and NumPy are drawn again for the second computation. A cache of keys and values
-    that a layer would fill twice is not passed on in training; what may be left out, and changes
-    before the backward pass, is refused as the layer runs.
+    Non-reentrant, so keyword arguments stay keywords and inputs need no gradient. Recomputation
+    draws the same random numbers of torch, Python and NumPy. A key-value cache that a layer would
+    fill twice is not passed on in training. Inputs that may be left out, and that change before the
+    backward pass, raise an error when the layer runs.
 
-    `subgraph` takes part of a `forward`, by the calls that it makes: a list of names, or a regular
+    `subgraph` selects a part of `forward`, by the calls in it: a list of names, or a regular
     expression for them (`attention`, `layer.0` for `self.layer[0](...)`). The smallest run of
-    statements that holds these calls becomes a method, called `name`; a single call is checkpointed
-    where it stands. `save` names operations of torch whose results are kept all the same, or gives
-    a policy, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them; what
-    draws random numbers is computed again in any case.
+    statements with these calls becomes a method, called `name`; a single call is checkpointed where
+    it is. `save` names operations of torch whose results are kept nevertheless, or is a policy as
+    for `torch.utils.checkpoint.create_selective_checkpoint_contexts`; random operations are always
+    recomputed.
 
     `budget` chooses among the selected layers, elements of lists: those are recomputed, as a whole
     or modules inside them, with which a training step fits in so much memory at the least time.
@@ -94,11 +94,11 @@ class Checkpoint(Primitive):
     Raises:
         SR305 a module list (select its elements), a module checkpointed already, a part that
         returns, leaves a loop or changes its inputs in place, inputs that the caller changes in
-        place afterwards, what gives something else the second time (random numbers of a generator
-        or of the system, an iterator); SR202 calls that no method makes, an operation that
-        there is not; SR206 what these arguments cannot be; SR306 parts that overlap, a
-        budget beside stages, before `autocast`, or after it for a step in half precision; SR605 a
-        budget that nothing fits.
+        place afterwards, code that computes something else the second time (random numbers of a
+        generator or of the system, an iterator); SR202 calls that no method makes, an unknown
+        operation; SR206 invalid arguments; SR306 parts that overlap, a budget beside stages,
+        before `autocast`, or after it for a step in half precision; SR605 a budget that nothing
+        fits.
 
     Source: Chen et al., arXiv 1604.06174; torch.utils.checkpoint.
     """
@@ -165,7 +165,7 @@ class Checkpoint(Primitive):
         """`checkpoint(subgraph=None, order_args_fn=None, *, save=None, budget=None, ...)`."""
 
     def choose(self, call: Call, nodes: list[Node]) -> Chosen:
-        """The modules that were selected; with a budget, what of them has to be recomputed."""
+        """The selected modules; with a budget, those of them that have to be recomputed."""
         self._check_step(call)
         if call.arguments["budget"] is None:
             return Chosen(nodes)
@@ -176,7 +176,7 @@ class Checkpoint(Primitive):
         return fitted(call, nodes)
 
     def check_whole(self, call: Call) -> None:
-        """A budget is for a step in the precision that the model computes in."""
+        """Checks that a budget's step has the precision that the model computes in."""
         from slapo_rewrite.primitives.recompute_budget import check_casts_known
 
         check_casts_known(call)
@@ -193,7 +193,7 @@ class Checkpoint(Primitive):
             raise errors.BadArgument(f"`{wrong[0]}` {words}")
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Marks the module, or part of it."""
+        """Marks the module, or a part of it, for recomputation."""
         check_called(call, node)
         if call.arguments["order_args_fn"] is not None:
             raise errors.BadArgument(
@@ -218,7 +218,7 @@ class Checkpoint(Primitive):
 
 
 def kept_of(call: Call) -> SavePolicy:
-    """What a call's `save` means: names of operations, or a policy."""
+    """The policy or the operations of a call's `save`."""
     given = call.arguments["save"]
     if given is None:
         return None

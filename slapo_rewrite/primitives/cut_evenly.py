@@ -1,4 +1,4 @@
-"""`cut_evenly`: pipeline stages of about the same size."""
+"""`cut_evenly`: cuts a model into pipeline stages of about the same size."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ MEASURES = ("cost", "layers", "parameters")
 class CutEvenly(CutPipelineStage):
     """Cut a model into `n` pipeline stages, between its layers, as `cut_pipeline_stage` does.
 
-    Layers are the elements of module lists, of `nn.Sequential` where there are none, those
-    apart that a training step does not call. Where some are more than twice as large as others,
-    or there are too few, those that they hold lists of are divided too: the blocks of a Swin's
-    stages. With `by="parameters"` the largest stage is as
-    small as it can be; what stands before the layers, embeddings say, is counted with the first
-    of them, and what stands behind with the last. With `by="layers"` every layer counts the
-    same.
+    Layers are the elements of module lists, or else of `nn.Sequential`, as far as a training step
+    calls them. If some are more than twice as large as others, or there are too few, lists inside
+    of layers are divided as well, such as the blocks of a Swin's stages. With `by="parameters"`,
+    the default, the largest stage is as small as possible; modules before the layers, such as
+    embeddings, count with the first layer, and modules after them with the last. With
+    `by="layers"` all layers count the same.
 
-    With `by="cost"` it is the time of the slowest stage that is as small as it can be, forward and
-    backward, as predicted for the arguments that the schedule's `inputs` give, on one GPU of the
-    sort that `simulate/hardware.toml` calls h200. A table that is looked up costs next to nothing
-    then, and a head much: it can have a stage for itself, behind the last layer.
+    With `by="cost"` the time of the slowest stage is minimised, forward and backward, as predicted
+    for the arguments that the schedule's `inputs` returns, on one GPU of the type h200 in
+    `simulate/hardware.toml`. An embedding then costs almost nothing, and a head much: it can be a
+    stage by itself, after the last layer.
 
-    Where two stages cannot meet between layers, they meet behind another module, one that divides
-    the parameters as evenly as can be; a warning says where and why.
+    If a cut between layers is not possible, it is moved after another module which divides the
+    parameters as evenly as possible; a warning says where and why.
 
-    `target` says what runs the stages: `"deepspeed"`, or `"torch"`, its `distributed.pipelining`.
+    `target` is the library that runs the stages: `"deepspeed"`, or `"torch"`
+    (`torch.distributed.pipelining`).
 
     Rewrite:
         s.cut_evenly(2)
@@ -58,8 +58,8 @@ class CutEvenly(CutPipelineStage):
     State: As with `cut_pipeline_stage`.
 
     Raises:
-        SR206 a number of stages that there are not enough layers for, or a measure that there is
-        not; SR305 a model whose costs cannot be counted; what `cut_pipeline_stage` raises.
+        SR206 more stages than the layers allow, or an unknown measure; SR305 a model whose costs
+        cannot be counted; errors of `cut_pipeline_stage`.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.3.
     """
@@ -98,10 +98,10 @@ class CutEvenly(CutPipelineStage):
         return replace(found, cut=replace(found.cut, may_move=may_move, instead=call.instead))
 
     def choose(self, call: Call, nodes: list[Node]) -> Chosen:
-        """The last layer of each stage but the last one.
+        """The last layer of each stage except the last stage.
 
-        Layers that hold layers of their own are divided as well where there are too few of them, or
-        some are more than twice as large as others.
+        Layers that contain lists of layers are divided as well if there are too few layers, or some
+        are more than twice as large as others.
         """
         n, by = call.arguments["n"], call.arguments["by"]
         if by not in MEASURES:
@@ -150,7 +150,7 @@ def lists_in(node: Node, *kinds: str) -> list[Node]:
 
 
 def layers_inside(layer: Node) -> list[Node]:
-    """The layers that a layer holds lists of, each of one class: a ConvNeXt's blocks; or itself."""
+    """The layers in a layer's own lists of one class, as a ConvNeXt's blocks; or the layer."""
     lists = [[*each.children.values()] for each in lists_in(layer, "ModuleList", "Sequential")]
     alike = [inner for inner in lists if len({each.cls for each in inner}) == 1]
     found = [layers_inside(each) for inner in alike for each in inner]
@@ -164,7 +164,7 @@ def are_unlike(layers: list[Node]) -> bool:
 
 
 def measured(call: Call, by: str, layers: list[Node]) -> tuple[list[Node], list[float]]:
-    """The layers after which a stage may end, and the sizes of what ends there or follows."""
+    """The layers after which a stage may end, with the sizes of the parts that end there."""
     if by == "cost":
         return timed(call, layers)
     idle: list[Node] = []
@@ -178,15 +178,15 @@ def measured(call: Call, by: str, layers: list[Node]) -> tuple[list[Node], list[
 
 
 def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[Node]:
-    """The layers that a training step calls, in that order; those of a tower for images, say, not.
+    """The layers that a training step calls, in order: an image tower may not be called.
 
-    All where the model does not run without values: what cannot be cut is refused then.
+    Returns all if the model does not run on the meta device; impossible cuts are refused later.
     """
     from slapo_rewrite.model.costs import calls_of  # imports triton
 
     model = call.tree.root.live
     inner = {layer.path: layer for layer in layers}
-    if not once:  # of a list that is a layer its elements are called
+    if not once:  # if a layer is a list, its elements are called
         watched = ((node, layer) for layer in layers for node in layer.walk())
         inner = {node.path: layer for node, layer in watched if not node.is_container}
     modules = {path: model.get_submodule(path) for path in inner}
@@ -208,7 +208,7 @@ def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[No
 
 
 def ends_of_rounds(layers: list[Node]) -> list[Node]:
-    """The layers after which a loop's round may end: not within one over several lists at once."""
+    """The layers after which a loop's iteration may end; it may be over several lists at once."""
     turns = Counter(listed for listed, _ in groupby(map(list_of, layers)))
     return [
         layer
@@ -223,9 +223,9 @@ def list_of(layer: Node) -> str:
 
 
 def sizes_of(root: Node, layers: list[Node], idle: list[Node]) -> list[float]:
-    """The parameters of each layer, with those of the modules before or behind it.
+    """The number of parameters of each layer, with those of the modules before or after it.
 
-    Those of idle layers, which no stage needs, are with the last.
+    Parameters of idle layers, which no stage needs, count with the last.
     """
     inside = {inner.path for layer in [*layers, *idle] for inner in layer.walk()}
     first = {layer.path: number for number, layer in enumerate(layers)}
@@ -241,10 +241,10 @@ def sizes_of(root: Node, layers: list[Node], idle: list[Node]) -> list[float]:
 
 
 def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
-    """The layers that the model calls once, in that order, and what each of them takes.
+    """The layers that the model calls once, in order, and the time of each.
 
-    That is the seconds of each with what is called between it and the one before; then the seconds
-    of what is called behind the last layer, if anything is.
+    The times are seconds, each including calls since the previous layer; then the seconds of calls
+    after the last layer, if there are any.
     """
     from slapo_rewrite.model.costs import costs_of, elements_of  # imports triton
 

@@ -1,4 +1,4 @@
-"""`cut_pipeline_stage`: a pipeline stage ends after a module."""
+"""`cut_pipeline_stage`: ends a pipeline stage after a module."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ SAMPLE = Sample(STACK, MODEL)
 class CutPipelineStage(Primitive):
     """End a pipeline stage after the selected modules.
 
-    The output has a file `pipeline.py`: a class for each stage, written out of the `forward` of
-    the modules on the way to the cuts, of other files as well, whose names it imports, and
-    `build`, which makes the stages. Branches that training does not take are left out. What a
-    stage needs of earlier ones is handed on, or worked out again where it is no part of the
-    backward pass (masks, rotary tables). A stage is a subclass of the model that holds its own
-    part of it, by the same names. The loss is the model's own, or what the schedule's `loss`
-    makes of its outputs; `loss(outputs, y)` takes targets that are among the inputs, and that
-    the model is not given where its `forward` does not name them.
+    The output gets a file `pipeline.py` with a class for each stage and `build`, which makes the
+    stages. The classes are composed of the `forward` code of all modules that contain a cut, also
+    from other files, whose names are imported. Branches that training does not take are left out.
+    Values from earlier stages are passed on, or recomputed if they are not part of the backward
+    pass (masks, rotary tables). A stage is a subclass of the model that holds its own part of it,
+    by the same names. The loss is the model's own, or the schedule's `loss` of its outputs.
+    `loss(outputs, y)` takes targets from the inputs; the model does not get them unless its
+    `forward` names them.
 
-    `target` says what runs the stages; all cuts of a schedule have the same one.
+    `target` is the library that runs the stages, the same for all cuts of a schedule.
 
-    - `"deepspeed"`: `build(config)` gives a `deepspeed.pipe.PipelineModule`. Parameters of several
-      stages are kept in step by `TiedLayerSpec`.
-    - `"torch"`: `build(config, mesh=mesh)` gives this rank's stages, each a
-      `torch.distributed.pipelining.PipelineStage`, by the axes `pp` and `tp` of the mesh. Every
-      stage takes what it needs of the step's arguments by name. `schedule` runs them by a class of
-      torch's, and adds up the gradients of what several stages hold.
+    - `"deepspeed"`: `build(config)` returns a `deepspeed.pipe.PipelineModule`. Parameters of
+      several stages are synchronised by `TiedLayerSpec`.
+    - `"torch"`: `build(config, mesh=mesh)` returns this rank's stages, each a
+      `torch.distributed.pipelining.PipelineStage`, by the axes `pp` and `tp` of the mesh. Each
+      stage takes the arguments of the step that it needs by name. `schedule` runs them by a class
+      of torch's, and sums the gradients of parameters that several stages hold.
 
-    The stages are written for the arguments that the schedule's `inputs` give; all others have
-    their defaults. They are run on a small model before they are written, against the model itself:
+    The stages are written for the arguments that the schedule's `inputs` returns; all others have
+    their defaults. Before they are written, a small model of them is compared with the original
     for two steps and in eval mode, each with weights and buffers of its own.
-    `slapo-rewrite verify OUT --pp 2 --tp 2 --dp 2` trains them in real processes, against it.
+    `slapo-rewrite verify OUT --pp 2 --tp 2 --dp 2` compares training in real processes.
 
     Rewrite:
         s["layers"][1].cut_pipeline_stage()
@@ -68,7 +68,7 @@ class CutPipelineStage(Primitive):
 
         s["layers"][1].cut_pipeline_stage(target="torch")
         -->
-        the same and `schedule`, without DeepSpeed:
+        the same with `schedule`, without DeepSpeed:
         stages = pipeline.build(8, depth=4, mesh=mesh)
         schedule = pipeline.schedule(stages, Schedule1F1B, n_microbatches=2)
         losses = schedule.step(**pipeline.batch(x=x, y=y))
@@ -79,10 +79,10 @@ class CutPipelineStage(Primitive):
 
     Raises:
         SR310 a module inside a branch or a loop that is not over layers, or called twice; a value
-        that cannot get across; a buffer, weight, attribute or argument that one stage changes and
-        another reads or changes as well; parameters shared in more ways than DeepSpeed has ties;
+        that cannot be sent; a buffer, weight, attribute or argument that one stage changes and
+        another reads or changes as well; parameters tied in more ways than DeepSpeed supports;
         SR306 two cuts after one module, or for different targets; SR305 a module list (select one
-        of its elements); SR206 a target that there is not.
+        of its elements); SR206 an unknown target.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.3; deepspeed.pipe; torch.distributed.pipelining.
     """
@@ -124,7 +124,7 @@ s["layers"][2].cut_pipeline_stage()
             )
         if (
             node.parent is None or node.parent.cls.__name__ != "ModuleList"
-        ):  # of lists, each may be a loop's round
+        ):  # a list in a list may be a loop's iteration
             check_called(call, node)
         if not node.path:
             raise errors.Unsupported(

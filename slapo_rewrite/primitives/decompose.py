@@ -1,4 +1,4 @@
-"""`decompose`: a linear layer's bias added where the layer is called."""
+"""`decompose`: adds a linear layer's bias where the layer is called."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slapo_rewrite.primitives.shard import MLP, MODEL, SAMPLE
 class Decompose(Primitive):
     """Add a linear layer's bias separately, so that the addition can be fused with what follows.
 
-    At every call of the layer by the module that holds it, the product with the weight and the
-    addition of the bias are written out. A sharded layer's collectives stand there as well: a bias
-    that is whole is added after the sum. The layer itself stays as it is made; where hooks or an
-    adapter are put on one that is not sharded, it is called.
+    Each call of the layer by its parent module is replaced by the product with the weight and the
+    addition of the bias. For a sharded layer its collectives are written there as well: a full bias
+    is added after the all-reduce. The construction of the layer does not change. A layer that is
+    not sharded is still called if it gets hooks or an adapter at run time.
 
     Rewrite:
         return self.down(torch.relu(self.up(x)))
@@ -37,9 +37,9 @@ class Decompose(Primitive):
     State: Unchanged.
 
     Raises:
-        SR305 a module that is no linear layer, has no bias, is not called by name, has hooks or a
-        parametrization, or a collective that leaves its output incomplete; SR306 decomposed
-        already.
+        SR305 a module that is not a linear layer, has no bias, is not called by name, has hooks or
+        a parametrization, or a collective that leaves its output incomplete; SR306 a layer that is
+        decomposed already.
 
     Source: Slapo, arXiv 2302.08005, section 3.3.
     """
@@ -87,7 +87,7 @@ s["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()
         """`decompose()`."""
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The layers; what a call of one does besides would be lost."""
+        """The layers; refuses those whose call does more than `forward`, which would be lost."""
         for node in nodes:
             check_uncalled(node.path or "s", node.live)
         return nodes

@@ -1,4 +1,4 @@
-"""`explain`: why a pattern is not found."""
+"""`explain`: tells why a pattern is not found."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from slapo_rewrite.primitives.find import MLP, MODEL, SAMPLE, found
 
 
 class Explain(Question):
-    """Print where a pattern is found, or how far it came and what stopped it.
+    """Print where a pattern is found, or how far the search came and what stopped it.
 
-    Of each selected module in which `find` gives nothing, the nearest miss is printed: the line of
-    the model that stopped it, and the line of the pattern. The same text is returned.
+    For each selected module without a match of `find`, it prints the nearest miss: the line of the
+    model that stopped the search, and the line of the pattern. It returns the same text.
 
     Rewrite:
         Nothing is rewritten.
 
-    Shapes: Not looked at.
+    Shapes: Not checked.
     Numerics: As for `find`.
     State: Unchanged.
 
     Raises:
-        SR210 the pattern is no pure computation.
-        SR305 the module was replaced by what cannot be built here.
+        SR210 the pattern is not a pure computation.
+        SR305 the module was replaced by one whose source is not known.
 
-    Source: the nearest miss is our own; for the pattern language see `find`.
+    Source: nearest misses are our own; for the pattern language see `find`.
     """
 
     name = "explain"

@@ -1,4 +1,4 @@
-"""`find`: where a computation stands in the `forward` of a module."""
+"""`find`: finds a computation in the `forward` of a module."""
 
 from __future__ import annotations
 
@@ -106,41 +106,41 @@ def schedule(s):
 
 
 class Find(Question):
-    """Find where a computation stands in a module's `forward`.
+    """Find a computation in a module's `forward`.
 
-    A pattern is a function whose body is the computation and whose parameters stand for anything;
-    a module class, whose submodules stand for submodules of the same class; or a regular
-    expression, for calls of submodules by their path. What counts is how the data goes: local
-    names, temporaries, unrelated statements in between, the spelling of an operation
-    (`nn.GELU()(x)`, `F.gelu(x)`, an activation of transformers), keywords and the order of
-    commutative operands make no difference. Calls of functions and submodules whose body is one
-    value are looked through: a norm class of the file may be part of a larger pattern.
+    A pattern is a function whose body is the computation and whose parameters match any value; a
+    module class, whose submodules match submodules of the same class; or a regular expression,
+    which matches calls of submodules by their path. Patterns match the data flow: local names,
+    temporaries, unrelated statements in between, the spelling of an operation (`nn.GELU()(x)`,
+    `F.gelu(x)`, an activation of transformers), keywords and the order of commutative operands make
+    no difference. Calls of functions and submodules whose body is one value are expanded: a norm
+    class of the file may be part of a larger pattern.
 
-    A match is what one call could stand for, at the place of its result. So there is none where a
-    value inside is used elsewhere too, where a branch or a loop lies between, where an operand is
-    overwritten or bound again in between, or where random numbers would be drawn in another order.
-    A branch whose way is known does not count: on a constant that the module holds, or on an
-    argument that `concrete_args` gives a value, `{"mask": None}` say, or `{"mask": True}` for one
-    that is given. Before such a match is replaced, the branch takes what stands around it into
-    both of its arms, so the text is right whichever way it goes.
-    A pattern that returns a tuple has several results, which others may use; the call then stands
-    where all operands are there and no result has been used: `out, residual = call(...)`.
+    A match can be replaced by one call, at the place of its result. So there is none if an inner
+    value is used elsewhere as well, if a branch or a loop is in between, if an operand is
+    overwritten or rebound in between, or if random numbers would be drawn in another order. A
+    branch does not count if its condition is known: it depends on a constant of the module, or on
+    an argument with a value in `concrete_args`, such as `{"mask": None}`, or `{"mask": True}` for
+    an argument that is passed. Before such a match is replaced, the code around the branch is moved
+    into both of its arms, so that the text is right for either condition.
+    A pattern that returns a tuple has several results, which other code may use. The call is then
+    inserted after all operands and before any use of a result: `out, residual = call(...)`.
 
-    The result is a sequence of matches, false where there is none: `match.operands`, `.lines`,
-    `.spans`, `.calls`, `.results`, `.replaced`; `found.groups` are matches side by side on one
-    operand, and `found.nearest` is what came nearest. Functions of the file and methods that
-    `forward` names are looked at as well; `match.function` says which it is.
+    The result is a sequence of matches, false if it is empty: `match.operands`, `.lines`,
+    `.spans`, `.calls`, `.results`, `.replaced`; `found.groups` are groups of matches on one
+    operand, and `found.nearest` is the nearest miss. Functions of the file and methods that
+    `forward` names are searched as well; `match.function` is the name of the function.
 
     Rewrite:
         Nothing is rewritten.
 
-    Shapes: Not looked at.
-    Numerics: Found is what computes the same, to the bit, from the same operands.
+    Shapes: Not checked.
+    Numerics: A match computes bitwise the same as the pattern, from the same operands.
     State: Unchanged.
 
     Raises:
-        SR210 the pattern is no pure computation.
-        SR305 the module was replaced by what cannot be built here.
+        SR210 the pattern is not a pure computation.
+        SR305 the module was replaced by one whose source is not known.
 
     Source: Slapo's `find`; Chen et al., arXiv 2302.08005.
     """
@@ -273,7 +273,7 @@ def _by_predicate(where: object, nodes: list[Node], sources: Sources) -> Matches
 
 
 def _check_original(call: Call, node: Node) -> None:
-    """What stands in the place of a replaced module has to be known."""
+    """Refuses a module that was replaced by one whose source is not known."""
     for above in node.outwards():
         state = call.states.get(above.path)
         new = state.replacement if state is not None else None

@@ -1,4 +1,4 @@
-"""`fork_rng`: random numbers that differ between tensor-parallel ranks."""
+"""`fork_rng`: draws different random numbers on each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ SAMPLE = Sample(BLOCK, setting("Block(8, p=0.1)", '{"x": torch.randn(2, 5, 8)}')
 class ForkRng(Primitive):
     """Draw different random numbers on each tensor-parallel rank, inside a module.
 
-    Everywhere else they are equal, which dropout on whole values needs. Where ranks hold parts,
-    heads say, equal numbers drop the same places of each part. After the module the ranks are in
-    step again, whatever each of them drew inside; recomputation by `checkpoint` draws the same
-    numbers again, in whichever order the two stand in the schedule. Parts that may be larger on
-    some ranks than on others need it: a rewrite without it warns of what draws numbers for them.
+    Elsewhere they are equal on all ranks, which dropout on full values needs. On shards, of heads
+    for example, equal numbers would drop the same positions of each shard. After the module the
+    random states of ranks are equal again, whatever each rank drew inside. Recomputation by
+    `checkpoint` draws the same numbers, in either order of the two calls. Shards of uneven size
+    need it: without it the rewrite warns of operations that draw random numbers for them.
 
     Rewrite:
         def forward(self, x):
         -->
         @fork_rng()
         def forward(self, x):
-        and for a class of another file, or for some instances only, a subclass `Forked...`; for
-        the part of a `forward` that makes certain calls (`subgraph`, as in `checkpoint`), a block
+        or a subclass `Forked...`, for a class of another file or for some instances only; or for
+        the part of `forward` with certain calls (`subgraph`, as in `checkpoint`), a block
         with fork_rng():
 
     Shapes: Unchanged.
-    Numerics: Exact in a world of one. At more ranks other random numbers, by intention.
+    Numerics: Exact on one rank. On more ranks other random numbers, intentionally.
     State: Unchanged.
 
     Raises:
-        SR305 a module list (select its elements), a module that has it already, or, beside
-        shards, numbers for a value that every rank has; SR202 calls that no method makes.
+        SR305 a module list (select its elements), a module that has it already, or, in a sharded
+        model, random numbers for a replicated value; SR202 calls that no method makes.
 
     Source: Slapo, arXiv 2302.08005; Megatron-LM, arXiv 1909.08053, appendix B.2.
     """

@@ -1,4 +1,4 @@
-"""`fuse`: a computation as one: a kernel, a compiled function, a method of its own."""
+"""`fuse`: turns a computation into one call of a kernel, a compiled function or a method."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ SAMPLE = Sample(MLP, PLAIN + BIAS_GELU)
 
 
 class Fuse(Rewriting):
-    """Make one of the operations that a pattern finds in the selected modules.
+    """Replace the operations that a pattern matches in the selected modules by one call.
 
-    With `compiler="inductor"` they become a function of the model file that `torch.compile`
-    compiles, with the pattern's operands as parameters; with `"triton"` the kernel that one of the
-    tool's rules knows for them is called; without a compiler they become a method. The function or
-    method is called what the pattern is called, or `name`; `concrete_args` is as for `find`.
-    One of a pattern that returns a tuple gives all of its results: `normed, x = self._both(x, y)`.
+    With `compiler="inductor"` they become a function of the model file, compiled by
+    `torch.compile`, with the pattern's operands as parameters; with `"triton"` the call of a kernel
+    that one of the tool's rules has for them; without a compiler a method. The function or method
+    has the name of the pattern, or `name`; `concrete_args` is as for `find`. If the pattern returns
+    a tuple, the call returns all of its results: `normed, x = self._both(x, y)`.
 
     Rewrite:
         y = self.up(x)
@@ -90,12 +90,12 @@ class Fuse(Rewriting):
         return x + self.down(bias_gelu(y, self.bias, self.act))
 
     Shapes: Unchanged.
-    Numerics: Exact without a compiler; else the compiler's or the rule's affair.
+    Numerics: Exact without a compiler; else as the compiler or the rule computes.
     State: Unchanged.
 
     Raises:
-        SR105 the name is taken; SR206 there is no such compiler; SR210 the pattern is no pure
-        computation; SR309 it is not found, or there is no kernel for it.
+        SR105 the name is taken; SR206 an unknown compiler; SR210 the pattern is not a pure
+        computation; SR309 the pattern is not found, or no rule has a kernel for it.
 
     Source: Slapo, arXiv 2302.08005, section 3.3 (`fuse`).
     """
@@ -178,7 +178,7 @@ class Fuse(Rewriting):
         """`fuse(pattern, compiler=None, name=None, *, concrete_args=None)`."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
-        """The matches as functions, methods or kernels."""
+        """The edits that turn the matches into functions, methods or kernels."""
         compiler = call.arguments["compiler"]
         if compiler not in COMPILERS:
             raise errors.BadArgument(
@@ -206,7 +206,7 @@ class Fuse(Rewriting):
         name: str,
         names: dict[tuple[str, str], object],
     ) -> Claim:
-        """A match as a function or method; `names` holds what is in those so far."""
+        """The claim that makes a match a function or method; `names` holds those made so far."""
         node, file = call.tree.nodes[match.path], call.sources.main
         scopes = scopes_for([node], call.sources)
         graph = next(
@@ -248,7 +248,7 @@ class Fuse(Rewriting):
         return Claim(match, node, expression, body.arguments, shown, function=text, moved=True)
 
     def _check_name(self, call: Call, name: str, owner: str | None, match: Match) -> None:
-        """A name must be free where the function or method goes."""
+        """Checks that a name is free where the function or method is defined."""
         file, node = call.sources.main, call.tree.nodes[match.path]
         compiled = call.arguments["compiler"] is not None
         taken = name in file.names if compiled else hasattr(node.live, name)
@@ -276,7 +276,7 @@ class Fuse(Rewriting):
 
 
 def name_of(call: Call) -> str:
-    """What a function or method for a call's pattern is called."""
+    """The name of the function or method for a call's pattern."""
     given, pattern = call.arguments["name"], call.arguments["pattern"]
     name = given if given is not None else getattr(pattern, "__name__", type(pattern).__name__)
     if isinstance(name, str) and may_be_bound(name) and not isinstance(given or pattern, str):

@@ -1,4 +1,4 @@
-"""`infer_sync`: the collectives that are missing among sharded modules."""
+"""`infer_sync`: adds the collectives that are missing among sharded modules."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from slapo_rewrite.primitives.shard import SAMPLE
 
 
 class InferSync(Primitive):
-    """Write the collectives that are missing among the shards of a module and below it.
+    """Add the collectives that are missing among the shards of a module and below it.
 
-    Each value in `forward` is followed: where nothing adds up a gradient, the layer gets
-    `sync("bwd_post", "all_reduce")`; a layer whose partial sums are needed whole gets
-    `sync("fwd_post", "all_reduce")`; one whose partitions are needed whole, by a reduction or as
-    the model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. An embedding's table that
-    is the head as well, `x @ self.embedding.weight.T`, gives whole logits.
+    It follows the placement of each value in `forward`. A layer whose input gradient is a partial
+    sum gets `sync("bwd_post", "all_reduce")`. A layer whose partial sums are needed in full gets
+    `sync("fwd_post", "all_reduce")`; one whose shards are needed in full, by a reduction or as the
+    model's output, gets `sync("fwd_post", "all_gather", axis=-1)`. An embedding's table that is the
+    head as well, `x @ self.embedding.weight.T`, yields full logits.
 
-    Where several layers read one value, queries, keys and values say, its gradient is added up once
-    for all of them: by the module around them, or at the value.
+    If several layers read one value, such as queries, keys and values, its gradient is all-reduced
+    once for all of them: by the module around them, or at the value.
 
-    Where no module's border is the place, a value inside `forward` or another method gets the
-    collective, as by `sync(..., of=...)`: keys that all heads share, the weights of experts. Of a
-    whole value without gradient that meets a part, a bias of each head say, a rank takes its slice.
+    If the collective cannot be at a module's input or output, a value inside `forward` or another
+    method gets it, as by `sync(..., of=...)`: keys that all heads share, weights of experts. Each
+    rank slices a replicated value without gradient that meets a shard, as a bias for each head.
 
-    The call may stand before the shards that it is about. What a `sync` states is left alone, and
-    stated collectives of the modules around count. `slapo-rewrite explain` shows what was inferred.
+    The call may precede the shards. Modules with a `sync` of their own keep it, and collectives of
+    enclosing modules count. `slapo-rewrite explain` shows what was inferred.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -37,13 +37,13 @@ class InferSync(Primitive):
         self.up = ColumnParallelLinear(width, 4 * width)
         self.down = RowParallelLinear(4 * width, width)
 
-    Shapes: As the collectives leave them.
+    Shapes: As the collectives change them.
     Numerics: Reassociated.
     State: Unchanged.
 
     Raises:
-        SR104 a value that does not fit although everything that could be inferred is there; SR305 a
-        model that cannot be followed, or a module whose collectives are inferred already.
+        SR104 a value whose placement does not fit, even with all collectives that can be inferred;
+        SR305 a model that cannot be analysed, or a module with `infer_sync` already.
 
     Source: the placement of collectives is that of Megatron-LM, arXiv 1909.08053.
     """
@@ -87,7 +87,7 @@ s.infer_sync()
         """`infer_sync()`."""
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Leaves the collectives of the module and below it open, until all shards are known."""
+        """Marks the module: collectives below it are inferred once all shards are known."""
         if state.infer_sync is not None:
             raise errors.Unsupported(
                 f"the syncs of {node.shown} are inferred already", cause=state.infer_sync.cause

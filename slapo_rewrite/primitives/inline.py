@@ -1,4 +1,4 @@
-"""`inline`: a submodule's `forward` written into the module that calls it."""
+"""`inline`: writes a submodule's `forward` into the module that calls it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ SAMPLE = Sample(BLOCK, setting("Block(8)"))
 class Inline(Rewriting):
     """Write a submodule's `forward` where the selected module calls it.
 
-    What comes later in the schedule sees the source as it is then: a pattern can cross the border
-    between the two, and an `inline` can go on where another one ended. The submodule stays where it
-    is made, so its parameters keep their names, and what it holds can be scheduled as before. A
-    local variable is renamed where the caller still needs its own of that name.
+    Later calls in the schedule see the changed source: a pattern can match code of both modules,
+    and another `inline` can continue. The constructor still makes the submodule, so its parameters
+    keep their names, and its own submodules can be scheduled as before. A local variable is renamed
+    if the caller still needs its own variable of that name.
 
     Rewrite:
         y = self.mlp(self.norm(x))
@@ -72,10 +72,10 @@ class Inline(Rewriting):
     State: Unchanged.
 
     Raises:
-        SR202 no such submodule; SR305 one with hooks or a `forward` of its own, whose class's
-        `forward` is decorated, returns early, calls `super()` or is in another file, a call that
-        takes `*`, stands in a condition or behind other calls, modules of the class that are not
-        selected; SR306 the submodule itself was scheduled.
+        SR202 no such submodule; SR305 a submodule with hooks or a `forward` of its own, a class
+        whose `forward` is decorated, returns early, calls `super()` or is in another file, a call
+        with `*`, in a condition or after other calls, modules of the class that are not selected;
+        SR306 the submodule itself was scheduled.
 
     Source: Slapo, arXiv 2302.08005, section 3.3 (`trace` with `flatten`).
     """
@@ -122,7 +122,7 @@ class Inline(Rewriting):
         return found
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
-        """The child's `forward` in the methods of the selected modules' class."""
+        """The edits that write the child's `forward` into the methods of the selected modules."""
         by_class = grouped((node.cls, node) for node in nodes)
         edits: dict[tuple[int, int], Edit] = {}
         path, cause = call.arguments["child"], call.directive
@@ -167,7 +167,7 @@ class Inline(Rewriting):
     def _check_all(
         self, call: Call, cls: type, methods: list[ast.FunctionDef], same: list[Node]
     ) -> None:
-        """One text serves all modules that have these methods."""
+        """Refuses if other modules that are not selected share these methods."""
         main = call.sources.main
         homes = {
             c
@@ -185,7 +185,7 @@ class Inline(Rewriting):
                 )
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Notes that the submodule is not called any more."""
+        """Records that the submodule is no longer called."""
         if state.inlined is None and not replace(state, shards=(), shares=()).is_plain():
             raise errors.ConflictingEdits(
                 f"{node.shown} cannot be inlined after it was scheduled itself",
@@ -195,6 +195,6 @@ class Inline(Rewriting):
 
 
 def _calls(method: ast.FunctionDef, path: str) -> bool:
-    """Whether a method calls the module at a path, by whatever name."""
+    """Whether a method calls the module at a path, also through local names."""
     calls = (n for n in ast.walk(method) if isinstance(n, ast.Call))
     return any(path in module_paths(call.func, method) for call in calls)

@@ -1,4 +1,4 @@
-"""What `apply`, `fuse` and `replace` do with matches, and `replace` alone with what is new."""
+"""Replaces matches for `apply`, `fuse` and `replace`, by new modules for `replace` only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 def engine_of(call: Call) -> Engine:
-    """What carries out the claims of a call."""
+    """The engine that turns the claims of a call into edits."""
     return Engine(call.tree, call.sources, call.states, call.directive, call.references)
 
 
@@ -37,7 +37,7 @@ def carried_out(
     left: Sequence[Skipped],
     rules: Sequence[tuple[str, Looked]] = (),
 ) -> Rewrite:
-    """What claims give that one line of the schedule makes; `NoMatch` where there is none."""
+    """The edits of one schedule line's claims; raises `NoMatch` if none can be applied."""
     kept, stopped = engine.sorted_out(claims)
     hard = [each for each in stopped if not each.harmless]
     if hard or not kept:
@@ -52,7 +52,7 @@ def rewritten(
     left: Sequence[Skipped],
     rules: Sequence[tuple[str, Looked]],
 ) -> Rewrite:
-    """What claims give, once branches that lie between have taken in what is around them."""
+    """The edits of claims; edits of branches in between come first, as a rewrite of their own."""
     if (opened := engine.opened(kept)) is not None:
         return opened
     again = bool(kept and rules) and any(each.waits for each in stopped)
@@ -60,14 +60,14 @@ def rewritten(
 
 
 def opening(engine: Engine, match: Match, name: str) -> Claim:
-    """A match for the time being: branches are opened for others, and then all are looked for."""
+    """A temporary claim: branches are opened for other matches, then the search is repeated."""
     return Claim(match, engine.tree.nodes[match.path], Calling(name, name, ()), {}, name, values={})
 
 
 def _noted(
     rules: Sequence[tuple[str, Looked]], kept: Sequence[Claim], left: Sequence[Skipped]
 ) -> tuple[Mapping[str, object], ...]:
-    """What became of each rule, for the record: where it was applied, and why not elsewhere."""
+    """The outcome of each rule, for the record: where it was applied, and why not elsewhere."""
     notes = []
     for name, looked in rules:
         own = [(with_wildcards(c.node.path), c) for c in kept if c.what == name]
@@ -97,7 +97,7 @@ def _noted(
 
 
 def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
-    """The error for a computation that stands nowhere."""
+    """The error for a computation that is not found."""
     if nearest is None:
         return errors.NoMatch(f"`{name}` matches nothing here, nor anything near")
     places = nearest.places
@@ -111,7 +111,7 @@ def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
 
 
 def replaced(call: Call, nodes: list[Node]) -> Rewrite:
-    """A call of the new function in the place of each match."""
+    """Replaces each match by a call of the new function or module."""
     new = call.arguments["new_mod"]
     function = function_of(call, new, "what takes the place of a pattern")
     matches = found(call, nodes)
@@ -146,7 +146,7 @@ def replaced(call: Call, nodes: list[Node]) -> Rewrite:
 
 
 def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Claim:
-    """A call with the match's operands: by name, by position where the names differ."""
+    """A call with the match's operands: by name, or by position if the names differ."""
     name = origin.rpartition(".")[2]
     called: Callable[..., Any] = getattr(new, "forward", new)
     parameters = list(inspect.signature(called).parameters.values())
@@ -167,7 +167,7 @@ def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Cl
                 hint="give both the same parameters",
             )
         operands = dict(zip((p.name for p in taken), operands.values(), strict=True))
-    # What stands behind a parameter that is left out is given by name.
+    # Arguments after a parameter that is left out are passed by keyword.
     plain = [
         p for p, q in zip(taken, parameters, strict=False) if p is q and p.kind in _BY_POSITION
     ]
@@ -183,7 +183,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) -> Rewrite:
-    """Subclasses that hold one module in the place of calls side by side on one operand."""
+    """Replaces several calls on one operand by one module, in subclasses."""
     name = module_name(call)
     groups = grouped((group[0].path, group) for group in matches.groups)
     alone = [m for m in matches if not any(m in g for g in groups.get(m.path, ()))]
@@ -203,13 +203,13 @@ def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) 
 
 
 def class_of(call: Call, node: Node) -> Any:
-    """The new class, as the rewritten source defines it."""
+    """The new class, from the rewritten source."""
     assert call.done is not None
     return inspect.unwrap(node.cls.__init__).__globals__[call.done.classes[node.path].name]
 
 
 def module_name(call: Call) -> str:
-    """What the new module is called: as given, or its class's name in small letters."""
+    """The attribute name of the new module: as given, or its class's name in snake case."""
     given: str | None = call.arguments["name"]
     if given is None:
         given = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", call.arguments["new_mod"].__name__).lower()
@@ -226,7 +226,7 @@ def dotted(target: Function) -> str:
 
 
 def check_stateless(call: Call, node: Node) -> None:
-    """Refuses a new module whose parameters nothing says the values of (`WeightsMisfit`)."""
+    """Raises `WeightsMisfit` for a new module with tensors, whose values are not known."""
     name = module_name(call) if isinstance(call.arguments["new_mod"], type) else ""
     held = node.children.get(name)
     if held is not None and (tensors := list(held.live.state_dict())):

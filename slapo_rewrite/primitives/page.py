@@ -1,4 +1,4 @@
-"""What `slapo-rewrite primitives` prints: the primitives, and the rules that `apply` takes."""
+"""The pages of `slapo-rewrite primitives`: the primitives, and the rules for `apply`."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def listing() -> str:
 
 
 def first_line(name: str) -> str:
-    """What a primitive or a rule does, in a sentence; nothing of one that there is not."""
+    """The first line of a primitive's or a rule's documentation; '' for an unknown one."""
     if name in registry():
         return _primitive(name).doc.partition("\n")[0]
     return _rule(name).doc.partition("\n")[0] if name in rules() else ""
 
 
 def rules() -> list[str]:
-    """The names of all rules: each file of `rules/fusions` defines the one that it is called by."""
+    """The names of all rules, which are those of the files in `rules/fusions`."""
     files = (rules_folder() / "fusions").glob("*.py")
     return sorted(path.stem for path in files if path.stem != "__init__")
 
 
 @dataclass(frozen=True)
 class Page:
-    """What there is to say of a primitive or a rule."""
+    """The documentation of a primitive or a rule."""
 
     call: str  # how a schedule calls it
-    doc: str  # its documentation
-    facts: tuple[str, ...]  # what else is known of a rule, a line each
+    doc: str  # its docstring
+    facts: tuple[str, ...]  # further facts about a rule, one line each
     examples: tuple[Example, ...]  # worked examples
 
 
 def described(name: str) -> Page:
-    """One primitive or rule (`UnknownPrimitive`)."""
+    """The page of a primitive or rule; raises `UnknownPrimitive` for another name."""
     found, known = registry(), rules()
     if name in known:
         rule = _rule(name)
@@ -68,7 +68,7 @@ def described(name: str) -> Page:
 
 
 def page(name: str) -> str:
-    """The same as text: its documentation, a worked example."""
+    """The page as text: documentation and worked examples."""
     found = described(name)
     facts = ["\n".join(found.facts)] if found.facts else []
     return _joined([found.call, found.doc, *facts], found.examples)
@@ -83,7 +83,7 @@ def _facts(name: str, rule: Class) -> list[str]:
 
 
 def kernels_of(name: str) -> list[str]:
-    """What a rule takes of `runtime/kernels`, `gated.swiglu` say: what its file imports of it."""
+    """The functions of `runtime/kernels` that a rule's file imports, such as `gated.swiglu`."""
     return [
         f"{node.module}.{alias.name}".removeprefix(f"{KERNELS}.")
         for node in constants(f"{RULES}.{name}").tree.body

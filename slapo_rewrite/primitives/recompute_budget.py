@@ -1,4 +1,4 @@
-"""What `checkpoint(budget=...)` recomputes: the least with which a training step fits."""
+"""Chooses what `checkpoint(budget=...)` recomputes: the least that makes a step fit."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @functools.cache
 def _gpu(products: str) -> Hardware:
-    """What a step is timed on, all of whose products are in one precision.
+    """The GPU for timing a step, with all products in one precision.
 
-    It is counted before casts are written, in the precision of its weights.
+    A step is counted before casts are written, in the precision of its weights.
     """
     gpu = hardware("h200", products)
     return replace(gpu, device=replace(gpu.device, half=None, single=None))
@@ -41,23 +41,23 @@ def _gpu(products: str) -> Hardware:
 class Step:
     """The training step that has to fit."""
 
-    budget: float  # bytes that it may hold
+    budget: float  # the bytes that it may hold
     rows: int  # rows of a micro-batch
     sequence: int | None  # tokens of a row; None for those of the schedule's `inputs`
-    precision: str  # what it is trained in
-    micro_batches: int  # how many make up a step
+    precision: str  # the training precision
+    micro_batches: int  # the number of micro-batches
     zero: int  # the stage of ZeRO
-    replicas: int  # among how many replicas that divides what it divides
-    ranks: int = 1  # how many ranks share each layer
-    products: str = "bf16"  # what matrix products are computed in
+    replicas: int  # the number of replicas among which ZeRO divides
+    ranks: int = 1  # the number of tensor-parallel ranks
+    products: str = "bf16"  # the precision of matrix products
 
     @property
     def kept(self) -> States:
-        """Bytes for each parameter."""
+        """The bytes of training state for each parameter."""
         return states(self.precision, self.zero, self.replicas)
 
     def seconds(self, part: Part) -> float:
-        """Seconds of a part of it, on a GPU whose neighbours share its layers."""
+        """The seconds of a part, on one GPU of the tensor-parallel group."""
         gpu = _gpu(self.products)
         sent = sent_seconds(part, self.rows, gpu.inside, self.ranks)
         return sum(part_seconds(part, self.rows, gpu.device)) + sent
@@ -72,14 +72,14 @@ class Step:
 
 
 def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
-    """The modules to recompute, of the layers that were selected.
+    """Chooses the modules to recompute among the selected layers.
 
     Raises:
-        BadArgument: The step is not one.
-        ConflictingEdits: It is one in half precision, beside `autocast`.
-        Unsupported: What was selected are no layers of lists, or no step of the model can be
+        BadArgument: The arguments describe no step.
+        ConflictingEdits: The step is in half precision, beside `autocast`.
+        Unsupported: The selected modules are not layers of lists, or the model's step cannot be
             counted.
-        NothingFits: Whatever is recomputed, it takes more.
+        NothingFits: Whatever is recomputed, the step needs more memory.
     """
     step = _step(call)
     _check_layers(call, nodes)
@@ -143,7 +143,7 @@ def _step(call: Call) -> Step:
 
 
 def _rows(call: Call) -> int:
-    """Rows of the schedule's own inputs."""
+    """The number of rows of the schedule's own inputs."""
     from slapo_rewrite.model.sized_inputs import rows_of
 
     try:
@@ -171,7 +171,7 @@ def _casts(call: Call) -> Iterator[tuple[HalfPrecision, Directive]]:
 
 
 def check_casts_known(call: Call) -> None:
-    """Refuses `autocast` after a budget, which was solved for a step without it."""
+    """Refuses `autocast` after a budget, which was chosen for a step without it."""
     late = [cause for _, cause in _casts(call) if cause.number > call.directive.number]
     if late:
         raise errors.ConflictingEdits(
@@ -184,7 +184,7 @@ def check_casts_known(call: Call) -> None:
 
 
 def _check_precision(call: Call, step: Step) -> Step:
-    """Weights stay in float32 beside `autocast`, and so do many of the values that are kept."""
+    """Checks the precision beside `autocast`: weights and many activations stay in float32."""
     casts = [*_casts(call)]
     if not casts:
         return replace(step, products=step.precision)
@@ -205,7 +205,7 @@ def counted(
     tree: Tree,
     kernels: Iterable[ModuleType] = (),
 ) -> CountedWays:
-    """Counts a step in every way."""
+    """Counts a step in each way of recomputing layers."""
     import torch
 
     from slapo_rewrite.model import folded_step, recomputed_step
@@ -216,7 +216,7 @@ def counted(
 
 
 def search_of(ways: CountedWays, chosen: Collection[str], step: Step) -> RecomputeSearch:
-    """What can be chosen of the ways that were counted."""
+    """The search among the counted ways."""
     from slapo_rewrite.simulate.recompute_search import RecomputeSearch
     from slapo_rewrite.simulate.step_memory import Unfolded
 
@@ -238,7 +238,7 @@ def _uncounted(error: Exception) -> errors.Unsupported:
 
 
 def _by_layer(found: Found, ways: CountedWays) -> dict[str, Recomputed]:
-    """What is recomputed of each layer of which something is."""
+    """The recomputed modules of each layer that has any."""
     return {
         f"{layers}.{number}": ways.ways[way]
         for layers, own in found.ways.items()
@@ -248,7 +248,7 @@ def _by_layer(found: Found, ways: CountedWays) -> dict[str, Recomputed]:
 
 
 def _said(step: Step, ways: CountedWays, search: RecomputeSearch, found: Found) -> str:
-    """What was chosen, in words."""
+    """A message about the choice."""
     none = search.judged(search.same(0))
     words = [*_runs(found.ways, ways)]
     took = f"{shown_size(found.peak)} of {shown_size(step.budget)} are predicted for {step}"
@@ -260,7 +260,7 @@ def _said(step: Step, ways: CountedWays, search: RecomputeSearch, found: Found) 
 
 
 def _runs(chosen: Mapping[str, Sequence[int]], ways: CountedWays) -> Iterator[str]:
-    """What is recomputed of which layers: `model.layers 0 to 6`."""
+    """Messages about the recomputed layers: `model.layers 0 to 6`."""
     for layers, own in chosen.items():
         for way, group in groupby(enumerate(own), key=lambda pair: pair[1]):
             numbers = [number for number, _ in group]

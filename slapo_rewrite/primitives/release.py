@@ -1,4 +1,4 @@
-"""`release`: values of a `forward` that nothing needs any more are dropped where they die."""
+"""`release`: deletes local variables of `forward` where they are dead."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from slapo_rewrite.primitives.checkpoint import MODEL
 if TYPE_CHECKING:
     from slapo_rewrite.model.paying_orders import Order
 
-# The batch that is counted with, where the tool makes it up.
+# The size of the batch, if the tool makes the inputs.
 ROWS, TOKENS = 8, 1024
-# A row is also counted at this share of its length: which part of a layer holds most depends on it.
+# Rows are also counted at this share of their length, on which the peak of a layer depends.
 SHORTER = 8
 
 BLOCK = """\
@@ -69,20 +69,20 @@ SAMPLE = Sample(BLOCK, MODEL)
 
 
 class Release(Rewriting):
-    """Drop values where they die, in the selected modules' `forward` and what that calls.
+    """Delete dead local variables, in the selected modules' `forward` and the functions it calls.
 
-    A local name keeps its value until the function returns or binds the name anew. Where the value
-    is not needed so long, and nothing else keeps it, it is dropped right behind the statement that
-    reads it last. Before that, plain statements that do not need one another are put in the order
-    in which a call holds least; what draws random numbers, changes something or is not known keeps
-    its place, and what reads the same value its order, in which gradients are added up.
+    A local variable keeps its value alive until the function returns or rebinds it. If the value is
+    dead earlier, and nothing else keeps it alive, the variable is deleted right after its last use.
+    Before that, simple independent statements are put in the order with the lowest peak memory.
+    Statements that are random, have side effects or are not known keep their place; those that read
+    the same value keep their order, which is the order of accumulating gradients.
 
-    Only what lowers the most that a call holds is written. That is measured on the meta device, in
-    training and in eval mode without gradients, at the length of `inputs(model)` or at `sequence`
-    tokens a row, and at an eighth of them. Without gradients, and where `checkpoint` runs a part
-    for the first time, names keep far more than in training, where autograd keeps most of it
-    anyway. What the caller holds, arguments among it, is not dropped, nor what stands in a `try`,
-    a generator, a function inside. Call it after what changes the source.
+    Only changes that lower the peak memory of a call are written. Peaks are measured on the meta
+    device, in training and in eval mode without gradients, at the length of `inputs(model)` or at
+    `sequence` tokens per row, and at an eighth of it. Without gradients, and in the first run of a
+    `checkpoint`, variables keep far more alive than in training, where autograd keeps most values
+    anyway. Values that the caller holds, such as arguments, are not deleted, nor are variables in
+    `try`, generators or inner functions. Call it after all changes of the source.
 
     Rewrite:
         y = x + mixed
@@ -91,7 +91,7 @@ class Release(Rewriting):
         y = x + mixed
         del mixed
         z = self.down(torch.relu(self.up(y)))
-        and where one line binds a name and the next one is all that reads it,
+        and if only the line after an assignment reads the variable,
         y = x + self.mix(x)
 
     Shapes: Unchanged.
@@ -99,8 +99,8 @@ class Release(Rewriting):
     State: Unchanged.
 
     Raises:
-        SR305 modules of other files alone, a model that does not run without values, modules of
-        the class that are not selected; SR206 a length that is none.
+        SR305 only modules of other files, a model that does not run on the meta device, modules of
+        the class that are not selected; SR206 an invalid length.
 
     Source: ROAM, arXiv 2310.19295.
     """
@@ -128,7 +128,7 @@ class Release(Rewriting):
         """`release(*, sequence=None)`."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite:
-        """The functions that the modules run, with what pays dropped."""
+        """The edits of the functions that the modules run, as far as they save memory."""
         from slapo_rewrite.model.held_memory import CannotMeasure  # imports triton
 
         sequence = call.arguments["sequence"]
@@ -140,7 +140,7 @@ class Release(Rewriting):
         try:
             given = _inputs(call, sequence)
             if (order := _order(call, nodes, lives, sharing, given)) is not None:
-                # What is dropped then is told by the function as it stands then.
+                # Deletions are chosen in the next round, for the reordered function.
                 edits = _reordering(sharing.file, order, call.directive)
                 return Rewrite(edits, again=True)
             dropped = _paying(call, lives, found, given)
@@ -163,7 +163,7 @@ def _unchanged(cause: Directive) -> str:
 
 
 def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
-    """The functions of the file that some modules run, constructors left out."""
+    """The functions of the file that some modules run, without constructors."""
     selected = {node.path for node in below(nodes)}
     functions = [f for f in sharing.functions() if f.name != "__init__"]
     own = [f for f in functions if any(n.path in selected for n in sharing.sharers(f))]
@@ -178,7 +178,7 @@ def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
 
 
 def _inputs(call: Call, sequence: int | None) -> list[dict[str, Any]]:
-    """The arguments of the model at each length that counts; `ValueError` if there are none."""
+    """The arguments of the model at each measured length; `ValueError` if there are none."""
     from slapo_rewrite.model.sized_inputs import positions_of, sized_inputs
 
     model = call.tree.root.live
@@ -196,7 +196,7 @@ def _order(
     sharing: Sharing,
     given: Sequence[Mapping[str, Any]],
 ) -> Order | None:
-    """A better order of statements of a function that the selected modules alone run."""
+    """A better order of statements in a function that only selected modules run; or None."""
     from slapo_rewrite.model.paying_orders import paying_order  # imports triton
 
     selected = {node.path for node in below(nodes)}
@@ -214,7 +214,7 @@ def _paying(
     found: Mapping[Death, ast.FunctionDef],
     given: Sequence[Mapping[str, Any]],
 ) -> list[Death]:
-    """The names that are worth dropping."""
+    """The variables that are worth deleting."""
     from slapo_rewrite.model.paying_releases import measured, paying  # imports triton
 
     ways = [
@@ -228,7 +228,7 @@ def _paying(
 def _check_selected(
     nodes: Sequence[Node], sharing: Sharing, functions: Mapping[ast.FunctionDef, Death]
 ) -> None:
-    """One text serves all modules that run it."""
+    """Refuses deletions in functions that modules which are not selected run as well."""
     selected = {node.path for node in below(nodes)}
     for function, death in functions.items():
         others = [node for node in sharing.sharers(function) if node.path not in selected]
@@ -242,7 +242,7 @@ def _check_selected(
 
 
 def _reordering(file: SourceFile, order: Order, cause: Directive) -> list[TextEdit]:
-    """Statements written in the places of one another."""
+    """The edits that reorder statements."""
     lines: dict[ast.stmt, Lines] = {}
     why = "independent statements, in the order in which least is held"
     for place, statement in zip(order.run, order.order, strict=True):
@@ -255,13 +255,13 @@ def _reordering(file: SourceFile, order: Order, cause: Directive) -> list[TextEd
 def _edits(
     file: SourceFile, dropped: Mapping[Death, ast.FunctionDef], cause: Directive
 ) -> list[TextEdit]:
-    """Each name written as its expression where it reads well, else in a `del`."""
+    """The edits that replace variables by their expression, if short enough, or delete them."""
     lines: dict[ast.stmt, Lines] = {}
     names: dict[ast.stmt, list[str]] = {}
     behind = {death.statement for death in dropped}
     for death, function in dropped.items():
         place = in_place(file, function, death.statement, death.name)
-        # Of one statement, one name is written out; one that others die behind stays.
+        # One variable per statement is replaced; an assignment followed by deletions stays.
         if place is None or place.gone in behind or death.statement in lines:
             names.setdefault(death.statement, []).append(death.name)
             continue

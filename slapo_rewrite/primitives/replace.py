@@ -1,4 +1,4 @@
-"""`replace`: another class in the place of a module's."""
+"""`replace`: replaces a module by one of another class, or a pattern by a call."""
 
 from __future__ import annotations
 
@@ -117,16 +117,16 @@ GATING_SAMPLE = Sample(GATE, GATING)
 
 
 class Rebuilding(Primitive):
-    """What may put another class in the place of a module's."""
+    """Base class of primitives that replace the class of a module."""
 
     def targets(self, call: Call, nodes: list[Node]) -> Iterable[Node]:
-        """The modules selected, or those that the source has a new class for."""
+        """The selected modules, or those that have a new class in the changed source."""
         if call.done is None or not call.done.classes:
             return nodes
         return [call.tree.nodes[path] for path in call.done.classes]
 
     def rebuilt(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Records the new class that the source has for a module."""
+        """Records the new class of a module in the changed source."""
         assert call.done is not None
         check_free(node, state)
         made, module = call.done.classes[node.path], self._built(call, node)
@@ -137,7 +137,7 @@ class Rebuilding(Primitive):
         return replace(state, replacement=new)
 
     def replacement(self, call: Call, node: Node) -> nn.Module | None:
-        """The new module, so that later calls can select what it holds."""
+        """The new module, so that later calls can select its submodules."""
         if call.done is not None and node.path not in call.done.classes:
             return None
         if call.sources.same_live(node):
@@ -145,11 +145,11 @@ class Rebuilding(Primitive):
         return self._built(call, node)
 
     def _class(self, call: Call, node: Node) -> Any:
-        """What makes the new module."""
+        """The class or function that makes the new module."""
         return class_of(call, node)
 
     def _built(self, call: Call, node: Node) -> nn.Module | None:
-        """The new module on the meta device; None where that cannot be made, and need not be."""
+        """The new module on the meta device; None if it cannot be made, and is not needed."""
         new, arguments = self._class(call, node), call.arguments.get("args")
         arguments = None if call.done is not None else arguments
         name = getattr(new, "__name__", "the new module")
@@ -175,12 +175,12 @@ class Rebuilding(Primitive):
 
 
 class Replacing(Rebuilding):
-    """What `replace` and `replace_all` share: `new` takes the place of a module's class."""
+    """Base class of `replace` and `replace_all`; `new` names the argument with the new class."""
 
     new: ClassVar[str]
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Records the new class, if its weights can be had from the original's."""
+        """Records the new class, if its weights can be made from the original's."""
         new, arguments = call.arguments[self.new], call.arguments.get("args")
         check_free(node, state)
         check_source(arguments)
@@ -197,7 +197,7 @@ class Replacing(Rebuilding):
 
 
 def check_free(node: Node, state: ModuleRequests) -> None:
-    """Refuses to replace the model itself, and what the schedule has changed before."""
+    """Refuses to replace the model itself, and modules that the schedule changed before."""
     if not state.is_plain():
         splits = (state.replacement, *state.shards, *state.shares, *state.syncs)
         causes = [s.cause for s in splits if s] + [c for _, c in state.asks(WrapForward)]
@@ -211,7 +211,7 @@ def check_free(node: Node, state: ModuleRequests) -> None:
 
 
 def check_source(arguments: str | None) -> None:
-    """Refuses arguments that are no source."""
+    """Refuses arguments that are not source code."""
     if arguments is None:
         return
     try:
@@ -224,7 +224,7 @@ def check_source(arguments: str | None) -> None:
 
 
 def weights_of(call: Call) -> dict[str, Weight]:
-    """What the schedule says that the tensors are made of: names, and functions of names."""
+    """The schedule's map of weights: names, and functions of names, by new name."""
     given = call.arguments.get("weights") or {}
     for name, source in given.items():
         if not isinstance(name, str) or not isinstance(source, (str, Weight)):
@@ -237,7 +237,7 @@ def weights_of(call: Call) -> dict[str, Weight]:
 
 
 def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Refuses a replacement that would lose weights, or hold some of its own (`WeightsMisfit`)."""
+    """Raises `WeightsMisfit` for a replacement that loses weights, or has further ones."""
     inner = {n for weight in weights.values() for n in weight.names()}
     for name in sorted(inner & node.live.state_dict().keys()):
         full = f"{node.path}.{name}"
@@ -258,24 +258,24 @@ def check_fit(call: Call, node: Node, module: nn.Module, weights: Mapping[str, W
 
 
 class Replace(Replacing):
-    """Build another class where the original was built.
+    """Replace a module by one of another class, or a computation by a call.
 
     A class (or a function that returns a module) defined in the schedule file is copied into the
-    output with what it needs; an importable one is imported. It is called with the original's
-    constructor arguments, unless `args` gives others as source.
+    output with the definitions that it needs; an importable one is imported. It is called with the
+    original's constructor arguments, unless `args` has others as source text.
 
-    `weights` says what its parameters and buffers are made of, by their names in the new module:
-    another name, `concat("query.weight", "key.weight", axis=0)`, `split("qkv.weight", parts=3,
-    index=0)` or `transpose("dense.weight")`, also one inside another. What it does not name keeps
-    the original's name and shape. From then on the new module's own modules can be selected.
+    `weights` maps the names of its parameters and buffers to the original's: to another name,
+    `concat("query.weight", "key.weight", axis=0)`, `split("qkv.weight", parts=3, index=0)` or
+    `transpose("dense.weight")`, which can be nested. All others keep the original's name and shape.
+    Later calls in the schedule can select the new module's own submodules.
 
-    With a `pattern`, a function takes the place of what `find` finds of it in the selected modules:
-    it is called with what the pattern's parameters stand for, by their names, or by position where
-    the names differ. The schedule goes on with the model as rewritten; of modules that share a text
-    those that are not selected keep it. A module class without parameters is made in the
-    constructor, as `name`, with `args`, and called there. Where the pattern is a regular expression
-    that finds several linear layers called on one operand, a module class takes the place of all of
-    them: one of `name` gives their results along the last axis, of weights made of theirs.
+    With a `pattern`, each match of `find` in the selected modules is replaced by a call of a
+    function, with the operands of the pattern's parameters, by name, or by position if the names
+    differ. Later calls see the rewritten model; modules of the same class that are not selected
+    keep their code. A module class without parameters is instead made in the constructor, as
+    `name`, with `args`, and called at the match. If the pattern is a regular expression that
+    matches several linear layers called on one operand, one module of the class, `name`, replaces
+    all of them: it returns their results along the last axis, and its weights are made from theirs.
     `concrete_args` is as for `find`.
 
     Rewrite:
@@ -283,18 +283,18 @@ class Replace(Replacing):
         -->
         self.up = ScaledLinear(width, 4 * width)
 
-    Shapes: The new module's affair.
-    Numerics: The new module's affair; `--verify` compares.
+    Shapes: As the new module has them.
+    Numerics: As the new module computes; `--verify` compares.
 
     State:
-        `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
-        for bit; gradients and moments by `loading.to_full`. Models of transformers read and write
-        the original's checkpoints: with `weights` their base class gets `OriginalCheckpoints`.
+        `load_state_dict` takes the original's names, `loading.full_state_dict` returns them bitwise
+        equal, `loading.to_full` gradients and moments. Models of transformers read and write the
+        original's checkpoints: with `weights` their base class gets `OriginalCheckpoints`.
 
     Raises:
-        SR206 the new module is no class or function that a file can import, or does not take the
-        arguments; SR306 the module was changed before; SR308 weights would be lost, be there twice
-        or be made of nothing; SR309 the pattern is not found, or cannot be replaced where it is.
+        SR206 the new module is not an importable class or function, or does not take the
+        arguments; SR306 the module was changed before; SR308 weights would be lost, used twice or
+        not defined; SR309 the pattern is not found, or cannot be replaced where it is.
 
     Source: Slapo, arXiv 2302.08005, section 3.1.
     """
@@ -381,7 +381,7 @@ s["gated"].replace(
         """`replace(new_mod, pattern=None, *, name=, args=, weights=, concrete_args=)`."""
 
     def rewrites(self, call: Call, nodes: list[Node]) -> Rewrite | None:
-        """A call of the new function in the place of each match of a pattern."""
+        """The edits that replace each match of a pattern by a call; None without a pattern."""
         if call.arguments["pattern"] is None:
             if call.arguments["concrete_args"] is not None:
                 raise errors.BadArgument("`concrete_args` is for a pattern")
@@ -389,7 +389,7 @@ s["gated"].replace(
         return replaced(call, nodes)
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Records the new class, which a pattern may have asked for."""
+        """Records the new class of a module, given or made for a pattern."""
         if call.done is None:
             return super().apply(call, node, state)
         if node.path not in call.done.classes:

@@ -1,4 +1,4 @@
-"""`replace_all`: another class in the place of every module of a type."""
+"""`replace_all`: replaces every module of a type by one of another class."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slapo_rewrite.runtime.weights import Weight
 class ReplaceAll(Replacing):
     """Replace every module of a type, at and below the selection.
 
-    `type` is a class, or its name where it is defined in the file that is rewritten. `make` is what
-    `replace` takes.
+    `type` is a class, or the name of a class in the rewritten file. `make` is a class or function,
+    as for `replace`.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -26,10 +26,10 @@ class ReplaceAll(Replacing):
         self.up = ScaledLinear(width, 4 * width)
         self.down = ScaledLinear(4 * width, width)
 
-    Shapes: The new module's affair.
-    Numerics: The new module's affair; `--verify` compares.
+    Shapes: As the new module has them.
+    Numerics: As the new module computes; `--verify` compares.
     State: As with `replace`.
-    Raises: SR202 no module is of this type; what `replace` raises.
+    Raises: SR202 no module is of this type; errors of `replace`.
 
     Source: Slapo, arXiv 2302.08005, section 3.1.
     """

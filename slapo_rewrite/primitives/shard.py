@@ -1,4 +1,4 @@
-"""`shard`: split a parameter along an axis over the tensor-parallel group."""
+"""`shard`: splits a parameter along an axis over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -95,16 +95,15 @@ ONE_OF_TWO = "take one of the two lines out"
 class Shard(Primitive):
     """Split one or several parameters of a module over the tensor-parallel group.
 
-    `axis` counts as the parameter's own axes do. `parts` says that the axis packs several blocks,
-    each of which is split for itself: an int for equal blocks (`parts=3` for `[q|k|v]`), or the
-    blocks' sizes. What `forward` derives from the sharded size (head counts, split sizes, the
-    arguments of `view`) follows. Where it cannot be told, a test of a size say, name the integer
-    attribute itself, with axis 0: it becomes this rank's share.
+    `axis` is an axis of the parameter. `parts` says that several blocks are packed along it, each
+    of which is split separately: an int for equal blocks (`parts=3` for `[q|k|v]`), or the blocks'
+    sizes. Sizes in `forward` that depend on the sharded size (head counts, split sizes, the
+    arguments of `view`) are adapted. If the dependence is not known, as for a check of a size, name
+    the integer attribute itself, with axis 0: it becomes this rank's share.
 
-    Sizes are written by the names that they follow from, so that they hold in another
-    configuration: those of the summands of the axis's size, or of the list that `forward` takes the
-    blocks apart by. Where there are none, the output refuses to be built with an axis of another
-    size.
+    Block sizes are written as expressions, so that they hold for other configurations: as summands
+    of the axis's size, or as the list by which `forward` splits the blocks. Without such
+    expressions, building the output with another size of the axis raises an error.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -116,25 +115,24 @@ class Shard(Primitive):
         self.num_heads = part_size(self.num_heads)
 
     Shapes:
-        On a rank the axis has its full size divided by the world size. Linear, axis 0 and `Conv1D`,
-        axis 1: the output is a partition; the other axis: a partial sum. Embedding, axis 0: a
-        partial sum, axis 1: a partition; a bag of them, by its rows alone, where it is no largest
-        value. Convolutions are as Linear, along the channels. A
-        convolution in groups and the norms take a partition and give one; layer and root mean
-        square norms take their statistics over all ranks, and so does a module of one's own whose
-        weight is split along the features that its `mean`, `var` or `std` runs over. With fewer
-        key/value heads than ranks, several ranks hold the same head. `nn.MultiheadAttention`, by
-        `in_proj_weight` and `in_proj_bias` with `parts=3` and `out_proj.weight` with axis 1, is one
-        layer: a partial sum; its `num_heads` stays the whole layer's. So is a layer of
-        `nn.TransformerEncoder` or `nn.TransformerDecoder`, whose attentions and `linear1` and
-        `linear2` are split together, and an `nn.Transformer`, with all of its layers: it adds up
-        inside, and gives whole values.
+        On a rank the axis has its full size divided by the world size. Linear, axis 0, and
+        `Conv1D`, axis 1: the output is a partition; the other axis: a partial sum. Embedding,
+        axis 0: a partial sum; axis 1: a partition. EmbeddingBag: axis 0 only, and not with mode
+        "max". Convolutions are like Linear, along the channels. Grouped convolutions and norms take
+        a partition and return one. Layer and root mean square norms compute their statistics over
+        all ranks, and so does a user's module whose weight is split along the features of its
+        `mean`, `var` or `std`. With fewer key/value heads than ranks, several ranks hold the same
+        head. `nn.MultiheadAttention` is one layer, with a partial sum: split `in_proj_weight` and
+        `in_proj_bias` with `parts=3`, and `out_proj.weight` with axis 1; its `num_heads` stays that
+        of the full layer. A layer of `nn.TransformerEncoder` or `nn.TransformerDecoder` is one as
+        well, with its attentions, `linear1` and `linear2`, and so is an `nn.Transformer` with all
+        of its layers: it reduces inside, and returns full values.
 
-    Numerics: Reassociated: sums are taken per rank, then over the ranks.
+    Numerics: Reassociated: sums are computed per rank, then over the ranks.
 
     State:
-        `load_state_dict` takes the full tensors, `loading.full_state_dict` gives them back bit for
-        bit. Tied parameters follow.
+        `load_state_dict` takes the full tensors, `loading.full_state_dict` returns them bitwise
+        equal. Tied parameters are split as well.
 
     Raises:
         SR104 an attribute that does not fit in `forward`; SR203 no such parameter or attribute;
@@ -201,7 +199,7 @@ class Shard(Primitive):
         """`shard(names, axis, *, parts=1)`."""
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Adds one split for each name."""
+        """Adds a shard for each name."""
         given = call.arguments["names"]
         names = [given] if isinstance(given, str) else given
         if not names:
@@ -255,7 +253,7 @@ class Shard(Primitive):
         return replace(state, shards=(*state.shards, added))
 
     def _share(self, call: Call, node: Node, state: ModuleRequests, name: str) -> ModuleRequests:
-        """An integer attribute that becomes this rank's share."""
+        """Makes an integer attribute this rank's share."""
         spoken = f"`{node.path or 's'}.{name}`"
         for earlier in state.shares:
             if earlier.name == name:
@@ -302,7 +300,7 @@ class Shard(Primitive):
 
 
 def _worked_out(node: Node, name: str) -> list[str]:
-    """The parameters that a tensor of a module is worked out of, where it is none itself."""
+    """The parameters from which a parametrization or hook computes a tensor of a module."""
     is_hooked = hasattr(vars(node.live).get(name), "requires_grad")  # a tensor, set by a hook
     starts = (f"parametrizations.{name}.", *([f"{name}_"] if is_hooked else []))
     return [key for key, _ in node.live.named_parameters() if key.startswith(starts)]

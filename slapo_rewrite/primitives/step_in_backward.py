@@ -1,4 +1,4 @@
-"""`step_in_backward`: each parameter is updated as soon as its gradient is complete."""
+"""`step_in_backward`: updates each parameter as soon as its gradient is complete."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slapo_rewrite.primitives.checkpoint import SAMPLE
 
 @dataclass(frozen=True)
 class StepInBackward(Requested):
-    """The model's class can have its parameters updated in the backward pass."""
+    """Lets the model's class update its parameters in the backward pass."""
 
     is_parallel = False
 
     def place(self, to: Placement, node: Node, cause: Directive) -> None:
-        """At the class's bases."""
+        """Adds a base class to the model's class."""
         if cut := [state.cut.cause for state in to.states.values() if state.cut]:
             raise errors.Unsupported(
                 "stages run several batches backward before a step, so that no gradient is "
@@ -46,30 +46,30 @@ class StepInBackward(Requested):
         home.changes.add(node.path, place, change, (cause,))
 
     def write_at(self, text: ClassText, place: Place) -> None:
-        """Nothing: another base does it."""
+        """Writes nothing: the base class is another change."""
 
 
 class StepInBackwardPrimitive(Primitive):
     """Give the model a method by which the backward pass updates each parameter.
 
-    A parameter is updated as soon as its gradient is complete, and the gradient is dropped, so that
+    A parameter is updated as soon as its gradient is complete, and the gradient is freed, so that
     the gradients of a model are never all in memory at once. Nothing changes until a training
-    script calls it, once, in the place of making an optimizer:
+    script calls the method, once, instead of making an optimizer:
 
         model.step_in_backward(lambda name, parameter: AdamW([parameter], lr=1e-4))
 
-    Each `backward` is a step then: gradients cannot be accumulated over several, nor scaled (by a
-    `torch.amp.GradScaler`, as float16 needs), nor clipped by the norm of all. What reads them after
-    `backward` finds none: `clip_grad_norm_` and `clip_grad_value_` clip nothing, and the norm is 0.
-    So the optimizers refuse a step by the training loop; leave it, and what comes before it, out.
-    To clip values, clip each gradient as it comes (of replicas each its own):
+    Each `backward` is then a step: gradients cannot be accumulated over several, nor scaled (by a
+    `torch.amp.GradScaler`, as float16 needs), nor clipped by their total norm. After `backward`
+    there are no gradients: `clip_grad_norm_` and `clip_grad_value_` clip nothing, and the norm is
+    0. The optimizers refuse steps of the training loop; remove them, and code that prepares them.
+    To clip values, clip each gradient when it is computed (each replica clips its own):
 
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
 
-    Gradients that tensor-parallel ranks add up are complete before; those of replicas are averaged
-    over the group that is given as `replicas`. Under torch's checkpoints with `use_reentrant=True`
-    (not the primitive's) each call of a layer that is called more than once is a step.
+    Gradients of tensor-parallel ranks are all-reduced before the update; those of replicas are
+    averaged over the group passed as `replicas`. With torch's checkpoints and `use_reentrant=True`
+    (not with the primitive's) each call of a layer that is called more than once is a step.
 
     Rewrite:
         class Model(nn.Module):
@@ -77,13 +77,13 @@ class StepInBackwardPrimitive(Primitive):
         class Model(StepsInBackward, nn.Module):
 
     Shapes: Unchanged.
-    Numerics: Exact: the optimizers of single parameters do what one for all does.
+    Numerics: Exact: optimizers of single parameters compute the same as one for all.
     State: Unchanged.
 
     Raises:
         SR305 a module other than the model itself, one with such a method of its own, or pipeline
-        stages, which accumulate gradients; SR106 a small model computes other gradients so, as
-        where the backward pass reads `weight.detach()` after it has updated the weight.
+        stages, which accumulate gradients; SR106 a small model computes other gradients with it,
+        as if the backward pass reads `weight.detach()` after it has updated the weight.
 
     Source: ROAM, arXiv 2310.19295; torch.Tensor.register_post_accumulate_grad_hook.
     """

@@ -1,4 +1,4 @@
-"""`sync`: a collective at a module's border."""
+"""`sync`: adds a collective at a module's input, output or gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LACKS = {
 }
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
-# Reshard strings: R is whole, S split; the letters are the last axis but one, and the last.
+# Reshard strings: R is replicated, S sharded; the letters are the second last and the last axis.
 LAYOUTS: dict[str, int | None] = {"RR": None, "RS": -1, "SR": -2}
 
 CROSS = """\
@@ -91,24 +91,24 @@ HEAD_SAMPLE = Sample(HEAD, setting("Model(8, 30)", HEAD_INPUTS, "outputs[0]"))
 
 
 class Sync(Primitive):
-    """Communicate at a module's border: before it, after it, or after its backward pass.
+    """Communicate at a module's boundary: before it, after it, or after its backward pass.
 
-    `fwd_pre` is about the first argument, `fwd_post` about the (first) tensor returned, `bwd_post`
-    about the gradient of the first argument; `of` names another argument, such as the encoder's
-    states in a decoder. Where that is not given, nothing happens. `of` may also name a value inside
-    `forward`, by the local name that one assignment binds it to: it is followed by the collective
-    of the value (`fwd_post`) or of its gradient (`bwd_post`). `all_reduce` adds up partial
-    sums, `reduce_scatter(axis)` leaves each rank its slice of the sum, `scatter(axis)` its slice of
-    what is whole, `all_gather(axis)` joins slices. `"SR->RR"` and its like change what is split:
-    `R` is whole, `S` split, the letters are the last axis but one and the last. A row-parallel
-    layer reduces before its bias is added. What an `all_gather` does to the gradient follows from
-    where the value goes: summed and cut for sharded layers (`tensor_parallel_output_grad=True`),
-    cut where every rank uses it alike (False). A function (a forward pre-hook, forward hook or full
-    backward hook, by `mode`) is copied into the output or imported there.
+    `fwd_pre` acts on the first argument, `fwd_post` on the (first) returned tensor, `bwd_post` on
+    the gradient of the first argument. `of` names another argument, such as the encoder's states in
+    a decoder; without that argument nothing happens. `of` may also name a value inside `forward`,
+    by a local variable with a single assignment, after which the collective of the value
+    (`fwd_post`) or of its gradient (`bwd_post`) is inserted. `all_reduce` sums partial sums,
+    `reduce_scatter(axis)` leaves each rank its slice of the sum, `scatter(axis)` its slice of a
+    full value, `all_gather(axis)` concatenates slices. Strings such as `"SR->RR"` change the
+    sharded axis: `R` is replicated, `S` sharded; the letters are the second last and the last axis.
+    A row-parallel layer reduces before its bias is added. The gradient of an `all_gather` depends
+    on the use of the value: it is summed and sliced for sharded layers
+    (`tensor_parallel_output_grad=True`), sliced if every rank uses it alike (False). A function (a
+    forward pre-hook, forward hook or full backward hook, by `mode`) is copied or imported.
 
-    A head split over the vocabulary with `bwd_post all_reduce` alone hands its partitions on: a
-    cross entropy of them becomes a vocabulary-parallel one, and the logits are gathered only where
-    no loss is computed.
+    A head that is split over the vocabulary and has only `bwd_post all_reduce` returns its
+    partition of the logits: cross entropy becomes vocabulary-parallel, and the logits are gathered
+    only if no loss is computed.
 
     Rewrite:
         self.up = nn.Linear(width, 4 * width)
@@ -116,20 +116,20 @@ class Sync(Primitive):
         self.up = ColumnParallelLinear(width, 4 * width, gather_output=True)
 
     Shapes:
-        all_reduce: unchanged. all_gather: the partitioned axis has its full size again. scatter,
+        all_reduce: unchanged. all_gather: the partitioned axis gets its full size. scatter,
         reduce_scatter: the axis has its size divided by the world size, which must divide it.
 
     Numerics: Reassociated.
 
     State:
-        Unchanged. Parameters that every rank has whole and uses on its slice get their gradients
-        summed over the ranks.
+        Unchanged. Gradients of replicated parameters that each rank uses on its slice are summed
+        over the ranks.
 
     Raises:
-        SR104 an operation that does not fit the value, as the run of the model has it; SR206 an
-        unknown mode, operation, axis or name; SR304 an operation that does not fit the layer: an
-        all-reduce of a partition, an all-gather of a partial sum, the same twice; SR305 an
-        operation that is not available, or a name in `forward` that several assignments bind.
+        SR104 an operation that does not fit the placement of the value; SR206 an unknown mode,
+        operation, axis or name; SR304 an operation that does not fit the layer: an all-reduce of a
+        partition, an all-gather of a partial sum, the same twice; SR305 an operation that is not
+        available, or a name in `forward` with several assignments.
 
     Source: Slapo, documentation of `sync`, its five cases; for sequences Korthikanti et al.,
         arXiv 2205.05198, section 4.2.2.
@@ -244,7 +244,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         """`sync(mode, sync_op_or_fn, *, axis=None, tensor_parallel_output_grad=None, of=None)`."""
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
-        """Adds the collective; whether it fits the module's shards is judged when all are known."""
+        """Adds the collective; whether it fits the shards is checked once all are known."""
         arguments = call.arguments
         mode, operation, axis = arguments["mode"], arguments["sync_op_or_fn"], arguments["axis"]
         if mode not in MODES:
@@ -292,12 +292,12 @@ s.sync("bwd_post", "all_reduce", of="key")
         return replace(state, syncs=(*state.syncs, added))
 
     def _arguments(self, node: Node) -> list[str]:
-        """The names of the arguments that a module takes."""
+        """The names of a module's arguments."""
         parameters = inspect.signature(node.live.forward).parameters
         return [p.name for p in parameters.values() if p.kind not in _STARRED]
 
     def _of(self, call: Call, node: Node, of: str) -> str | None:
-        """The argument or value inside that `of` names; None where that is the first argument."""
+        """The argument or inner value that `of` names; None if it is the first argument."""
         mode = call.arguments["mode"]
         names = self._arguments(node)
         code = getattr(inspect.unwrap(type(node.live).forward), "__code__", None)
@@ -311,7 +311,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         return of if of != names[0] else None
 
     def _operation(self, asked: str, axis: int | None) -> tuple[str, int | None, int | None]:
-        """The collective that a name or a reshard string means, and its axes."""
+        """The collective of a name or a reshard string, and its axes."""
         before, arrow, after = asked.partition("->")
         if arrow and before.strip() in LAYOUTS and after.strip() in LAYOUTS:
             if axis is not None:
