@@ -1,1 +1,1 @@
-"""Schedule files: knobs, selections, and the primitive calls in their order."""
+"""Runs schedule files: knobs, selections, and primitive calls in order."""

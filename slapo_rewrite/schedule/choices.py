@@ -1,4 +1,4 @@
-"""What knobs may be when they are tuned: `ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)]`."""
+"""The values of knobs for tuning: `ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)]`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Choices:
     """The values that a knob may have.
 
     Args:
-        values: Numbers, texts, true and false; at least one, each once.
-        memory: "up" where larger values need more memory, "down" where they need less. Without it
-            the tuner finds out, but for `batch_size` and `ckpt_ratio`.
+        values: Numbers, strings and booleans; at least one, each once.
+        memory: "up" if larger values need more memory, "down" if they need less. By default the
+            tuner measures it, except for `batch_size` and `ckpt_ratio`.
     """
 
     def __init__(self, *values: Value, memory: Direction | None = None) -> None:
@@ -38,17 +38,17 @@ class Choices:
 
 
 def is_value(value: object) -> TypeGuard[Value]:
-    """Whether a knob may have a value; NaN is none, which equals nothing."""
+    """Whether a knob may have a value; NaN is not allowed, since it equals nothing."""
     return isinstance(value, Value) and value == value
 
 
 class Range(Choices):
-    """Whole numbers from one to another, the last included.
+    """Integers from `first` to `last`, which is included.
 
     Args:
-        first: The smallest.
-        last: The largest.
-        step: From each to the next.
+        first: The smallest number.
+        last: The largest number.
+        step: The difference between neighbours.
         memory: As for `Choices`.
     """
 
@@ -63,7 +63,7 @@ class Range(Choices):
 
 
 def declared(function: Callable[..., Any]) -> dict[str, Choices]:
-    """The choices that a function's keyword parameters are annotated with, by their names."""
+    """The `Choices` in the annotations of a function's keyword parameters, by name."""
     hints = typing.get_type_hints(function, include_extras=True)
     return {
         name: each
@@ -74,7 +74,7 @@ def declared(function: Callable[..., Any]) -> dict[str, Choices]:
 
 
 def _wrong(message: str) -> errors.BadSpace:
-    """A refusal at the line that calls into this file."""
+    """The error, with the line that calls into this file."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back

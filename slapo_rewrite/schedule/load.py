@@ -23,10 +23,10 @@ from slapo_rewrite.code.syntax import extent
 from slapo_rewrite.code.text import positions
 from slapo_rewrite.errors import Span
 
-# What the schedule file is called as a module.
+# The module name of the schedule file.
 MODULE = "schedule_file"
 
-# Where the tool's own code lies, and where code that neither the tool's author wrote nor its user.
+# The folders of the tool's own code, and of libraries.
 _TOOL = (Path(__file__).resolve().parents[1], rules_folder() / "fusions")
 _LIBRARIES = tuple(Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib"))
 
@@ -38,7 +38,7 @@ def bundled() -> dict[str, Path]:
 
 
 def locate(name: str) -> Path:
-    """The file of a schedule that is given by path, or by name where it ships with the tool."""
+    """The file of a schedule, given by its path or by the name of a bundled one."""
     path = Path(name)
     if path.suffix == ".py" or "/" in name:
         if not path.is_file():
@@ -70,9 +70,9 @@ class Knob:
 
 
 class ScheduleFile:
-    """A schedule file: its text, and once loaded its functions.
+    """A schedule file: its text, and the functions that it defines.
 
-    Its name is as the user gave it, and the module its namespace.
+    `name` is as the user gave it, and `module` is its namespace.
     """
 
     def __init__(self, name: str, path: Path, text: str, module: types.ModuleType) -> None:
@@ -84,11 +84,11 @@ class ScheduleFile:
             for n in ast.walk(self.tree)
             if isinstance(n, ast.Expr)
         )
-        # Of each line the innermost, which begins last.
+        # For each line the innermost statement, which begins last.
         self._calls = {n: (a, b) for a, b in calls for n in range(a, b + 1)}
 
     def edited(self, text: str) -> ScheduleFile:
-        """The schedule with another text, whose definitions an output holds."""
+        """A copy with another text, whose definitions are copied to outputs."""
         return ScheduleFile(self.name, self.path, text, self.module)
 
     @classmethod
@@ -108,7 +108,7 @@ class ScheduleFile:
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         schedule = cls(name, path, text, module)
-        # A schedule may import what lies beside it.
+        # A schedule may import files beside it.
         sys.path.insert(0, str(path.resolve().parent))
         try:
             schedule.guarded(lambda: exec(code, module.__dict__), "the schedule file")
@@ -124,13 +124,13 @@ class ScheduleFile:
         return schedule
 
     def guarded(self, action: Callable[[], Any], what: str) -> Any:
-        """Runs the user's code; what it raises becomes a `ScheduleError` at the user's line.
+        """Runs the user's code; its exceptions become a `ScheduleError` at the user's line.
 
-        What the tool itself raises while it does what the code asks is its own defect, and stays
-        what it is.
+        Exceptions raised by the tool, called from that code, are defects of the tool and stay as
+        they are.
         """
         try:
-            with contextlib.chdir("."):  # wherever it goes, paths mean what they meant before
+            with contextlib.chdir("."):  # restores the working directory if the code changes it
                 return action()
         except (errors.RewriteError, KeyboardInterrupt):
             raise
@@ -144,7 +144,7 @@ class ScheduleFile:
             ) from error
 
     def _is_ours(self, error: types.TracebackType | None) -> bool:
-        """Whether of the tool's code and the user's, libraries apart, the tool's was run last."""
+        """Whether the innermost frame outside of libraries is the tool's, not the user's."""
         ours = False
         for frame, _ in traceback.walk_tb(error):
             path = frame.f_code.co_filename
@@ -157,8 +157,8 @@ class ScheduleFile:
         return ours
 
     def blamed(self, error: BaseException) -> errors.ScheduleError | None:
-        """What is to be said of an error, if it is one of the file's own `inputs` or `loss`."""
-        # Only here, where torch is there: it takes long to import.
+        """The `ScheduleError` for an exception in the file's own `inputs` or `loss`; else None."""
+        # Imported here, where torch is loaded already: it takes long to import.
         from slapo_rewrite.model.small_model import NotGivenError
 
         if isinstance(error, NotGivenError):
@@ -173,7 +173,7 @@ class ScheduleFile:
         return None
 
     def span_of(self, error: types.TracebackType | None) -> Span | None:
-        """The innermost place of a traceback that lies in this file."""
+        """The innermost place of a traceback in this file."""
         found = None
         while error is not None:
             if error.tb_frame.f_code.co_filename == str(self.path):
@@ -182,7 +182,7 @@ class ScheduleFile:
         return self.span_at(*found) if found else None
 
     def shadowed(self) -> list[str]:
-        """What is to be said of each `schedule` that another one takes the place of."""
+        """Warnings about functions `schedule` that a later one replaces."""
         found = [n for n in self.tree.body if isinstance(n, ast.FunctionDef)]
         lines = [n.lineno for n in found if n.name == "schedule"]
         return [
@@ -200,12 +200,12 @@ class ScheduleFile:
         return Span.of_line(str(self.path), line, text)
 
     def statement(self, line: int) -> str:
-        """The expression statement that a line belongs to, on one line."""
+        """The expression statement that contains a line, on one line."""
         first, last = self._calls.get(line, (line, line))
         return " ".join(" ".join(self.lines[first - 1 : last]).split())
 
     def caller(self) -> Span | None:
-        """The place in this file that called into the tool just now."""
+        """The place in this file that is calling the tool."""
         frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
         own = (f for f in frames if f.f_code.co_filename == str(self.path))
         return next((self.span_at(f.f_code, f.f_lasti) for f in own), None)
@@ -234,7 +234,7 @@ class ScheduleFile:
         return found
 
     def _parameter(self, name: str) -> Span | None:
-        """A parameter of `schedule`, with its annotation."""
+        """The place of a parameter of `schedule`, with its annotation."""
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == "schedule":
                 for each in (*node.args.args, *node.args.kwonlyargs):
@@ -244,14 +244,14 @@ class ScheduleFile:
         return self.definition("schedule")
 
     def definition(self, name: str) -> Span | None:
-        """The head of a function of the file."""
+        """The place of a function's header in the file."""
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return Span.of_line(str(self.path), node.lineno, self.lines[node.lineno - 1])
         return None
 
     def settings(self, given: Sequence[str]) -> dict[str, Any]:
-        """Every knob's value: the defaults, with the `K=V` of `--set` in their place."""
+        """The values of all knobs: the defaults, overridden by the `K=V` of `--set`."""
         knobs = self.knobs
         values = {name: knob.default for name, knob in knobs.items()}
         for item in given:
@@ -280,7 +280,7 @@ class ScheduleFile:
             ) from None
 
 
-# The functions that a schedule may define, with what each is given.
+# The functions that a schedule may define, with their argument.
 _GIVEN = {
     "model": "module", "inputs": "model", "verify_model": "module",
     "schedule": "selection", "loss": "outputs", "space": "knobs",
@@ -290,10 +290,10 @@ _GIVEN = {
 def check_functions(
     defined: Mapping[str, Any], path: object, definition: Callable[[str], Span | None]
 ) -> None:
-    """Refuses what has the name of a function that a schedule may define, and is not such a one.
+    """Checks that the names of functions which a schedule may define are such functions.
 
     Raises:
-        ScheduleError: There is such a thing: `from transformers import *` gives a module `loss`.
+        ScheduleError: One is something else: `from transformers import *` binds a module `loss`.
     """
     for name, given in _GIVEN.items():
         if name not in defined:
@@ -313,7 +313,7 @@ def check_functions(
                 hint="write a plain function, without `yield` and `async`",
             )
         has_more = name in ("schedule", "loss", "space")  # knobs, and inputs that are targets
-        with contextlib.suppress(ValueError):  # one that is not written in Python
+        with contextlib.suppress(ValueError):  # it has no signature
             signature = inspect.signature(function)
             try:
                 (signature.bind_partial if has_more else signature.bind)(None)
@@ -328,7 +328,7 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 
 
 def convert(annotation: Any, text: str) -> Any:
-    """`text` as a value of the annotated type; a `ValueError` in words where it is none."""
+    """Converts `text` to the annotated type; raises a `ValueError` with the reason."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         for choice in arguments:
@@ -367,7 +367,7 @@ def convert(annotation: Any, text: str) -> Any:
 
 
 def syntax_span(error: SyntaxError, path: str) -> Span:
-    """The place that CPython's parser names."""
+    """The place of CPython's syntax error."""
     text = (error.text or "").rstrip("\n")
     width = (error.end_offset or 0) - (error.offset or 0)
     return Span(path, error.lineno or 1, max(1, error.offset or 1), max(1, width), text)

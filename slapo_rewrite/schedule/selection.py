@@ -1,4 +1,4 @@
-"""Selects modules by path, and calls primitives on what was selected."""
+"""Selects modules by path, and calls primitives on the selected modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo_rewrite.schedule.plan import Plan
 class Selection:
     """Modules of the model, in the order of the tree.
 
-    `s[path]` selects by dotted path, relative to what is selected already: `*` is one segment, `**`
+    `s[path]` selects by dotted path, relative to the current selection: `*` is one segment, `**`
     any number, `{a,b}` one of several. `s[i]` and `s[a:b:c]` index a module list; with
     fractions, `s[:0.5]`, the slice is a share of the list, whatever its length, rounded down.
     `s.match(regex)` selects by regular expression on the whole path. Every primitive is a method:
@@ -33,7 +33,7 @@ class Selection:
 
     @property
     def _nodes(self) -> list[Node]:
-        """The selected modules, in the tree of the source as it is changed so far."""
+        """The selected modules, in the tree of the source as changed so far."""
         now = self._plan.tree
         if self._tree is not now:
             gone = next((n.path for n in self._found if n.path not in now.nodes), None)

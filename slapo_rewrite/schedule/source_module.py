@@ -1,4 +1,4 @@
-"""The source as a module: imported from its file, or run from a text that is not on disk."""
+"""Makes a module of the source: imports its file, or runs a text that is not on disk."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from slapo_rewrite.model.tree import uncompiled
 
 
 def import_source(file: SourceFile) -> types.ModuleType:
-    """The module of a source file, imported the way its own package imports it.
+    """Imports the module of a source file, as its own package would.
 
-    What lies beside it can be imported too, as where it is run in its own folder.
+    It can import files beside it, as if it were run in its own folder.
     """
     folder = file.path.absolute().parents[file.package.count(".") + 1 if file.package else 0]
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # at the end, so that it hides nothing
+        sys.path.append(str(folder))  # at the end, so that it hides no module
     try:
         if file.package or not is_own(str(file.path)):
             with chdir("."):
@@ -41,7 +41,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
         assert spec is not None and spec.origin is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[file.name] = module
-        # The text that was read: bytecode that is kept of another of its size and second is not it.
+        # Compiles the text that was read: cached bytecode is compared by size and seconds only.
         code = compile(file.text, spec.origin, "exec", dont_inherit=True)
         with chdir("."):
             exec(code, vars(module))
@@ -54,7 +54,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
         own = (line for f, line in places if os.path.realpath(f.f_code.co_filename) == here)
         line = next(own, None)
         if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == here:
-            line = error.lineno  # what parses need not compile
+            line = error.lineno  # a text that parses may fail to compile
         at = errors.Span.of_line(file.display, line, file.line(line)) if line else None
         raise errors.SourceError(
             f"`{file.display}` cannot be imported: {type(error).__name__}: {error}",
@@ -72,9 +72,9 @@ def _import_hint(error: BaseException) -> str | None:
 
 
 def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.ModuleType:
-    """The module of a file whose text is not the one on disk."""
+    """Runs a file's text, which differs from the one on disk, and returns the module."""
     module = types.ModuleType(file.name)
-    path = os.path.abspath(file.path)  # as an import names the file to its code
+    path = os.path.abspath(file.path)  # the file name that an import would use
     module.__file__, module.__package__ = path, file.package
     for reference in references:
         home, _, name = reference.origin.rpartition(".")
@@ -93,8 +93,8 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
                 exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
                 return module
             except Exception as error:
-                # A registry takes each name once. Whether the output is right without what it
-                # gives back is seen where that is imported.
+                # A registry may refuse a name that it has. Whether the decorator can be left out
+                # is checked when the output is imported.
                 places = traceback.walk_tb(error.__traceback__)
                 own = [line for frame, line in places if frame.f_code.co_filename == path]
                 if not own or not (refused := decorated_alike(tree, own[-1])):
@@ -105,7 +105,7 @@ def run_source(file: SourceFile, references: Iterable[Reference] = ()) -> types.
 
 @contextlib.contextmanager
 def _read_as(path: str, text: str) -> Iterator[None]:
-    """What reads the lines of a function, as TorchScript does, finds those of the text."""
+    """Lets code that reads the lines of a function, as TorchScript does, find this text's."""
     before = linecache.cache.get(path)
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     try:
