@@ -1,1 +1,1 @@
-"""The commands: options -> calls -> an exit code."""
+"""The commands: each runs its options, and returns an exit code."""

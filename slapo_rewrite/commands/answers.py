@@ -1,4 +1,4 @@
-"""How a command answers: to people or to programs, and what shows that work goes on."""
+"""The output of commands: for people or for programs, and the progress display."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from slapo_rewrite import errors
 
-DONE, NO, DEFECT = 0, 1, 3  # 2 is what errors say of themselves
+DONE, NO, DEFECT = 0, 1, 3  # 2 is the exit code of errors
 
 
 def tell(code: int, **facts: Any) -> int:
-    """Prints what programs read, and returns the exit code."""
+    """Prints the answer as JSON, and returns the exit code."""
     import json
 
     print(json.dumps({"exit": code, **facts}, indent=1))
@@ -26,7 +26,7 @@ def tell(code: int, **facts: Any) -> int:
 
 
 def answered(options: argparse.Namespace, code: int, words: str, **facts: Any) -> int:
-    """Says how it went, to people or to programs, and returns the exit code."""
+    """Prints the answer as text or JSON, and returns the exit code."""
     if options.json:
         return tell(code, **facts)
     print(words)
@@ -34,13 +34,13 @@ def answered(options: argparse.Namespace, code: int, words: str, **facts: Any) -
 
 
 def warn(warnings: Iterable[str]) -> None:
-    """Warnings, a line each."""
+    """Prints warnings, one line each."""
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
 
 def say(line: str) -> None:
-    """A line that stands in a log too; on a terminal, above what shows that work goes on."""
+    """Prints a line to stderr, for logs as well; on a terminal above the progress display."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -51,7 +51,7 @@ def shows_colours() -> bool:
 
 
 def tidy(out: Path) -> None:
-    """Ends what a run that was interrupted began in an output folder, and says so."""
+    """Recovers an output folder from an interrupted run, and prints a note about it."""
     from slapo_rewrite.emit.transaction import tidied
 
     if words := tidied(out):
@@ -60,9 +60,9 @@ def tidy(out: Path) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows that work goes on, on a terminal; in a pipe nothing is shown.
+    """Shows progress on a terminal, in the context; in a pipe nothing is shown.
 
-    What the user's own code prints meanwhile is no output of the command, and goes to stderr.
+    Prints of the user's own code are no output of the command, and go to stderr.
     """
     with redirect_stdout(sys.stderr):
         if not sys.stderr.isatty():
@@ -87,7 +87,7 @@ def check_installed(command: str, extra: str, *packages: str) -> None:
 
 
 def _packages_of(extra: str) -> list[str]:
-    """What one of the package's extras installs, by name."""
+    """The names of the packages that one of this package's extras installs."""
     from importlib.metadata import requires
 
     wanted = [line for line in requires("slapo-rewrite") or () if f'extra == "{extra}"' in line]

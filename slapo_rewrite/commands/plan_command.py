@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_command(options: argparse.Namespace) -> int:
-    """Predicts the best ways to run a model on so many GPUs."""
+    """Predicts the best ways to train a model on a number of GPUs."""
     _check_planning(options)
     if is_auto(options.schedule):
         options.write_schedule = None
@@ -41,7 +41,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 
 def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Planned:
-    """Imports what it takes, which takes long itself, and plans."""
+    """Imports the planner, which takes long, and plans."""
     from slapo_rewrite.plan.planning import Wanted, memory_size, plan, unknown_gpu
     from slapo_rewrite.simulate.hardware import hardware, known_gpus, own_hardware
 
@@ -72,7 +72,7 @@ def _planned(options: argparse.Namespace, progress: Callable[[str], None]) -> Pl
 
 
 def _check_planning(options: argparse.Namespace) -> None:
-    """Refuses nodes that are not whole, and what cannot be written, before anything is counted."""
+    """Refuses partial nodes and unwritable files before anything is counted."""
     if options.gpus > options.nodes_of and options.gpus % options.nodes_of:
         raise errors.UsageError(
             f"{options.gpus} GPUs are not whole nodes of {options.nodes_of}",

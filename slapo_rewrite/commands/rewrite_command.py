@@ -1,4 +1,4 @@
-"""`slapo-rewrite SOURCE --schedule S`, and `update OUT`, which asks for the same again."""
+"""`slapo-rewrite SOURCE --schedule S`, and `update OUT`, which repeats a recorded request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def rewrite_command(options: argparse.Namespace) -> int:
-    """Rewrites, and writes, shows, checks or verifies what comes of it."""
+    """Rewrites, and writes, shows, checks or verifies the output."""
     _check_combination(options)
     if is_auto(options.schedule):
         _check_names(options, None)
@@ -78,14 +78,14 @@ def _check_combination(options: argparse.Namespace) -> None:
 
 
 def _asked(options: argparse.Namespace) -> list[str]:
-    """Which of these options are given."""
+    """The given options of verification."""
     return [
         f"--{name}" for name in ("world", "pp", "tp", "dp") if getattr(options, name) is not None
     ]
 
 
 def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
-    """Refuses names that output and support folder cannot have; ends what was interrupted there."""
+    """Checks the names of output and support folder; recovers both from interrupted runs."""
     if options.output is None:
         return
     from slapo_rewrite.emit.output_name import check_name
@@ -100,7 +100,7 @@ def _check_names(options: argparse.Namespace, schedule: str | None) -> None:
 def _check(
     options: argparse.Namespace, out: Path, shared: Path | None, request: Request, remedy: str
 ) -> int:
-    """Answers from hashes where nothing changed, without importing torch."""
+    """Checks whether an output is current; by hashes, without torch, if nothing changed."""
     from slapo_rewrite.emit import current, record
 
     try:
@@ -124,7 +124,7 @@ def _check(
 
 
 def _diff(options: argparse.Namespace, request: Request) -> int:
-    """Prints the diff, which may have been made before."""
+    """Prints the diff, from the cache if possible."""
     from slapo_rewrite.emit import diff_cache
 
     if (known := diff_cache.look_up(diff_cache.place(request), request)) is None:
@@ -154,7 +154,7 @@ def _written(options: argparse.Namespace, request: Request) -> int:
 
 
 def _rewritten(request: Request) -> Output:
-    """What is asked for, in memory."""
+    """The output of a request, in memory."""
     from slapo_rewrite.emit import diff_cache, record
 
     place = diff_cache.place(request)
@@ -175,13 +175,13 @@ def _rewritten(request: Request) -> Output:
 
 
 def _up_to_date(options: argparse.Namespace, out: Path, warnings: Iterable[str]) -> int:
-    """Says that an output is what it would be again."""
+    """Answers that an output is up to date."""
     warn(warnings)
     return answered(options, DONE, f"{out} is up to date", reason="up to date", files=[])
 
 
 def _put(out: Path, output: Output, support: Path | None, merges: bool, force: bool) -> Merged:
-    """Puts an output in its folder, with what was edited there by hand where that is asked for."""
+    """Writes an output to its folder, with hand edits merged if `merges`."""
     from slapo_rewrite.emit import record
     from slapo_rewrite.emit.merge import Merged, merged
     from slapo_rewrite.emit.support_folder import write_both
@@ -201,7 +201,7 @@ def _put(out: Path, output: Output, support: Path | None, merges: bool, force: b
 def _answered_merge(
     options: argparse.Namespace, merge: Merged, reason: str, words: list[str], **facts: Any
 ) -> int:
-    """Says what was written, and what is left to do by hand; to people or to programs."""
+    """Answers which files were written, and which conflicts are left."""
     code = DONE
     if merge.conflicts:
         code, reason = NO, "conflicts"
@@ -211,7 +211,7 @@ def _answered_merge(
 
 
 def update_command(options: argparse.Namespace) -> int:
-    """Rewrites an output with what its record says; only what is new is shown."""
+    """Rewrites an output with its recorded request, and shows the differences."""
     if options.check and options.force:
         raise errors.UsageError("`--check` writes nothing, `--force` overwrites: give one")
     out = options.out

@@ -1,4 +1,4 @@
-"""What is looked at: `explain`, `tree` and `primitives`."""
+"""The commands that only show something: `explain`, `tree` and `primitives`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slapo_rewrite.commands.answers import DONE, check_installed, tell, tidy, wo
 
 
 def explain_command(options: argparse.Namespace) -> int:
-    """Says which line of the schedule caused what, or writes the page for review."""
+    """Explains which line of the schedule caused a change, or writes the page for review."""
     whole = "--html" if options.html is not None else "--markdown" if options.markdown else None
     if whole is not None and options.json:
         raise errors.UsageError(f"`{whole}` and `--json` are two forms: give one")
@@ -73,7 +73,7 @@ def tree_command(options: argparse.Namespace) -> int:
 
 
 def primitives_command(options: argparse.Namespace) -> int:
-    """Lists the primitives, or tells of one."""
+    """Lists the primitives, or shows one."""
     from slapo_rewrite.primitives.page import listing, page
 
     print(page(options.name) if options.name else listing())

@@ -10,7 +10,7 @@ from slapo_rewrite.commands.work_out import is_auto
 
 
 def tune_command(options: argparse.Namespace) -> int:
-    """Searches the knobs of a schedule by running a command, or replays what was measured."""
+    """Searches the knobs of a schedule by running a command, or replays measurements."""
     _check_tuning(options)
     drawn = ["matplotlib"] if options.replay is None else []
     check_installed("tune", "tune", "sklearn", *drawn)
@@ -18,7 +18,7 @@ def tune_command(options: argparse.Namespace) -> int:
 
 
 def _check_tuning(options: argparse.Namespace) -> None:
-    """Refuses what does not go together, or is out of range."""
+    """Refuses options that exclude each other, or are out of range."""
     if not 0 < options.confidence < 1:
         raise errors.UsageError("--confidence lies between 0 and 1")
     if options.timeout is not None and not options.timeout > 0:
@@ -49,7 +49,7 @@ def _check_tuning(options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """How strategies do on measured throughputs."""
+    """Compares strategies on measured throughputs."""
     from slapo_rewrite.tune.replay_grid import read_grid, rendered, replayed
     from slapo_rewrite.tune.strategies import NAMES, check_name
 
@@ -66,13 +66,13 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    """Tries points for real; 1 where none of them ran."""
+    """Tries points by running the command; returns 1 if none of them ran."""
     from slapo_rewrite.tune.tuning import SURFACE, Wanted, tune
 
     strategy = (options.strategy or ["model"])[0]
     source, schedule = options.source, options.schedule
     if schedule is None:
-        source, schedule = None, source  # which has to say what it is of
+        source, schedule = None, source  # the schedule has to name its source
     wanted = Wanted(
         source,
         schedule,

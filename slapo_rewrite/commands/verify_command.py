@@ -10,7 +10,7 @@ from slapo_rewrite.commands.answers import DONE, NO, say, tell, tidy, working
 
 
 def verify_command(options: argparse.Namespace) -> int:
-    """Verifies an output that there is."""
+    """Verifies an existing output."""
     tidy(options.out)
     return verified(options.out, options, options.source, options.schedule)
 
@@ -18,7 +18,7 @@ def verify_command(options: argparse.Namespace) -> int:
 def verified(
     out: Path, options: argparse.Namespace, source: str | None, schedule: str | None
 ) -> int:
-    """Runs an output against its original, notes the result and says it."""
+    """Runs an output against its original, records the result and prints it."""
     from slapo_rewrite.emit import record
     from slapo_rewrite.emit.transaction import state
     from slapo_rewrite.emit.write import note_verification

@@ -1,4 +1,4 @@
-"""`--schedule auto`: the schedule is worked out, and its file goes on as if it had been given."""
+"""`--schedule auto`: derives a schedule, and goes on as if its file had been given."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from slapo_rewrite.commands.answers import say, working
 
 
 def is_auto(schedule: str) -> bool:
-    """Whether a schedule is to be worked out."""
+    """Whether a schedule is to be derived from the model."""
     return schedule == "auto" or schedule.startswith("auto:")
 
 
 def work_out(options: argparse.Namespace) -> None:
-    """Works the schedule out, and goes on as if its file had been given."""
+    """Derives the schedule, writes it, and sets `options.schedule` to its file."""
     from slapo_rewrite.auto.schedule_file import worked_out
 
     file = options.write_schedule
