@@ -1,6 +1,6 @@
 """Schedules PyTorch models by rewriting their source.
 
-The command is `slapo-rewrite`; from Python, `slapo_rewrite.emit.rewrite.rewrite` gives the same
+The command is `slapo-rewrite`. From Python, `slapo_rewrite.emit.rewrite.rewrite` returns the same
 files in memory.
 """
 
@@ -9,9 +9,9 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# What schedules import from here, and where it is; most of it needs torch.
+# The names that schedules import from here, and their modules, most of which import torch.
 _FOR_SCHEDULES = {
-    # the weights of a module that takes another's place
+    # the weights of replaced modules
     **dict.fromkeys(("concat", "split", "transpose"), "runtime.weights"),
     # values of knobs
     **dict.fromkeys(("Choices", "Range"), "schedule.choices"),

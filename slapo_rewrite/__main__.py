@@ -2,7 +2,7 @@
 
 import sys
 
-# Python looks into the current folder first: a model file there must not hide what the tool needs.
+# Python searches the current folder first: a file there must not hide a module of the tool.
 sys.path.append(sys.path.pop(0))
 
 from slapo_rewrite.cli import main

@@ -1,4 +1,4 @@
-"""Where the tool's own rules and schedules lie."""
+"""Finds the tool's own rules and schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def rules_folder() -> Path:
-    """The folder `rules`: inside the package where that is installed, beside it in a checkout."""
+    """The folder `rules`: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "rules"
     return inside if inside.is_dir() else package.parent / "rules"

@@ -1,7 +1,7 @@
-"""The command line: arguments -> one call -> an exit code.
+"""The command line: runs one command, and returns its exit code.
 
 0 done; 1 the answer is "no" (`--check`, `verify`); 2 the user's input is wrong; 3 a defect of the
-tool. What costs seconds to import (torch, transformers) is imported by the calls that need it.
+tool. Slow imports (torch, transformers) are left to the functions that need them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
-    Without `arguments` it is the program's own, which ends afterwards.
+    Without `arguments` it runs the program's own, and ends the process.
     """
     with collector_paused():
         code = _code(list(sys.argv[1:] if arguments is None else arguments))
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(code: int) -> None:
-    """Ends the program without taking apart all that it imported, which takes half a second.
+    """Ends the process without freeing all imported modules, which takes half a second.
 
-    Where that would leave something undone, Python ends it as ever.
+    It returns if threads are running or output cannot be flushed, and Python exits as usual.
     """
     if threading.active_count() > 1:
         return
@@ -80,7 +80,7 @@ def _code(arguments: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader went away; leave nothing for the interpreter to flush.
+        # The reader is gone; leaves nothing for the interpreter to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception:
@@ -95,7 +95,7 @@ def _code(arguments: list[str]) -> int:
 
 
 def _parsed(name: str, arguments: list[str]) -> argparse.Namespace:
-    """The options; what reads like a command that there is not is answered with those there are."""
+    """Parses the options; offers the nearest command for a misspelled one."""
     try:
         return PARSERS[name]().parse_args(arguments[bool(name) :])
     except errors.UsageError:

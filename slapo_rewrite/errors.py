@@ -1,9 +1,8 @@
-"""What can go wrong, and the only code that renders it.
+"""The errors that users can cause, and the only code that renders them.
 
-Every mistake a user can make is an exception class of its own under `RewriteError`. It carries the
-place in the user's files (`Span`), further places that belong to it, and a hint that says what to
-do, and renders like a compiler's diagnostic. A traceback reaches a user only for a defect of the
-tool.
+Every kind of mistake is a subclass of `RewriteError`. It has the place in the user's files
+(`Span`), further places that belong to it, and a hint what to do, and renders like a compiler's
+diagnostic. A user only sees a traceback for a defect of the tool.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import Any, Protocol
 class Span:
     """A place in a user's file."""
 
-    path: str  # the file as it is shown to the user
+    path: str  # the file, as shown to the user
     line: int  # 1-based
     column: int = 1  # 1-based, in characters
-    width: int = 1  # how many characters the caret underlines; at least 1
+    width: int = 1  # the number of underlined characters; at least 1
     text: str = ""  # the whole line
-    note: str = ""  # words that stand beside the caret
+    note: str = ""  # a note beside the caret
 
     @classmethod
     def of_line(cls, path: str, line: int, text: str, note: str = "") -> Span:
-        """All that stands in a line, its indentation apart."""
+        """The whole line without its indentation."""
         indent = len(text) - len(text.lstrip())
         return cls(path, line, indent + 1, max(1, len(text) - indent), text, note)
 
@@ -35,7 +34,7 @@ class Span:
     def of_bytes(
         cls, path: str, place: tuple[int, int, int, int], text: str, note: str = ""
     ) -> Span:
-        """What stands at a place as Python says it: lines, and columns from 0 in UTF-8 bytes."""
+        """A place in Python's form: lines, and columns from 0 in UTF-8 bytes."""
         line, column, last, end = place
         start, stop = (len(text.encode()[:n].decode(errors="ignore")) for n in (column, end))
         width = (stop if last == line else len(text)) - start
@@ -46,29 +45,29 @@ class Span:
 
 
 def warning(text: str, at: Span | None) -> str:
-    """A warning in words, behind its place if it has one: `file.py:3: text`."""
+    """The text of a warning, after its place if it has one: `file.py:3: text`."""
     return f"{at.path}:{at.line}: {text}" if at is not None else text
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's code says, in its first line; its type where it is mute."""
+    """The first line of a foreign exception's message; its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class Cause(Protocol):
-    """Who asked for something: a call in the schedule."""
+    """The call in the schedule that asked for something."""
 
     @property
     def at(self) -> Span | None:
-        """Where the schedule calls it."""
+        """The place of the call."""
         ...
 
 
 class RewriteError(Exception):
-    """A mistake that the user can mend."""
+    """A mistake that the user can correct."""
 
-    code = "SR000"  # names this kind of mistake; never reused
-    exit_code = 2  # what the command exits with
+    code = "SR000"  # identifies the kind of mistake; never reused
+    exit_code = 2  # of the command
 
     def __init_subclass__(cls, code: str, exit_code: int = 2) -> None:
         cls.code, cls.exit_code = code, exit_code
@@ -82,21 +81,21 @@ class RewriteError(Exception):
         hint: str | None = None,
         cause: Cause | Sequence[Cause] | None = None,
     ) -> None:
-        """Says what is wrong.
+        """Creates the error; see the attributes below.
 
-        Of several causes the first is shown as a place.
+        Only the first of several causes is shown as a place.
         """
         super().__init__(message)
         self.message = message
-        self.at = at  # where it is; None where no file is involved (a bad option, say)
+        self.at = at  # the place; None if no file is involved, as for a bad option
         asked = [cause] if cause is not None and not isinstance(cause, Sequence) else cause or ()
-        # Other places that belong to it, the schedule's line as a rule.
+        # Other places that belong to it, usually the schedule's line.
         others = (*also, *(c.at for c in asked[:1]))
         self.also = tuple(p for p in dict.fromkeys(others) if p is not None and p != at)
-        self.hint = hint  # what to do about it
+        self.hint = hint  # what the user can do
 
     def record(self) -> dict[str, Any]:
-        """The same for programs: the code as the reason, the message, the places, the hint."""
+        """The error as data: the code as the reason, the message, the places, the hint."""
         return {
             "reason": self.code,
             "error": type(self).__name__,
@@ -141,11 +140,11 @@ class ModelError(RewriteError, code="SR102"):
 
 
 class UnfollowableConstruction(RewriteError, code="SR103"):
-    """No construction site that the rewriter can edit makes this module."""
+    """The module is not made at a construction site that the rewriter can edit."""
 
 
 class UnfollowableSize(RewriteError, code="SR104"):
-    """A `forward` depends on a sharded size in a way that cannot be followed."""
+    """A `forward` uses a sharded value or size in a way that is not known to be right."""
 
 
 class NameTaken(RewriteError, code="SR105"):
@@ -153,7 +152,7 @@ class NameTaken(RewriteError, code="SR105"):
 
 
 class OtherNumbers(RewriteError, code="SR106"):
-    """What comes of the schedule computes something else than the original."""
+    """The rewritten model computes something else than the original."""
 
 
 class ScheduleError(RewriteError, code="SR201"):
@@ -185,7 +184,7 @@ class UnknownPrimitive(RewriteError, code="SR207"):
 
 
 class BadPattern(RewriteError, code="SR210"):
-    """What is looked for is not a pure computation, or cannot be read."""
+    """The pattern is not a pure computation, or its source cannot be read."""
 
 
 class BadAxis(RewriteError, code="SR301"):
@@ -201,31 +200,31 @@ class ShardedTwice(RewriteError, code="SR303"):
 
 
 class SyncMismatch(RewriteError, code="SR304"):
-    """A collective that does not fit what it is applied to."""
+    """A collective that does not fit the value or layer that it is applied to."""
 
 
 class Unsupported(RewriteError, code="SR305"):
-    """A request that this primitive does not carry out on this kind of module."""
+    """A request that this primitive does not support for this kind of module."""
 
 
 class ConflictingEdits(RewriteError, code="SR306"):
-    """Two lines of the schedule want different things of the same place."""
+    """Two lines of the schedule contradict each other."""
 
 
 class IncompleteShard(RewriteError, code="SR307"):
-    """A parameter has to be split with another one, and is not."""
+    """A parameter has to be sharded together with another one, but is not."""
 
 
 class WeightsMisfit(RewriteError, code="SR308"):
-    """A replacement's weights cannot be made of the original's, or not the other way round."""
+    """A replacement's weights cannot be made from the original's, or the reverse."""
 
 
 class NoMatch(RewriteError, code="SR309"):
-    """What is to be replaced is not found, or may not be replaced where it is found."""
+    """The code to replace is not found, or must not be replaced there."""
 
 
 class CannotCut(RewriteError, code="SR310"):
-    """A place where no pipeline stage can end, or a value that cannot go from one to the next."""
+    """A place where no pipeline stage can end, or a value that stages cannot send."""
 
 
 class OutputEdited(RewriteError, code="SR401"):
@@ -241,19 +240,19 @@ class NotAnOutput(RewriteError, code="SR403"):
 
 
 class OutputFails(RewriteError, code="SR404"):
-    """What was rewritten cannot be imported, or its model not be built, where the original can."""
+    """The output cannot be imported or its model built, although the original's can."""
 
 
 class BrokenOutput(RewriteError, code="SR405", exit_code=3):
-    """The same, at a line that the tool itself wrote: a defect."""
+    """The output fails at a line that the tool wrote, which is a defect."""
 
 
 class OthersWouldChange(RewriteError, code="SR406"):
-    """A support folder that another version of the tool made also for other outputs."""
+    """A support folder was made by another version of the tool, for other outputs as well."""
 
 
 class UsageError(RewriteError, code="SR501"):
-    """The command line does not say what is needed."""
+    """The command line is wrong or incomplete."""
 
 
 class MissingPackage(RewriteError, code="SR502"):
@@ -261,7 +260,7 @@ class MissingPackage(RewriteError, code="SR502"):
 
 
 class BadSpace(RewriteError, code="SR601"):
-    """What is to be tuned has no choices, no points, or too many."""
+    """The space to tune has no choices, no points, or too many."""
 
 
 class BadGrid(RewriteError, code="SR602"):
@@ -269,7 +268,7 @@ class BadGrid(RewriteError, code="SR602"):
 
 
 class RunFails(RewriteError, code="SR603"):
-    """The command that trains fails, or does not report its throughput."""
+    """The training command fails, or does not report its throughput."""
 
 
 class OtherTrials(RewriteError, code="SR604"):
@@ -277,20 +276,20 @@ class OtherTrials(RewriteError, code="SR604"):
 
 
 class NothingFits(RewriteError, code="SR605"):
-    """No way to train a model fits the memory that there is."""
+    """No way to train a model fits the available memory."""
 
 
 class BadHardware(RewriteError, code="SR606"):
-    """A table of a GPU is not what `plan --gpu FILE.toml` reads."""
+    """The table of a GPU is not what `plan --gpu FILE.toml` reads."""
 
 
 def unwritable(path: object, error: OSError) -> OutputUnwritable:
-    """The refusal of a file or folder that the system does not let be written."""
+    """The error for a file or folder that cannot be written."""
     return OutputUnwritable(f"cannot write `{path}`: {error.strerror or error}")
 
 
 def nearest(asked: str, known: Iterable[str], least: float = 0.3) -> list[str]:
-    """The names in `known` most like `asked`, three at most, best first, none below `least`."""
+    """The at most three names in `known` most similar to `asked`, best first."""
     names = sorted(set(known))
     close = difflib.get_close_matches(asked, names, n=3, cutoff=0.6)
     tail = asked.rsplit(".", 1)[-1]
@@ -301,11 +300,11 @@ def nearest(asked: str, known: Iterable[str], least: float = 0.3) -> list[str]:
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str | None:
-    """A hint that offers the nearest names, or None where nothing is near."""
+    """A hint with the nearest names; None if no name is near."""
     return offered(nearest(asked, known))
 
 
 def offered(names: Iterable[str]) -> str | None:
-    """A hint that offers some names, or None where there are none."""
+    """A hint with some names; None if there are none."""
     shown = " or ".join(f"`{name}`" for name in names)
     return f"did you mean {shown}?" if shown else None

@@ -1,4 +1,4 @@
-"""What is said of primitives and rules, shown as documentation and tested: examples, conditions."""
+"""Examples and conditions of primitives and rules, which are shown as documentation and tested."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Example:
-    """A source file, a schedule for it, and the changed lines that come of it.
+    """A source file, a schedule for it, and the resulting changed lines.
 
-    It is shown by `slapo-rewrite primitives NAME` and run as a test. What the schedule prints
-    stands in `printed`, and what it shows, where there are several, in `about`.
+    It is shown by `slapo-rewrite primitives NAME` and run as a test. `printed` is what the schedule
+    prints; `about` says what the example shows, if there are several.
     """
 
     source: str
@@ -24,7 +24,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A schedule line that is refused for a source file, with the error's code."""
+    """A schedule that is refused for a source file, with the error's code."""
 
     source: str
     schedule: str
@@ -33,17 +33,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Sample:
-    """What examples are worked on: a source file, and how a schedule file for it begins."""
+    """The base of examples: a source file, and the begin of a schedule file for it."""
 
     source: str
     setting: str
 
     def example(self, schedule: str, diff: str = "", printed: str = "", about: str = "") -> Example:
-        """What comes of the statements of a schedule."""
+        """An example with these statements of a schedule."""
         return Example(self.source, self.scheduled(schedule), diff, printed, about)
 
     def refused(self, code: str, *schedule: str) -> Refusal:
-        """That the statements of a schedule are refused."""
+        """A refusal of these statements of a schedule."""
         return Refusal(self.source, self.scheduled("\n".join(schedule)), code)
 
     def scheduled(self, statements: str) -> str:
@@ -58,23 +58,23 @@ def setting(
     loss: str | None = "outputs.square().mean()",
     imports: str = "",
 ) -> str:
-    """What an example's schedule file says before the schedule: model, inputs and loss."""
+    """The begin of an example's schedule file: model, inputs and loss."""
     functions = {"model(m)": f"m.{model}", "inputs(model)": inputs, "loss(outputs)": loss}
     written = [f"def {name}:\n    return {value}\n" for name, value in functions.items() if value]
     return "\n\n".join([f"import torch\n{imports}", *written, ""])
 
 
 class Numerics(enum.Enum):
-    """How the numbers of a replacement compare with those of what it replaces."""
+    """How the results of a replacement compare with the original computation's."""
 
-    EXACT = "exact"  # to the bit, forward and backward
-    REASSOCIATED = "reassociated"  # the same formula, rounded elsewhere
+    EXACT = "exact"  # bitwise, forward and backward
+    REASSOCIATED = "reassociated"  # the same formula, rounded differently
     APPROXIMATE = "approximate"  # another formula, within a bound
     RESEEDED = "reseeded"  # other random numbers
 
 
 class Twice(enum.Enum):
-    """Whether gradients of gradients can be taken of what is written."""
+    """Whether a replacement supports second derivatives."""
 
     AS_BEFORE = "as before"
     ON_A_CPU = "as before on a CPU; a kernel has no second derivative, and torch says so"
@@ -83,13 +83,13 @@ class Twice(enum.Enum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What holds besides an ordinary training step; each is tested with the rule's examples."""
+    """Properties beyond an ordinary training step; each is tested with the rule's examples."""
 
-    double_backward: Twice  # gradients of gradients
+    double_backward: Twice  # second derivatives
     autocast: str = "outputs and gradients have the types that they had"  # under `torch.autocast`
-    # Of a model in bfloat16 or float16.
+    # For a model in bfloat16 or float16.
     half_precision: str = "outputs and gradients have the types that they had, rounded elsewhere"
-    empty_batches: str = "as before"  # of inputs without a row
+    empty_batches: str = "as before"  # inputs without rows
 
     def lines(self) -> list[str]:
         """One line for each, for the rule's page."""

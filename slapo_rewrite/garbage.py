@@ -1,4 +1,4 @@
-"""When Python looks for garbage in cycles: not while there is none worth looking for."""
+"""Pauses Python's garbage collector while it would find nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keeps the collector from walking all modules, and the whole model, again and again."""
+    """Pauses the collector, which would traverse all modules and the model repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,11 +1,11 @@
-"""How operations of torch treat the axes of their operands: one row an operation.
+"""How operations of torch treat the axes of their operands: one row for each operation.
 
-A rank of a tensor-parallel group has of some values only a part along one axis. Whether an
-operation is right on such a part depends on the axis alone: `exp` treats every element for itself,
-`softmax(-1)` needs all of the last axis, `sum(-1)` of a part is a summand of the true sum. Each row
-says so for one operation, by the name that `__torch_function__` is given; an operation without a
-row is not known, and is refused on parts. `tests/model/test_operations.py` holds every row against
-the operation itself, on parts and on the whole.
+A rank of a tensor-parallel group has only shards of some values, along one axis. Whether an
+operation is right on a shard depends on that axis only: `exp` is elementwise, `softmax(-1)` needs
+all of the last axis, `sum(-1)` of a shard is a partial sum. Each row says so for one operation, by
+the name that `__torch_function__` receives. An operation without a row is not known, and is refused
+on shards. `tests/model/test_operations.py` tests every row against the operation itself, on shards
+and on full values.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ special_spherical_bessel_j0 broadcast_tensors angle gelu mish silu relu6 softplu
 tanhshrink hardshrink softshrink hardsigmoid hardswish log_sigmoid maximum minimum fmax fmin
 logaddexp logaddexp2 rsub _threshold
 """
-# What only rearranges: which axis of the result is split is read off its shape, and operations that
-# are told a size have rules of their own (`sharding`).
+# Operations that only rearrange elements: the sharded axis of the result is inferred from its
+# shape, and operations that take a size have rules of their own (`sharding`).
 _VIEWS = """
 view reshape flatten unflatten ravel expand transpose swapaxes swapdims t adjoint permute movedim
 moveaxis unsqueeze squeeze transpose_ unsqueeze_ squeeze_ t_ swapaxes_ .T .mT .H .mH chunk split
@@ -78,12 +78,12 @@ _POOLS = "max_poolNd avg_poolNd lp_poolNd adaptive_avg_poolNd adaptive_max_poolN
 
 @functools.cache
 def rows() -> dict[str, Row]:
-    """Every row by the operation's name."""
+    """All rows, by the operation's name."""
     in_place = " ".join(f"{name}_" for name in (_UNARY + _BINARY).split())
     table: tuple[tuple[str, Row], ...] = (
         (f"{_UNARY} {_BINARY} {in_place} {_DUNDER} {_PLAIN} expand_as", of.elementwise),
-        (f"{_VIEWS} outer ger", of.free),  # of an outer product nothing is summed
-        # One axis for itself.
+        (f"{_VIEWS} outer ger", of.free),  # an outer product sums nothing
+        # Along one axis.
         ("softmax log_softmax softmin special_softmax special_log_softmax", of.along(1)),
         ("cumsum cumprod logcumsumexp cummax cummin cumsum_ cumprod_", of.along(1)),
         ("fft_fftshift fft_ifftshift", of.along(1)),
@@ -106,7 +106,7 @@ def rows() -> dict[str, Row]:
         ("cosine_similarity", of.distance(2, 1)),
         ("cross", of.distance(2, None)),
         ("pairwise_distance linalg_cross", of.distance(9, -1)),
-        # One value of several.
+        # Reductions.
         ("sum nansum", of.reduces(adds_up=True)),
         ("mean nanmean var std var_mean std_mean amax amin prod any all argmax", of.reduces()),
         ("argmin count_nonzero logsumexp special_logsumexp median nanmedian", of.reduces()),
@@ -130,7 +130,7 @@ def rows() -> dict[str, Row]:
         ("linear", of.linear),
         ("linalg_inv linalg_cholesky linalg_solve_triangular", of.matrices),
         ("scaled_dot_product_attention", of.attention),
-        # Neighbours.
+        # Windows.
         *((f"conv{n}d", of.convolution(n)) for n in (1, 2, 3)),
         *((f"conv_transpose{n}d", of.convolution(n, transposed=True)) for n in (1, 2, 3)),
         *((_POOLS.replace("N", str(n)), of.sliding(n)) for n in (1, 2, 3)),
@@ -138,7 +138,7 @@ def rows() -> dict[str, Row]:
         ("pad", of.padding),
         ("batch_norm", of.batch_norm),
         ("group_norm instance_norm local_response_norm", of.all_but_first),
-        # By indices.
+        # Indexing.
         ("embedding bucketize", of.embedding),
         ("gather", of.picks(1)),
         ("take_along_dim", of.picks(2)),
@@ -150,21 +150,21 @@ def rows() -> dict[str, Row]:
         ("hstack column_stack", of.stacked(1, 2)),
         ("vstack row_stack", of.stacked(0, 2)),
         ("dstack", of.stacked(2, 3)),
-        # All of everything.
+        # Over all axes.
         (f"{_LOSSES} {_WHOLE} diag_embed trapezoid addbmm", of.all_of_each),
     )
     return {name: row for names, row in table for name in names.split()}
 
 
 PRODUCT, FLOAT32, EITHER = "product", "float32", "either"
-# What mixed precision computes in half precision: torch.autocast's list for CUDA, and what is made
-# of such.
+# Operations that mixed precision computes in half precision: torch.autocast's list for CUDA, and
+# operations composed of these.
 _PRODUCTS = """
 inner tensordot linear matmul mm bmm mv linalg_matmul __rmatmul__ addmm addmv baddbmm addbmm einsum
 linalg_vecdot chain_matmul linalg_multi_dot scaled_dot_product_attention conv1d conv2d conv3d
 conv_transpose1d conv_transpose2d conv_transpose3d
 """
-# And what it computes in float32, by the same list.
+# Operations that it computes in float32, by the same list.
 _IN_FLOAT32 = """
 acos arccos asin arcsin cosh erfinv exp expm1 log log10 log1p log2 pow float_power reciprocal rsqrt
 sinh tan __rpow__ softplus softmax log_softmax softmin gumbel_softmax layer_norm rms_norm group_norm
@@ -173,8 +173,8 @@ linalg_matrix_norm normalize renorm cosine_similarity pairwise_distance dist cdi
 sum prod trapezoid logsumexp interpolate special_erfinv special_expm1 special_log1p
 special_logsumexp special_softmax special_log_softmax
 """
-# What stands on no list of torch's, and is kept from losing digits as well: other sums and means,
-# and what torch has in float32 and float64 alone.
+# Operations on no list of torch's that need the precision as well: other sums and means, and
+# operations that torch supports in float32 and float64 only.
 _IN_FLOAT32_TOO = """
 mean nansum nanmean var std var_mean std_mean logcumsumexp batch_norm instance_norm special_exp2
 trace exp2 erfc cov corrcoef quantile nanquantile linalg_inv linalg_cholesky linalg_det
@@ -182,7 +182,7 @@ linalg_matrix_rank linalg_solve_triangular fft_fft fft_ifft fft_rfft fft_irfft f
 fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn view_as_complex
 complex polar histc grid_sample ctc_loss
 """
-# What it computes in what it is given, of what is not known on parts.
+# Operations that it computes in the dtype of their inputs, and that are not known on shards.
 _AS_GIVEN = """
 functional.unfold functional.fold pad_sequence pixel_shuffle pixel_unshuffle channel_shuffle rot90
 masked_scatter masked_scatter_ index_put index_put_ threshold
@@ -197,10 +197,10 @@ def _precisions() -> dict[str, str]:
 
 
 def precision_of(name: str) -> str | None:
-    """How an operation is computed under mixed precision; None where it is not known.
+    """The precision of an operation under mixed precision; None if it is not known.
 
-    `PRODUCT` in half precision, `FLOAT32` in float32, `EITHER` in what its operands are in. What
-    works in place keeps the precision of what it changes.
+    `PRODUCT` is half precision, `FLOAT32` is float32, `EITHER` is the precision of its operands.
+    In-place operations keep the precision of the tensor that they change.
     """
     return _precisions().get(name)
 
@@ -208,15 +208,15 @@ def precision_of(name: str) -> str | None:
 def treatment(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> Treatment | None:
-    """How a call treats axes; None where the operation is not known."""
+    """How a call treats axes; None if the operation is not known."""
     row = rows().get(name)
     return None if row is None else row(Call(args, kwargs, shapes))
 
 
 def gives_one_tensor(name: str) -> bool:
-    """Whether a function of torch, or a method of tensors, of this name gives a tensor always.
+    """Whether a function or tensor method of torch with this name always returns one tensor.
 
-    Not None, and not several.
+    That is, never None, and never several tensors.
     """
     return name in _one_tensor()
 
@@ -227,9 +227,9 @@ def _one_tensor() -> frozenset[str]:
     return frozenset(names).difference(_OTHERWISE.split())
 
 
-# Functions that make a tensor of sizes and numbers.
+# Functions that make a tensor from sizes and numbers.
 _CREATED = "arange empty eye full linspace ones rand randint randn randperm tensor as_tensor zeros"
-# Operations that give several tensors, or something else.
+# Operations that return several tensors, or something else.
 _OTHERWISE = """
 type where frexp chunk split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes
 tensor_split hsplit vsplit dsplit unbind native_dropout __reversed__
@@ -237,9 +237,9 @@ tensor_split hsplit vsplit dsplit unbind native_dropout __reversed__
 
 
 def name_of(function: Any) -> str:
-    """The name of what `__torch_function__` is given; a property's begins with a dot.
+    """The name of a function that `__torch_function__` receives; a property's begins with a dot.
 
-    `torch.nn.functional.unfold` is not the method of that name.
+    `torch.nn.functional.unfold` is distinguished from the method of that name.
     """
     name = str(getattr(function, "__name__", "")) or str(function)
     if name in ("__get__", "__set__"):

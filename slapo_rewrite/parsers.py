@@ -1,6 +1,6 @@
-"""What each command takes on its command line; what it does then is the command line's.
+"""The argument parsers of all commands.
 
-Nothing here imports what costs seconds: help and completion are printed at once.
+Nothing here has slow imports, so that help and completion are printed at once.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ exit codes:
 
 
 class _AtLeast(argparse.Action):
-    """Keeps a number, or several, of which none is below a bound."""
+    """Stores one or several numbers with a lower bound."""
 
     def __init__(self, *names: Any, least: int, **more: Any) -> None:
         super().__init__(*names, **more)
         self.least = least
 
     def __call__(self, parser: Any, options: Any, given: Any, name: str | None = None) -> None:
-        """Refuses what is below, as a mistake with an option that stands there."""
+        """Raises `UsageError` for a number below the bound."""
         if min(given if isinstance(given, list) else [given]) < self.least:
             raise errors.UsageError(f"{self.option_strings[-1]} is at least {self.least}")
         setattr(options, self.dest, given)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports what is wrong as the tool reports everything else.
+    """A parser that reports errors in the tool's own form.
 
     Args:
-        command: The command's name behind the program's.
+        command: The command's name after the program's.
         description: What it does.
-        example: What one types to call it.
-        more: Further words for its help.
+        example: An example of a call.
+        more: Further paragraphs of its help.
     """
 
     def __init__(self, command: str, description: str, example: str, *more: str) -> None:
@@ -57,38 +57,38 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises it: what a command line lacks is a mistake as others are."""
+        """Raises the message as a `UsageError`, with a hint."""
         hint = f"{self.prog} --help"
         if message.endswith("required: --schedule/-s"):
             hint = "give --schedule FILE, one that ships with the tool, or auto: " + hint
         raise errors.UsageError(message, hint=hint)
 
     def flag(self, name: str, words: str) -> None:
-        """An option that is given or not."""
+        """Adds an option without a value."""
         self.add_argument(name, action="store_true", help=words)
 
     def option(self, name: str, value: str, words: str, **more: Any) -> None:
-        """An option with a value; with several names, these are parted by a comma."""
+        """Adds an option with a value; several names are separated by commas."""
         self.add_argument(*name.split(", "), metavar=value, help=words, **more)
 
     def path(self, name: str, value: str, words: str, **more: Any) -> None:
-        """An option whose value is a path."""
+        """Adds an option whose value is a path."""
         self.option(name, value, words, type=Path, **more)
 
     def number(self, name: str, words: str, value: str = "N", least: int = 1, **more: Any) -> None:
-        """An option whose value is a whole number that has a lower bound."""
+        """Adds an option whose value is an integer with a lower bound."""
         self.option(name, value, words, type=int, action=_AtLeast, least=least, **more)
 
     def several(self, name: str, value: str, words: str, **more: Any) -> None:
-        """An option that may be given again and again."""
+        """Adds an option that may be repeated."""
         self.option(name, value, words, action="append", **more)
 
     def source(self, words: str = "a Python file or an importable module", **more: Any) -> None:
-        """What is rewritten."""
+        """Adds the argument for the source."""
         self.add_argument("source", metavar="SOURCE", help=words, **more)
 
     def out(self) -> None:
-        """An output that there is."""
+        """Adds the argument for an existing output."""
         self.add_argument("out", metavar="OUT", type=Path, help="an output folder")
 
 
@@ -140,7 +140,7 @@ def _rewrite() -> Parser:
 
 
 def _others() -> str:
-    """The other commands, each with what it does."""
+    """The other commands with their descriptions."""
     words = {name: str(make().description) for name, make in PARSERS.items() if name}
     return "\n".join(
         f"  slapo-rewrite {name:<10}  {re.split('[.;:]', does)[0]}" for name, does in words.items()
@@ -318,7 +318,7 @@ def _plan() -> Parser:
 
 
 def _add_worlds(parser: Parser) -> None:
-    """What to verify: the whole model, or its pipeline."""
+    """Adds the options what to verify: the whole model, or its pipeline."""
     parser.number("--world", "world sizes to verify the whole model at (default: 1 2)", nargs="+")
     for name, what in (
         ("--pp", "stages of the pipeline to verify (default: all)"),
@@ -329,12 +329,12 @@ def _add_worlds(parser: Parser) -> None:
 
 
 def _add_json(parser: Parser, what: str) -> None:
-    """An answer for programs."""
+    """Adds `--json`."""
     parser.flag("--json", f"print {what} as one JSON object, with the exit code and its reason")
 
 
 def _add_inputs(parser: Parser) -> None:
-    """Where the original and the schedule of an output are."""
+    """Adds the options for the original and the schedule of an output."""
     parser.option("--source", "SOURCE", "the original, if it was moved")
     parser.option("--schedule", "S", "the schedule, if it was moved")
 
@@ -352,10 +352,10 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 
 
 def complete() -> None:
-    """Answers a shell that wants to know what may stand at a place of the command line.
+    """Completes a command line for the shell.
 
-    It is asked by argcomplete's protocol: the line is in `COMP_LINE`, and `_ARGCOMPLETE` says how
-    many of its words are the program.
+    This is argcomplete's protocol: the line is in `COMP_LINE`, and `_ARGCOMPLETE` is the number of
+    its words that are the program.
     """
     import argcomplete
     from argcomplete.completers import DirectoriesCompleter, FilesCompleter

@@ -53,14 +53,14 @@ class Project:
         self.changes: list[Change] = []
 
     def anew(self) -> Project:
-        """For another rewrite: what is read and built is shared, what a rewrite changes is not."""
+        """A copy for another rewrite, which shares the files and the model built so far."""
         other = copy.copy(self)
         other.directives, other.references, other.changes = [], {}, []
         return other
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Adds the CPU time that is spent inside to a part of the work; inner parts count apart."""
+        """Adds the CPU time of the context to a part of the work; inner parts count separately."""
         start, before = time.process_time(), sum(self.seconds.values())
         try:
             yield
@@ -71,10 +71,10 @@ class Project:
 
     @contextmanager
     def placed(self, function: str) -> Iterator[None]:
-        """What is refused meanwhile, and says no place, is given the nearest that is known.
+        """Adds the nearest known place to errors without one, in the context.
 
-        The line of the schedule that was running, else the one that selected what is named, else
-        the head of the function that was carried out.
+        It is the running line of the schedule, or else the line that selected a named module, or
+        else the header of the function that ran.
         """
         try:
             yield
@@ -110,7 +110,7 @@ class Project:
         return plan
 
     def _point_at(self, error: errors.RewriteError) -> None:
-        """Has what is refused while the schedule runs name the line that was running, always."""
+        """Adds the running line of the schedule to an error."""
         line = self.schedule.span_of(error.__traceback__)
         if error.at is None:
             error.at = line
@@ -118,7 +118,7 @@ class Project:
             error.also = (*error.also, line)
 
     def _changed(self, directive: Directive, rewrite: Rewrite) -> tuple[Tree, Sources]:
-        """Changes the source, and builds the model that it defines then."""
+        """Changes the source, and builds the model that it then defines."""
         text, self.changes = apply_edits(self.file.text, rewrite.edits, self.changes)
         for reference in rewrite.references:
             causes = self.references.get(reference, ())

@@ -1,4 +1,4 @@
-"""The ways in which operations treat the axes of their operands."""
+"""How operations treat the axes of their operands, as functions of a call."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Axes = set[int]
 class Call:
     """A call of an operation."""
 
-    args: Sequence[Any]  # its positional arguments; a method's first is the tensor
-    kwargs: Mapping[str, Any]  # its keyword arguments
-    # The whole shapes of the tensors among the arguments, in their order.
+    args: Sequence[Any]  # the positional arguments; a method's first is the tensor
+    kwargs: Mapping[str, Any]  # the keyword arguments
+    # The full shapes of the tensors among the arguments, in order.
     shapes: Sequence[tuple[int, ...]]
 
     @property
     def ranks(self) -> list[int]:
-        """How many axes each tensor has."""
+        """The number of axes of each tensor."""
         return [len(shape) for shape in self.shapes]
 
     def get(self, name: str, position: int, default: Any = None) -> Any:
-        """An argument by its name or position."""
+        """An argument, by name or position."""
         for spelled in (name, *_OTHER_NAMES.get(name, ())):
             if spelled in self.kwargs:
                 return self.kwargs[spelled]
         return self.args[position] if len(self.args) > position else default
 
     def axes(self, given: Any, operand: int = 0) -> Axes:
-        """Axes of an operand, counted from 0; all of them where none are given."""
+        """The axes of an operand, counted from 0; all of them if `given` names none."""
         rank = self.ranks[operand]
         if given is None or (isinstance(given, (tuple, list)) and not given):
             return set(range(rank))
@@ -39,7 +39,7 @@ class Call:
         return {int(axis) % rank for axis in listed if rank}
 
 
-# Names that torch has for one argument.
+# Other names of arguments in torch.
 _OTHER_NAMES = {"dim": ("axis", "dims"), "dims": ("dim", "axis")}
 
 
@@ -47,15 +47,15 @@ _OTHER_NAMES = {"dim": ("axis", "dims"), "dims": ("dim", "axis")}
 class Treatment:
     """How a call treats the axes of its operands."""
 
-    over: tuple[Axes, ...] = ()  # for each operand the axes that it needs whole
-    # For each operand the axes that it sums over: of a split one a rank has a summand.
+    over: tuple[Axes, ...] = ()  # the axes of each operand that must not be sharded
+    # The axes of each operand that are summed: if one is sharded, the result is a partial sum.
     summed: tuple[Axes, ...] = ()
-    # How many of the last axes are an operand's own. All before them are the result's, counted from
-    # there: what is split along one is split so in every operand that has it. None where axes are
-    # not aligned.
+    # The number of last axes that are an operand's own. All axes before them are aligned with the
+    # result's, counted from there: all operands with such an axis must be sharded alike. None if
+    # axes are not aligned.
     aligned: int | None = None
-    # How many of the first operands have to be split along the same axes; -1 for the first and the
-    # third, with indices between them.
+    # The number of first operands that must be sharded along the same axes; -1 for the first and
+    # the third, with indices between them.
     paired: int = 0
 
 
@@ -67,7 +67,7 @@ LAST_TWO = (-2, -1)
 
 
 def _row(treats: Callable[Concatenate[Call, P], Treatment]) -> Callable[P, Row]:
-    """What gives the rows of operations that differ in some arguments."""
+    """Turns a treatment with parameters into a function that returns rows."""
 
     def of(*args: P.args, **kwargs: P.kwargs) -> Row:
         return lambda call: treats(call, *args, **kwargs)
@@ -76,12 +76,12 @@ def _row(treats: Callable[Concatenate[Call, P], Treatment]) -> Callable[P, Row]:
 
 
 def elementwise(call: Call) -> Treatment:
-    """An operation that treats every element for itself."""
+    """An elementwise operation."""
     return ELEMENTWISE
 
 
 def free(call: Call) -> Treatment:
-    """An operation that needs no axis whole."""
+    """An operation that works along any sharded axis."""
     return FREE
 
 
@@ -89,19 +89,19 @@ def free(call: Call) -> Treatment:
 def along(
     call: Call, position: int, default: Any = None, name: str = "dim", aligned: int | None = 0
 ) -> Treatment:
-    """An operation that needs whole the axes that an argument names."""
+    """An operation that needs the full axes which an argument names."""
     return Treatment((_named(call, name, position, default),), aligned=aligned)
 
 
 @_row
 def reduces(call: Call, position: int = 1, default: Any = None, adds_up: bool = False) -> Treatment:
-    """An operation that makes one value of all those along some axes."""
+    """A reduction over some axes."""
     axes = _named(call, "dim", position, default)
     return Treatment(summed=(axes,)) if adds_up else Treatment((axes,))
 
 
 def _named(call: Call, name: str, position: int, default: Any) -> Axes:
-    """The axes that an argument names; all where it is none, or no axis: `sum(torch.float64)`."""
+    """The axes that an argument names; all if it names none, as in `sum(torch.float64)`."""
     given = call.get(name, position, default)
     return call.axes(given if isinstance(given, (tuple, list)) or _is_axis(given) else None)
 
@@ -111,7 +111,7 @@ def _is_axis(value: Any) -> bool:
 
 
 def extreme(call: Call) -> Treatment:
-    """`max` and `min`: of two tensors, along one axis, or of all."""
+    """`max` and `min`: of two tensors, along one axis, or of all elements."""
     if len(call.ranks) > 1:
         return ELEMENTWISE
     return Treatment((call.axes(call.get("dim", 1)),))
@@ -119,24 +119,24 @@ def extreme(call: Call) -> Treatment:
 
 @_row
 def fixed(call: Call, *axes: int, aligned: int | None = 0) -> Treatment:
-    """An operation that needs the same axes whole wherever it is called."""
+    """An operation that always needs the same full axes."""
     rank = call.ranks[0]
     return Treatment(({a % rank for a in axes if -rank <= a < rank},), aligned=aligned)
 
 
 def all_of_each(call: Call) -> Treatment:
-    """An operation that needs every axis of every operand whole."""
+    """An operation that needs all axes of all operands in full."""
     return Treatment(tuple(set(range(rank)) for rank in call.ranks))
 
 
 def diagonal(call: Call) -> Treatment:
-    """`diagonal`: the two axes that its arguments `dim1` and `dim2` name."""
+    """`diagonal`: needs the two axes `dim1` and `dim2` in full."""
     return Treatment((call.axes((call.get("dim1", 2, 0), call.get("dim2", 3, 1))),))
 
 
 @_row
 def sliding(call: Call, spatial: int | None) -> Treatment:
-    """A pooling: it takes neighbours along the last axes."""
+    """A pooling: windows along the last axes."""
     rank = call.ranks[0]
     first = 2 if spatial is None else rank - spatial
     return Treatment((set(range(max(0, first), rank)),), aligned=0)
@@ -144,15 +144,15 @@ def sliding(call: Call, spatial: int | None) -> Treatment:
 
 @_row
 def convolution(call: Call, spatial: int, transposed: bool = False) -> Treatment:
-    """A convolution: neighbours along the last axes, and a sum over the channels of a group."""
+    """A convolution: windows along the last axes, and a sum over the channels of a group."""
     rank = call.ranks[0]
     windows = set(range(rank - spatial, rank))
     kernel = set(range(2, 2 + spatial))
     channel = rank - spatial - 1
     if call.shapes[1][1] == 1 and call.shapes[1][0] == call.shapes[0][channel]:
-        return Treatment((windows, kernel | {1}))  # depthwise: every channel for itself
+        return Treatment((windows, kernel | {1}))  # depthwise: channels are independent
     if call.get("groups", 6, 1) != 1:
-        # Each group has channels of its own; groups are not told from a rank's part of them.
+        # Each group has channels of its own; a shard's groups cannot be distinguished.
         return Treatment((windows | {channel}, kernel | {0, 1}))
     contracted = 0 if transposed else 1
     return Treatment((windows, kernel), ({channel}, {contracted}))
@@ -167,54 +167,54 @@ def normalised(call: Call) -> Treatment:
 
 
 def padding(call: Call) -> Treatment:
-    """`pad`: the axes that it makes longer or shorter."""
+    """`pad`: needs the axes that it changes in full."""
     widths = list(call.get("pad", 1, ()))
     rank = call.ranks[0]
     return Treatment(({rank - 1 - i // 2 for i, width in enumerate(widths) if width},))
 
 
 def product(call: Call) -> Treatment:
-    """`matmul` and its like: over the last axis of the first, the last but one of the second."""
+    """`matmul`: sums over the last axis of the first operand, the second last of the second."""
     first, second = call.ranks[:2]
     return Treatment(summed=({first - 1}, {max(0, second - 2)}), aligned=2)
 
 
 def product_reversed(call: Call) -> Treatment:
-    """`__rmatmul__`, which is given its operands in the other order."""
+    """`__rmatmul__`, whose operands are in reverse order."""
     second, first = call.ranks[:2]
     return Treatment(summed=({max(0, second - 2)}, {first - 1}), aligned=2)
 
 
 def linear(call: Call) -> Treatment:
-    """`linear`: over the last axis of the input and of the weight; a bias is added to the sum."""
+    """`linear`: sums over the last axis of input and weight; a bias needs the full sum."""
     axes = ({call.ranks[0] - 1}, {call.ranks[1] - 1})
     return Treatment(axes) if len(call.ranks) > 2 else Treatment(summed=axes)
 
 
 def added_product(call: Call) -> Treatment:
-    """`addmm` and its like: what a product is added to is not split as the product is."""
+    """`addmm` and others: need the contracted axes in full, since something is added to the sum."""
     _, first, second = call.ranks[:3]
     return Treatment((set(), {first - 1}, {max(0, second - 2)}))
 
 
 def inner(call: Call) -> Treatment:
-    """`inner`, `dot`: over the last axis of both."""
+    """`inner`, `dot`: sum over the last axis of both."""
     return Treatment(summed=tuple({rank - 1} for rank in call.ranks[:2]))
 
 
 def matrices(call: Call) -> Treatment:
-    """`linalg.inv` and its like: over the matrices in the last two axes."""
+    """`linalg.inv` and others: need the matrices in the last two axes in full."""
     return Treatment(tuple({rank - 2, rank - 1} for rank in call.ranks), aligned=2)
 
 
 def vecdot(call: Call) -> Treatment:
-    """`linalg.vecdot`: over one axis of both."""
+    """`linalg.vecdot`: sums over one axis of both."""
     axis = call.kwargs.get("dim", -1)
     return Treatment(summed=tuple({axis % rank} for rank in call.ranks[:2]))
 
 
 def tensordot(call: Call) -> Treatment:
-    """`tensordot`: over the last axes of the first and the first of the second, or those named."""
+    """`tensordot`: sums over the last axes of the first and first of the second, or named ones."""
     given = call.get("dims", 2, 2)
     first, second = call.ranks[:2]
     if isinstance(given, int):
@@ -226,7 +226,7 @@ def tensordot(call: Call) -> Treatment:
 
 
 def einsum(call: Call) -> Treatment:
-    """`einsum`: over the letters that the result has not, and no diagonals along split axes."""
+    """`einsum`: sums over letters that the result lacks; diagonals need full axes."""
     equation = call.args[0] if call.args else call.kwargs.get("equation")
     if not isinstance(equation, str):
         return all_of_each(call)
@@ -245,16 +245,16 @@ def einsum(call: Call) -> Treatment:
 
 
 def _letters(term: str, rank: int) -> list[str]:
-    """What each axis of an operand is called; those of an ellipsis have longer names."""
+    """The name of each axis of an operand; axes of an ellipsis have longer names."""
     ahead, dots, behind = term.partition("...")
     between = rank - len(ahead) - len(behind) if dots else 0
     return [*ahead, *(f"...{i - between}" for i in range(between)), *behind]
 
 
 def attention(call: Call) -> Treatment:
-    """Attention: over the features of queries and keys, and over all keys and values.
+    """Attention: needs all features of queries and keys, and all keys and values.
 
-    A causal one takes the first query for the first token's.
+    Causal attention also needs all queries, since their positions count from the first one.
     """
     causal = call.get("is_causal", 5, False)
     backs = ((1, 2) if causal else (1,), (1, 2), (2,))
@@ -263,13 +263,13 @@ def attention(call: Call) -> Treatment:
 
 
 def embedding(call: Call) -> Treatment:
-    """`embedding`: the rows of the table; `bucketize`: by whole bounds."""
+    """`embedding`: needs all rows of the table; `bucketize`: needs all bounds."""
     return Treatment((set(), {0}))
 
 
 @_row
 def picks(call: Call, position: int, paired: int = 2) -> Treatment:
-    """`gather`, `scatter` and their like: one axis whole, split alike along all others."""
+    """`gather`, `scatter`: need one full axis, and equal sharding along all others."""
     given = call.get("dim", position)
     over = tuple(call.axes(given, n) for n in range(min(paired, len(call.ranks))))
     return Treatment(over, paired=paired)
@@ -277,7 +277,7 @@ def picks(call: Call, position: int, paired: int = 2) -> Treatment:
 
 @_row
 def selects(call: Call, source: bool) -> Treatment:
-    """`index_select`, `index_add` and their like: one axis, by whole indices."""
+    """`index_select`, `index_add`: need one full axis, and all indices."""
     axis = call.axes(call.get("dim", 1))
     if not source:
         return Treatment((axis, {0}))
@@ -287,7 +287,7 @@ def selects(call: Call, source: bool) -> Treatment:
 
 @_row
 def stacked(call: Call, axis: int, least: int) -> Treatment:
-    """`hstack` and its like: `cat` along a given axis."""
+    """`hstack` and others: `cat` along a given axis."""
     over = tuple(
         {min(axis, rank - 1)} if rank >= least else set(range(rank)) for rank in call.ranks
     )
@@ -295,7 +295,7 @@ def stacked(call: Call, axis: int, least: int) -> Treatment:
 
 
 def repeat_interleave(call: Call) -> Treatment:
-    """`repeat_interleave`: every element of an axis for itself; without an axis, of a flat one."""
+    """`repeat_interleave`: repeats elements of an axis, or of the flat tensor without one."""
     axis = call.get("dim", 2)
     repeats = call.get("repeats", 1)
     if axis is None and call.ranks[0] > 1:
@@ -304,14 +304,14 @@ def repeat_interleave(call: Call) -> Treatment:
 
 
 def flip(call: Call) -> Treatment:
-    """`flip`: the axes that it is given, as one argument or as several."""
+    """`flip`: needs the given axes in full, as one argument or as several."""
     dims = call.kwargs.get("dims", call.args[1:])
     listed = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     return Treatment((call.axes(tuple(listed)),), aligned=0)
 
 
 def sort(call: Call) -> Treatment:
-    """`sort`: one axis, behind other arguments or not."""
+    """`sort`: needs one full axis, which may follow other arguments."""
     rest = [a for a in call.args[1:] if _is_axis(a)]
     given = call.kwargs.get("dim", rest[0] if rest else -1)
     return Treatment((call.axes(given),), aligned=0)
@@ -319,13 +319,13 @@ def sort(call: Call) -> Treatment:
 
 @_row
 def distance(call: Call, position: int, default: int | None) -> Treatment:
-    """Two operands, compared along one axis."""
+    """A comparison of two operands along one axis, which it needs in full."""
     axis = call.get("dim", position, default)
     return Treatment(tuple(call.axes(axis, n) for n in range(min(2, len(call.ranks)))))
 
 
 def grouped(call: Call) -> Treatment:
-    """The product of groups: as `matmul`; which rows are a group's is told by whole offsets."""
+    """The grouped matrix product: like `matmul`; needs all offsets of groups."""
     first, second = call.ranks[:2]
     return Treatment(
         (set(), set(), *({0} for _ in call.ranks[2:])), ({first - 1}, {max(0, second - 2)})
@@ -333,10 +333,10 @@ def grouped(call: Call) -> Treatment:
 
 
 def batch_norm(call: Call) -> Treatment:
-    """`batch_norm`: every channel for itself."""
+    """`batch_norm`: channels are independent."""
     return Treatment((set(range(call.ranks[0])) - {1},))
 
 
 def all_but_first(call: Call) -> Treatment:
-    """A norm of groups: every row for itself."""
+    """`group_norm` and others: rows are independent."""
     return Treatment((set(range(1, call.ranks[0])),), aligned=0)
