@@ -1,1 +1,1 @@
-"""Plans a training run: which parallelism, which knobs, how much time and memory they take."""
+"""Plans a training run: chooses parallelism and knobs, and predicts time and memory."""

@@ -1,4 +1,4 @@
-"""Ways to train a model on so many GPUs, and what each is predicted to take."""
+"""Enumerates ways to train a model on a number of GPUs, and predicts their time and memory."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from slapo_rewrite.simulate.step_memory import Runs, States, Unfolded, in_runs, 
 class Way:
     """One way to train."""
 
-    tensor: int = 1  # ranks that share each layer
-    pipeline: int = 1  # stages
+    tensor: int = 1  # tensor-parallel ranks
+    pipeline: int = 1  # pipeline stages
     data: int = 1  # replicas
     rows: int = 1  # rows of a micro-batch
     micro_batches: int = 1  # micro-batches of a replica's step
-    recomputed: float = 0.0  # the share of the layers that are
+    recomputed: float = 0.0  # the share of layers that are recomputed
     zero: int = 0  # the stage of ZeRO
-    sequence_parallel: bool = False  # whether slices of the sequence stand between split layers
+    sequence_parallel: bool = False  # whether activations between sharded layers are sliced
     fused: bool = False  # whether kernels are fused
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a way takes."""
+    """The predicted time and memory of a way."""
 
     way: Way
-    seconds: float  # a step
-    memory: float  # bytes that the fullest rank holds at most
-    states: float  # bytes of these for parameters, gradients and the optimizer
-    # The share of the step in which ranks wait for others of their pipeline, on average.
+    seconds: float  # the time of a step
+    memory: float  # the peak bytes of the fullest rank
+    states: float  # the part for parameters, gradients and the optimizer
+    # The average share of the step in which ranks wait for others of their pipeline.
     bubble: float
-    # The share of the step that each kind of work takes on the slowest stage, its own waiting among
-    # them: 1 in all.
+    # The shares of kinds of work in the step on the slowest stage, including its waiting; their sum
+    # is 1.
     shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bound(self) -> str:
-        """What takes most of the step."""
+        """The kind of work with the largest share."""
         return max(self.shares, key=lambda kind: self.shares[kind])
 
     def as_json(self) -> dict[str, object]:
-        """As plain values."""
+        """The prediction as JSON values."""
         return {
             **asdict(self.way),
             "seconds": self.seconds,
@@ -67,26 +67,26 @@ COMPUTE, TRAFFIC, TENSOR = "compute", "memory traffic", "tensor-parallel communi
 HOST = "the host"
 BUBBLE, REPLICAS, SENDS, STEP = "bubble", "gradient all-reduce", "stage transfers", "optimizer"
 
-ROWS = tuple(2**n for n in range(11))  # that a micro-batch may have
+ROWS = tuple(2**n for n in range(11))  # the possible rows of a micro-batch
 
 
 class _StagePart(NamedTuple):
-    """What a stage of a pipeline runs."""
+    """The work of a pipeline stage."""
 
     runs: Runs  # pieces of the step
-    sent: float  # bytes a row that go on to the next stage
-    parameters: float  # how many it holds on a rank
+    sent: float  # bytes per row sent to the next stage
+    parameters: float  # the number of parameters on a rank
 
 
 class Predictor:
-    """Predicts what ways of one rewrite on so many ranks take.
+    """Predicts ways of one rewrite on one number of tensor-parallel ranks.
 
     Args:
-        counted: What was counted without recomputation, and with all of it; the other way round,
-            what was counted as it is, and None.
-        precision: What is trained in.
-        node: How many GPUs a node has.
-        cut: For a number of stages, how many layers there are up to the end of each.
+        counted: The counts without recomputation, and with all layers recomputed; or the counts of
+            the model as it is, and None.
+        precision: The training precision.
+        node: The number of GPUs of a node.
+        cut: Returns, for a number of stages, the number of layers up to the end of each stage.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class Predictor:
         self._times = cache(self._stage_seconds)
 
     def memory(self, way: Way) -> tuple[float, float]:
-        """Bytes that the fullest rank holds at most, and how many of these outlast a step."""
+        """The peak bytes of the fullest rank, and how many of them persist between steps."""
         stages = self._unlike(way.pipeline, way.recomputed)
         return max((self.stage_memory(way, number) for number in stages), key=itemgetter(0))
 
     def states(self, way: Way) -> float:
-        """Bytes that outlast a step on the rank that has most of them: no way takes less."""
+        """The most bytes of a rank that persist between steps: a lower bound of its memory."""
         kept = states(self.precision, way.zero, way.data)
         parts = self._parts(way.pipeline, way.recomputed)
         return self._lasting(kept, max(part.parameters for part in parts))
 
     def stage_memory(self, way: Way, number: int) -> tuple[float, float]:
-        """Likewise of a rank of one stage."""
+        """The same as `memory`, for a rank of one stage."""
         part = self._parts(way.pipeline, way.recomputed)[number]
         kept = states(self.precision, way.zero, way.data)
         live = live_micro_batches(number, way.pipeline, way.micro_batches)
@@ -132,7 +132,7 @@ class Predictor:
         return parameters * kept.each + kept.fixed + gathered
 
     def stages(self, way: Way) -> list[Stage]:
-        """What a micro-batch takes in each stage, and the optimizer's step."""
+        """The times of a micro-batch and of the optimizer's step in each stage."""
         alike = cache(partial(self._stage, way))
         return [alike(part) for part in self._parts(way.pipeline, way.recomputed)]
 
@@ -148,7 +148,7 @@ class Predictor:
         return Stage(forward, backward, part.sent * way.rows, optimizer=optimizer)
 
     def predicted(self, way: Way) -> Predicted:
-        """What a way takes."""
+        """Predicts the time and memory of a way."""
         parts, stages = self._parts(way.pipeline, way.recomputed), self.stages(way)
         memory, state_bytes = self.memory(way)
         pipe = self.between_stages(way)
@@ -175,7 +175,7 @@ class Predictor:
 
     @cached_property
     def layers(self) -> list[str]:
-        """The paths of the layers that stages can be cut between, as they run."""
+        """The paths of the layers between which stages can be cut, in running order."""
         return [
             f"{listed}.{number}"
             for listed in self.unfolded.lists
@@ -183,7 +183,7 @@ class Predictor:
         ]
 
     def between_stages(self, way: Way) -> Link:
-        """What connects neighbouring stages."""
+        """The link between neighbouring stages."""
         return self._link(way.pipeline, way.tensor * way.data)
 
     @property
@@ -196,7 +196,7 @@ class Predictor:
 
     @cached_property
     def layer_parameters(self) -> dict[str, float]:
-        """How many parameters each layer has on a rank, by its path."""
+        """The number of parameters of each layer on a rank, by path."""
         found = dict.fromkeys(self.layers, 0.0)
         for listed in self.unfolded.lists:
             for name, count in self.plain.names.items():
@@ -205,13 +205,13 @@ class Predictor:
         return found
 
     def _link(self, ranks: int, stride: int) -> Link:
-        """What connects ranks that are so far apart; the model's are next to one another."""
+        """The link between ranks at this stride; tensor-parallel ranks are neighbours."""
         return self.hardware.inside if ranks * stride <= self.node else self.hardware.outside
 
     def _stage_seconds(
         self, runs: Runs, rows: int, ranks: int
     ) -> tuple[float, float, dict[str, float]]:
-        """Seconds of a micro-batch on its way there and back, and of each kind of work."""
+        """The seconds of a micro-batch's forward and backward pass, and of each kind of work."""
         link = self._link(ranks, 1)
         work = dict.fromkeys((COMPUTE, TRAFFIC, TENSOR), 0.0)
         both, waits = [], 0.0
@@ -225,7 +225,7 @@ class Predictor:
                 operators += times * part.operators
                 for kind, value in zip(work, took, strict=True):
                     work[kind] += times * value
-            # The GPU waits for the host, where that takes longer.
+            # The GPU waits for the host if launching takes longer.
             waited = max(0.0, operators * self.hardware.device.operator - both[-1])
             both[-1] += waited
             waits += waited
@@ -234,14 +234,14 @@ class Predictor:
     def _part_seconds(
         self, part: Part, rows: int, link: Link, ranks: int
     ) -> tuple[float, float, float]:
-        """Seconds of products, of other operators, and of collectives."""
+        """The seconds of products, of other operators, and of collectives."""
         sent = sent_seconds(part, rows, link, ranks)
         return *part_seconds(part, rows, self.hardware.device), sent
 
     def _replicas(self, way: Way, parameters: float, backward: float) -> float:
-        """Seconds in which replicas sum their gradients, and give one another new parameters.
+        """The seconds of replicas' all-reduce of gradients and all-gather of parameters.
 
-        From stage 2 on that goes on beside the last micro-batch's way back.
+        From ZeRO 2 on, this overlaps with the backward pass of the last micro-batch.
         """
         if way.data == 1:
             return 0.0
@@ -256,12 +256,12 @@ class Predictor:
         return seconds
 
     def _optimizer(self, way: Way, parameters: float) -> float:
-        """Seconds of the optimizer's step: states are read and written once."""
+        """The seconds of the optimizer's step, which reads and writes its states once."""
         share = way.data if way.zero else 1
         return 2 * parameters * 16 / share / self.hardware.device.bandwidth
 
     def _stage_parts(self, count: int, ratio: float) -> list[_StagePart]:
-        """What each of so many stages runs."""
+        """The work of each stage, for a number of stages."""
         pieces = self._pieces(ratio)
         if count == 1:
             return [_StagePart(in_runs(pieces), 0.0, float(sum(self.plain.names.values())))]
@@ -282,9 +282,9 @@ class Predictor:
         ]
 
     def _first_unlike(self, count: int, ratio: float) -> list[int]:
-        """The numbers of the stages without those that run what one before them does.
+        """The numbers of the stages, without those that do the same work as an earlier one.
 
-        That one has more micro-batches under way, and holds no less.
+        The earlier one has more micro-batches in flight, and needs at least as much memory.
         """
         found: dict[tuple[Runs, float], int] = {}
         for number, part in enumerate(self._parts(count, ratio)):
@@ -293,7 +293,7 @@ class Predictor:
 
     @cached_property
     def outside_parameters(self) -> tuple[float, float]:
-        """Parameters outside of lists that the first stage has, and the last; tied ones both do."""
+        """The parameters outside of lists in the first and last stage; tied ones are in both."""
         profile = self.plain.profile
         first = last = 0.0
         for name, count in self.plain.names.items():
@@ -309,7 +309,7 @@ class Predictor:
 def ways(
     gpus: int, batch: int, tensors: Sequence[int], stages: Sequence[int], ratios: Sequence[float]
 ) -> Iterator[Way]:
-    """All ways on so many GPUs, those of each split of the GPUs together."""
+    """All ways on a number of GPUs, grouped by the layout of the GPUs."""
     for tensor in tensors:
         if gpus % tensor:
             continue

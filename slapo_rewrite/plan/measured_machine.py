@@ -1,4 +1,4 @@
-"""What this machine does, measured in seconds: a product, a copy, a sum over two processes."""
+"""Measures this machine in seconds: a matrix product, a copy, an all-reduce of two processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from slapo_rewrite.simulate.hardware import Device, Hardware, Link, no_such_products, own_device
 
 ROUNDS = 5
-SMALL, LARGE = 2**12, 2**24  # bytes that are summed
+SMALL, LARGE = 2**12, 2**24  # bytes of the all-reduces
 WIDTH = {"cpu": 1024, "cuda": 8192}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COPIED = {"cpu": 2**27, "cuda": 2**30}
 
 
 def measured_machine(node: int, precision: str | None = None) -> Hardware:
-    """This machine as a row of the table: what models get here is what is measured.
+    """Measures this machine, as a row of the table of hardware.
 
-    So many ranks share it as a node has; on the CPU they share its memory, too. Without a precision
-    of matrix products it is `bf16` on a GPU, `fp32` on the CPU.
+    The ranks of a node share it; on the CPU they also share its memory. The default precision of
+    matrix products is `bf16` on a GPU and `fp32` on the CPU.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     precision = precision or ("bf16" if kind == "cuda" else "fp32")
@@ -61,7 +61,7 @@ def measured_machine(node: int, precision: str | None = None) -> Hardware:
 
 
 def _products(kind: str, precision: str) -> float:
-    """Operations of matrix products a second."""
+    """The FLOPs per second of matrix products."""
     width, dtype = WIDTH[kind], DTYPES.get(precision, torch.float32)
     one, other = (torch.randn(width, width, device=kind, dtype=dtype) for _ in range(2))
     before = torch.get_float32_matmul_precision()
@@ -73,7 +73,7 @@ def _products(kind: str, precision: str) -> float:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """The least time of several rounds."""
+    """The minimal time of several rounds."""
     least = float("inf")
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -85,10 +85,10 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _link(kind: str) -> Link | None:
-    """What connects two processes; None where there is one GPU."""
+    """The link between two processes; None if there is only one GPU."""
     if kind == "cuda" and torch.cuda.device_count() < 2:
         return None
-    # CPU ranks are forked, which need not import torch again; CUDA does not outlast a fork.
+    # CPU ranks are forked, which need not import torch again; CUDA does not work after a fork.
     how = "spawn" if kind == "cuda" else "fork"
     queue: Any = multiprocessing.get_context(how).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def _link(kind: str) -> Link | None:
             return None
     small, large = queue.get()
     latency = max(small, 1e-7)
-    # A sum over two ranks sends as many bytes as there are.
+    # An all-reduce of two ranks sends as many bytes as the tensor has.
     return Link(latency, LARGE / max(large - latency, 1e-9))
 
 
@@ -112,7 +112,7 @@ def _summed(rank: int, kind: str, store: str, queue: Any) -> None:
     found = []
     for size in (SMALL, LARGE):
         given = torch.zeros(size, dtype=torch.uint8, device=kind)
-        dist.all_reduce(given)  # connects
+        dist.all_reduce(given)  # opens connections
         found.append(_seconds(lambda given=given: dist.all_reduce(given)))  # type: ignore[misc]
     if rank == 0:
         queue.put(tuple(found))

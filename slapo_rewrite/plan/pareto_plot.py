@@ -1,4 +1,4 @@
-"""Draws time against memory, and the ways that no other one beats in both."""
+"""Plots time against memory, with the Pareto front of the ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABELS = 6
 
 
 def front(predicted: Sequence[Predicted]) -> list[Predicted]:
-    """Those that are faster than all that need as little memory, by memory."""
+    """The Pareto front: ways faster than all others with at most their memory, by memory."""
     found: list[Predicted] = []
     for each in sorted(predicted, key=lambda p: (p.memory, p.seconds)):
         if not found or each.seconds < found[-1].seconds:
@@ -27,7 +27,7 @@ def front(predicted: Sequence[Predicted]) -> list[Predicted]:
 
 
 def draw(planned: Planned, path: Path) -> None:
-    """Writes the picture, in the format that the file's name says."""
+    """Writes the plot, in the format of the file's suffix."""
     figure, plot = plt.subplots(figsize=(8, 5), layout="constrained")
     gib = 2.0**30
     bounds = sorted({p.bound for p in planned.best})
@@ -46,7 +46,7 @@ def draw(planned: Planned, path: Path) -> None:
     plot.axvline(planned.wanted.memory / gib, ls="--", lw=1, c="gray")
     plot.set_yscale("log")
     for formatted in (plot.yaxis.set_major_formatter, plot.yaxis.set_minor_formatter):
-        formatted(LogFormatter(minor_thresholds=(2, 0.5)))  # 90, not a product with a power
+        formatted(LogFormatter(minor_thresholds=(2, 0.5)))  # 90, not 9 x 10^1
     plot.set_xlabel("memory of the fullest rank, GiB")
     plot.set_ylabel("seconds a step")
     plot.set_title(

@@ -1,8 +1,8 @@
-"""What a plan is carried out with: the rewritten model, DeepSpeed's configuration, a command.
+"""Writes the files of a plan: the rewritten model, DeepSpeed's configuration, a launch script.
 
-The schedule stays the user's own file: its knobs are there to be set, and a copy of it would go
-another way from the next edit on. So what is written is what the schedule gives with these
-settings; its record holds them, and `--check` compares as with any other output.
+The schedule stays the user's own file: its knobs can be set, and a copy would be outdated by the
+next edit. So the output is the schedule's with the settings of the plan, which its record contains,
+and `--check` compares it like any other output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL, CONFIGURATION, LAUNCH, PLAN = "rewritten", "deepspeed.json", "launch.sh",
 
 
 def write_plan(planned: Planned, folder: Path) -> list[str]:
-    """Writes the best way, and gives the names of what was written."""
+    """Writes the files of the best way, and returns their names."""
     best, wanted = planned.best[0], planned.wanted
     settings = planned.settings(best.way)
     output = rewrite(wanted.source, wanted.schedule, settings)
@@ -63,7 +63,7 @@ def configuration(planned: Planned, predicted: Predicted) -> dict[str, Any]:
         found[wanted.precision] = {"enabled": True}
     if wanted.precision == "bf16" and way.zero == 1:
         found["data_types"] = {"grad_accum_dtype": "fp32"}
-    if way.pipeline > 1:  # parts of a tensor-parallel group are no parts of what is sent
+    if way.pipeline > 1:  # tensor-parallel ranks do not divide what stages send
         found["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     return found
 
@@ -71,7 +71,7 @@ def configuration(planned: Planned, predicted: Predicted) -> dict[str, Any]:
 def launch(
     planned: Planned, predicted: Predicted, settings: list[str], folder: Path, files: set[str]
 ) -> str:
-    """A script that says how the model is made again, and starts the training."""
+    """A script that starts the training, with the command that writes the model as a comment."""
     wanted, way = planned.wanted, predicted.way
     again = ["slapo-rewrite", wanted.source, "--schedule", wanted.schedule]
     for setting in settings:
@@ -96,10 +96,10 @@ def launch(
 
 
 def _layout(way: Way, files: set[str]) -> list[str]:
-    """What the training program does so that DeepSpeed and the model know which rank is what.
+    """The lines by which a training program tells DeepSpeed and the model the layout of ranks.
 
-    Without it DeepSpeed takes all ranks for replicas, and the model takes them all for ones that
-    share its layers.
+    Without them DeepSpeed treats all ranks as replicas, and the model treats all ranks as
+    tensor-parallel.
     """
     sizes = f"num_pp={way.pipeline}, num_mp={way.tensor}, num_dp={way.data}"
     topology = f"  topology = PipeModelDataParallelTopology({sizes})"

@@ -1,4 +1,4 @@
-"""A plan, to be read."""
+"""Renders a plan as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_rewrite.plan.planning import Planned, described
 from slapo_rewrite.simulate.byte_sizes import gib
 
 SHOWN = 10
-# Ways that people think of first, by what they are called.
+# Common ways, by name.
 OBVIOUS: dict[str, Callable[[Predicted], bool]] = {
     "replicas alone": lambda p: p.way.tensor == p.way.pipeline == 1 and p.way.zero < 3,
     "replicas of parts (ZeRO 3)": lambda p: p.way.tensor == p.way.pipeline == 1 and p.way.zero == 3,
@@ -29,7 +29,7 @@ OBVIOUS: dict[str, Callable[[Predicted], bool]] = {
 
 
 def rendered(planned: Planned, width: int = 118) -> str:
-    """The best ways, why obvious others lose, and what is assumed."""
+    """A table of the best ways, why common others are worse, and the assumptions."""
     table = Table(box=None, title=_title(planned), title_justify="left")
     for column in ("", "tensor", "pipe", "data", "ZeRO", "rows", "recomputed", "", "ms", "of best",
                    "bubble", "memory", "bound by"):  # fmt: skip
@@ -70,12 +70,12 @@ def _title(planned: Planned) -> str:
 
 
 def _others(planned: Planned) -> Iterator[str]:
-    """Why obvious others lose, or do not fit."""
+    """Why common other ways are slower, or do not fit."""
     first = planned.best[0]
     yield f"best: {described(first.way)}; of a step " + ", ".join(
         f"{share:.0%} {kind}" for kind, share in first.shares.items() if share >= 0.01
     )
-    named: set[int] = set()  # a way has one line, under the first of its names
+    named: set[int] = set()  # each way is shown once, under its first name
     for name, belongs in OBVIOUS.items():
         if belongs(first):
             continue

@@ -1,4 +1,4 @@
-"""Plans the training of a model: counts it as rewritten, predicts every way, keeps the best."""
+"""Plans the training of a model: counts the rewritten model, predicts all ways, sorts them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from slapo_rewrite.simulate.byte_sizes import byte_size, gib, shown_size
 from slapo_rewrite.simulate.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What float32 is multiplied in, and what has torch do that.
+# The precisions of float32 products, and how torch is set to them.
 PRODUCTS = {
     "fp32": "float32, as is torch's default",
     "tf32": 'TF32: `torch.set_float32_matmul_precision("high")`',
 }
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# The knobs that a plan sets, as far as the schedule has them.
+# The knobs that a plan sets, if the schedule has them.
 SEQUENCE, RATIO, FUSE, STAGES = "sequence_parallel", "ckpt_ratio", "fuse", "pipeline_stages"
 VARIED = {
     SEQUENCE: "sequence parallelism",
@@ -47,14 +47,14 @@ VARIED = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be planned."""
+    """The request for a plan."""
 
     source: str  # a file or an importable module
     schedule: str  # a file, or the name of a schedule that ships with the tool
     fixed: Sequence[str]  # `K=V` for each knob that is not planned
-    gpus: int  # how many there are
+    gpus: int  # the number of GPUs
     hardware: Hardware
-    memory: float  # bytes that a rank may hold
+    memory: float  # the bytes that a rank may hold
     batch: int  # rows of a step
     sequence: int | None  # tokens of a row; None for what the schedule's `inputs` give
     node: int  # GPUs of a node
@@ -63,17 +63,17 @@ class Wanted:
 
 @dataclass
 class Planned:
-    """What came of it."""
+    """The plan."""
 
-    wanted: Wanted  # what was planned
+    wanted: Wanted  # the request
     best: list[Predicted]  # the ways that fit, the fastest first
     others: list[Predicted]  # ways that do not fit, the smallest first
-    refused: dict[int, str]  # why some numbers of ranks cannot share layers, by their number
-    assumptions: list[str]  # in words
+    refused: dict[int, str]  # numbers of tensor-parallel ranks that are impossible, and why
+    assumptions: list[str]  # the assumptions, as sentences
     knobs: set[str] = field(default_factory=set)  # names of the schedule's knobs
 
     def settings(self, way: Way) -> list[str]:
-        """What `--set` is to be given for a way."""
+        """The settings of `--set` for a way."""
         values = {
             RATIO: f"{way.recomputed:g}",
             SEQUENCE: str(way.sequence_parallel).lower(),
@@ -85,7 +85,7 @@ class Planned:
         return [*self.wanted.fixed, *own]
 
     def as_json(self) -> dict[str, object]:
-        """All of it, for programs."""
+        """The plan as JSON values."""
         wanted = self.wanted
         return {
             "gpus": wanted.gpus,
@@ -104,7 +104,7 @@ class Planned:
 
 @collector_paused()
 def plan(wanted: Wanted, progress: Callable[[str], None] = lambda text: None) -> Planned:
-    """Plans; `NothingFits` where no way does."""
+    """Plans a training run; raises `NothingFits` if no way fits the memory."""
     schedule = ScheduleFile.load(wanted.schedule)
     knobs = set(schedule.knobs)
     schedule.settings(wanted.fixed)
@@ -127,7 +127,7 @@ class _Planner:
         self.refused: dict[int, str] = {}
         self.left_out: list[str] = []  # rewrites that are refused, and why
         self.layers: Sequence[float] = ()
-        # The same in all rewrites, and on any number of ranks.
+        # Cuts are the same in all rewrites, and on any number of ranks.
         self.cut = cache(lambda count: stage_ends(self.layers, count))
         self.ratios = [float(self.values.get(RATIO, 0.0))]
         if RATIO in self.free:
@@ -135,7 +135,7 @@ class _Planner:
             self.ratios = sorted(float(v) for v in choices.values) if choices else list(RATIOS)
 
     def run(self) -> tuple[list[Predicted], list[Predicted]]:
-        """What fits and what does not."""
+        """The ways that fit, and ways that do not."""
         fits: list[Predicted] = []
         others: list[Predicted] = []
         variants = list(self._variants())
@@ -152,13 +152,13 @@ class _Planner:
             self.progress(f"predicting{' with fusion' * variant.fused}")
             for alike, predictor in self._ways(variant, counted):
                 _predict(alike, predictor, self.wanted.memory, fits, others)
-        # Of what takes as long, to a percent, the plainest.
+        # Of ways that are equally fast, to a percent, the simplest comes first.
         fits.sort(key=lambda p: (_percent(p.seconds), p.way.zero, p.way.fused, p.seconds))
         others.sort(key=lambda p: p.memory)
         return fits, others
 
     def _variants(self) -> Iterator[Way]:
-        """The combinations of knobs that have to be rewritten for; what takes longest first."""
+        """The combinations of knobs that need their own rewrite, the slowest first."""
         fuse = (True, False) if FUSE in self.free else (bool(self.values.get(FUSE)),)
         sliced = (False, True) if SEQUENCE in self.free else (bool(self.values.get(SEQUENCE)),)
         for fused in fuse:
@@ -166,7 +166,7 @@ class _Planner:
                 yield Way(fused=fused, sequence_parallel=sequence_parallel)
 
     def _settings(self, variant: Way) -> list[str]:
-        """What a variant is rewritten with: where layers can be recomputed, all are."""
+        """The settings for rewriting a variant: all layers are recomputed if possible."""
         values = {
             FUSE: variant.fused,
             SEQUENCE: variant.sequence_parallel,
@@ -176,16 +176,16 @@ class _Planner:
         return [*self.wanted.fixed, *own]
 
     def _sizes(self, variant: Way) -> list[int]:
-        """How many ranks may share a layer: a power of two, within a node."""
+        """The possible numbers of tensor-parallel ranks: powers of two, within a node."""
         wanted = self.wanted
         sizes = [1 << n for n in range(wanted.node.bit_length()) if 1 << n <= wanted.node]
         sizes = [n for n in sizes if wanted.gpus % n == 0]
-        if variant.sequence_parallel and SEQUENCE in self.free:  # else it is as without
+        if variant.sequence_parallel and SEQUENCE in self.free:  # no difference on one rank
             sizes = [n for n in sizes if n > 1 and (wanted.sequence or 0) % n == 0]
         return sizes
 
     def _ways(self, variant: Way, counted: Found) -> Iterator[tuple[list[Way], Predictor]]:
-        """The ways of a variant that differ in the share of recomputed layers alone, together."""
+        """The ways of a variant, grouped with others that only differ in recomputation."""
         wanted = self.wanted
         predictors: dict[int, Predictor] = {}
         for ranks, both in counted.items():
@@ -200,7 +200,7 @@ class _Planner:
                     )
                 self.refused.setdefault(ranks, both)
                 continue
-            if not self.layers:  # the first one is of one rank: whole layers are cut between
+            if not self.layers:  # the first count is for one rank, with full layers
                 self.layers = both[0].cut_sizes
             predictors[ranks] = Predictor(
                 both, wanted.hardware, wanted.precision, wanted.node, self.cut
@@ -218,7 +218,7 @@ class _Planner:
             yield alike, predictors[alike[0].tensor]
 
     def assumptions(self) -> list[str]:
-        """What is assumed, in words."""
+        """The assumptions, as sentences."""
         wanted = self.wanted
         return [
             *wanted.hardware.said,
@@ -267,17 +267,17 @@ def _counted(job: Job) -> Found | errors.RewriteError:
 
 
 def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found | errors.RewriteError]:
-    """What is counted of some rewrites, in order, each in a process that goes on from this one.
+    """Counts rewrites in forked processes, and yields the counts in order.
 
-    The source and the schedule are read here, once. What fails there is counted again here, where
-    it can say how; a rewrite that is refused is its refusal.
+    The source and the schedule are read once, in this process. Counts that fail in a fork are
+    repeated here, where the error can be reported. A refused rewrite yields its error.
     """
     workers = min(len(jobs), os.cpu_count() or 1)
     if workers == 1 or sys.platform != "linux":
         yield from map(_counted, jobs)
         return
     project = Project(jobs[0][0].source, jobs[0][0].schedule)
-    # Dealt out to and fro, as the first take longest: what one has worked out serves its next.
+    # Dealt out back and forth, since the first take longest; a process reuses its caches.
     to_and_fro = itertools.cycle([*range(workers), *reversed(range(workers))])
     dealt = list(itertools.islice(to_and_fro, len(jobs)))
     running = []
@@ -288,17 +288,17 @@ def counted_in_processes(jobs: Sequence[Job]) -> Iterator[Found | errors.Rewrite
         found: Found | None = next(running[worker], None)
         yield _counted(job) if found is None else found
     for each in running:
-        next(each, None)  # it has ended
+        next(each, None)  # waits for its end
 
 
 def _knobs_of(variant: Way) -> str:
-    """What tells a variant from the others, in words."""
+    """The knobs of a variant, in words."""
     fused = f"{'with' if variant.fused else 'without'} {VARIED[FUSE]}"
     return f"{fused} and {VARIED[SEQUENCE]}" if variant.sequence_parallel else fused
 
 
 def _percent(seconds: float) -> int:
-    """The same for times that differ by less than a percent, as a rule."""
+    """A key that is usually equal for times that differ by less than a percent."""
     return round(math.log(seconds) * 100)
 
 
@@ -309,7 +309,7 @@ def _predict(
     fits: list[Predicted],
     others: list[Predicted],
 ) -> None:
-    """More recomputation takes longer: the least that fits is the best of those alike."""
+    """Predicts the first way that fits: more recomputation, which comes later, is slower."""
     for way in alike if predictor.states(alike[0]) <= memory else ():
         if predictor.memory(way)[0] <= memory:
             fits.append(predictor.predicted(way))
@@ -361,7 +361,7 @@ def described(way: Way) -> str:
 
 
 def memory_size(text: str) -> float:
-    """Bytes of `80GiB`, `80GB` or plain bytes; a `UsageError` for anything else."""
+    """Parses `80GiB`, `80GB` or a number of bytes; raises `UsageError` for anything else."""
     value = byte_size(text)
     if value is None:
         raise errors.UsageError(f"`--memory {text}` is no size", hint="write 80GiB, say")
@@ -369,7 +369,7 @@ def memory_size(text: str) -> float:
 
 
 def unknown_gpu(name: str, known: Sequence[str]) -> Any:
-    """The refusal of a name that the table does not have."""
+    """The error for a GPU that the table does not have."""
     return errors.UsageError(
         f"there is no GPU `{name}` in the table",
         hint=errors.did_you_mean(name, known)

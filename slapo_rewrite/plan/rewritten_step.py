@@ -1,8 +1,7 @@
-"""What a step of a rewritten model takes, on each number of ranks that can share its layers.
+"""Counts a step of a rewritten model, on each possible number of tensor-parallel ranks.
 
-The schedule is carried out on the model at its full depth, where shares of its layers mean what
-they say. For each number of ranks what comes of it is built with two layers of each kind, and
-counted.
+The schedule is applied to the model at full depth, so that shares of its layers are right. For each
+number of ranks the output is built with two layers of each kind, and counted.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from slapo_rewrite.model.tree import Tree, build_model
 from slapo_rewrite.primitives.cut_evenly import ends_of_rounds, layers_in, sizes_of
 from slapo_rewrite.project import Project
 
-# By how many ranks share a layer, what was counted without recomputation and with it; or why not.
+# By number of tensor-parallel ranks: the counts without and with recomputation; or an error.
 Found = dict[int, "tuple[Counted, Counted] | str"]
 
 
 def counted_rewrite(
     project: Project, settings: Sequence[str], sizes: Sequence[int], shape: StepShape
 ) -> Found:
-    """Rewrites once, and counts a step on each number of ranks; on one, if nothing is split."""
+    """Rewrites once, and counts a step on each number of ranks; only on one without shards."""
     found: Found = {}
     if shape.sequence is not None:
         _check_tokens(project, shape.sequence)
@@ -62,7 +61,7 @@ def counted_rewrite(
 def _check_tokens(project: Project, sequence: int) -> None:
     try:
         given = training_inputs(project.schedule.module, project.tree.root.live)
-    except Exception:  # the schedule's own code; the count says what is wrong
+    except Exception:  # the schedule's own code; the count reports the error
         return
     if tokens_of(given) is None:
         raise errors.UsageError(
@@ -74,17 +73,17 @@ def _check_tokens(project: Project, sequence: int) -> None:
 
 @dataclass(frozen=True)
 class Countable:
-    """A model of which a step is counted."""
+    """A model whose step can be counted."""
 
     schedule: Any  # the schedule's module
-    module: ModuleType  # the module that it is built from
-    helpers: Sequence[ModuleType]  # the modules whose kernels are taken to run as on a GPU
-    short: Shortening  # which of its layers are made
+    module: ModuleType  # the module with its classes
+    helpers: Sequence[ModuleType]  # the modules whose kernels count as run on a GPU
+    short: Shortening  # the layers that are made
 
     def counted(
         self, ranks: int, shape: StepShape, *ways: Callable[[], AbstractContextManager[None]]
     ) -> list[Counted]:
-        """Counts a step on one of several ranks that share each layer (`DoesNotRun`)."""
+        """Counts a step on one of several ranks, in each way; may raise `DoesNotRun`."""
         try:
             return self._counted(self.short, ranks, shape, ways)
         except StepFails:
@@ -118,14 +117,14 @@ class Countable:
 
 
 def _cut_sizes(tree: Tree) -> list[float]:
-    """What `cut_evenly` makes stages even by."""
+    """The sizes of layers by which `cut_evenly` balances stages."""
     listed = layers_in(tree.root, "ModuleList")
     return sizes_of(tree.root, ends_of_rounds(listed), []) if listed else []
 
 
 @contextmanager
 def _keeping_all(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Nothing of a rewrite is recomputed meanwhile."""
+    """Disables recomputation in the modules of a rewrite, in the context."""
 
     def kept(function: Any, *args: Any, **kwargs: Any) -> Any:
         own = {k: v for k, v in kwargs.items() if k not in _OF_CHECKPOINT}
