@@ -1,1 +1,1 @@
-"""Which values change their precision where, when products are computed in half precision."""
+"""Finds where values have to be cast if products are computed in half precision."""

@@ -1,4 +1,4 @@
-"""Which call of a method of the model an operation belongs to, read from the frames above it."""
+"""Finds the call in a method of the model that an operation belongs to, by its call stack."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 @dataclass(frozen=True)
 class Call:
-    """A call in a method of the model, inside of which an operation is carried out."""
+    """A call in a method of the model that runs an operation."""
 
-    path: str  # the module whose method it is
-    place: Place  # where in the method
+    path: str  # the module with the method
+    place: Place  # the place in the method
     owner: str  # the innermost module that computes
     module: nn.Module  # that module itself
-    code: CodeType  # the function of it that computes
-    # The function that is called, where that is not the operation itself: the first that has
-    # parameters of its own.
+    code: CodeType  # the running function of that module
+    # The called function, if it is not the operation itself: the first one with parameters.
     callee: FrameType | None
 
 
 class CallStack:
-    """Reads the frames of a run.
+    """Reads the call stack during a run.
 
-    `paths` has the modules' paths by their identity; `editable` gives the text of a file that may
-    be changed.
+    `paths` has the modules' paths by `id`; `editable` returns the text of a file that may be
+    changed, or None.
     """
 
     def __init__(self, paths: Mapping[int, str], editable: Callable[[str], str | None]) -> None:
@@ -45,7 +44,7 @@ class CallStack:
         self._methods: dict[tuple[type, CodeType], bool] = {}
 
     def call(self) -> Call | None:
-        """The call that the operation now carried out belongs to; None outside of the model."""
+        """The call that the running operation belongs to; None outside of the model."""
         inner: list[FrameType] = []
         computing: tuple[nn.Module, CodeType] | None = None
         for frame in _frames():
@@ -62,17 +61,17 @@ class CallStack:
         return None
 
     def _is_method(self, owner: nn.Module, frame: FrameType) -> bool:
-        """Whether a frame is that of a method that may be changed."""
+        """Whether a frame runs a method that may be changed."""
         key = (type(owner), frame.f_code)
         if key not in self._methods:
             known = self.editable(frame.f_code.co_filename) is not None
-            own = known and not computes_product(*key)  # another layer takes its place
+            own = known and not computes_product(*key)  # such a layer is replaced
             self._methods[key] = own and is_method(*key)
         return self._methods[key]
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames above, without those of this folder; the innermost first."""
+    """The frames of the call stack outside of this folder, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if os.path.dirname(frame.f_code.co_filename) != _HERE:
@@ -81,9 +80,9 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _callee(inner: list[FrameType]) -> FrameType | None:
-    """The outermost of some frames that is a function with parameters, outside of torch's own.
+    """The outermost of some frames with parameters that is not a function of torch.
 
-    A module's `forward` is one; torch's functions are operations.
+    A module's `forward` counts even if it is torch's; torch's functions are operations.
     """
     for frame in reversed(inner):
         is_torchs = frame.f_code.co_filename.startswith(_TORCH)
@@ -96,14 +95,14 @@ def _callee(inner: list[FrameType]) -> FrameType | None:
 
 
 def parameters_of(frame: FrameType) -> tuple[str, ...]:
-    """The parameters of a function that a call gives, a method's object left out."""
+    """The parameters of a frame's function, without `self`."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return names[1:] if names[:1] == ("self",) else names
 
 
 def reading_frame() -> FrameType | None:
-    """The frame that carries out what is being done now; None where that is torch's own."""
+    """The frame that runs the current operation; None if it is torch's own."""
     frame = next(_frames(), None)
     if frame is None or frame.f_code.co_filename.startswith(_TORCH):
         return None

@@ -1,4 +1,4 @@
-"""The words in which it is asked and answered which values change their precision."""
+"""The types of the precision analysis: casts, operands, and the request."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Operand:
-    """Which operand of an expression is meant."""
+    """An operand of an expression."""
 
-    # Its number among the arguments; -1 is what a method is called on. Of `a @ b`, 0 and 1.
+    # Its position among the arguments; -1 is a method's object. In `a @ b` they are 0 and 1.
     position: int
-    keyword: str = ""  # the name by which it may be given instead
-    element: int | None = None  # its number in a list that stands there
+    keyword: str = ""  # the keyword by which it may be passed
+    element: int | None = None  # its index in a list argument
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast that has to stand in a method of a module."""
+    """A cast that is needed in a method of a module."""
 
     path: str  # the module
     place: Place  # the call or product
-    operand: Operand  # what of it is cast
+    operand: Operand  # the operand to cast
     to: str  # `HALF` or `FLOAT32`
-    is_mask: bool = False  # whether it is a mask of attention, which may be of booleans, or None
+    is_mask: bool = False  # whether it is an attention mask, which may be boolean or None
 
 
 @dataclass
 class Precisions:
-    """What computing products in half precision comes to."""
+    """The changes that are needed to compute products in half precision."""
 
-    # The paths of layers that compute in half precision as a whole.
+    # The paths of layers that are replaced by ones with casts inside.
     layers: set[str] = field(default_factory=set)
-    casts: set[Cast] = field(default_factory=set)  # the casts that have to stand in methods
-    # What parameters of functions are cast to where they are called: by the module whose method
-    # does, the place, and the parameter.
+    casts: set[Cast] = field(default_factory=set)  # the casts needed in methods
+    # The casts of arguments at calls of functions: by the calling module, the place and the
+    # parameter.
     given: dict[tuple[str, Place, str], str] = field(default_factory=dict)
-    # In which precisions values came by: by the module, the place and the operand. `OTHER` is what
-    # is no float.
+    # The precisions of the values seen at each module, place and operand. `OTHER` is a value that
+    # is not a float.
     seen: dict[tuple[str, Place, Operand], set[str]] = field(default_factory=dict)
 
     def see(self, path: str, place: Place, operand: Operand, value: Any) -> None:
-        """Notes a value that comes by, as it is before it is cast."""
+        """Records the precision of an operand before its cast."""
         self.seen.setdefault((path, place, operand), set()).add(kind_of(value))
 
     def alike(self, cast: Cast, path: str) -> bool:
-        """Whether a cast changes nothing in another module: it has such values there, or none."""
+        """Whether a cast has no effect in another module, by the values seen there."""
         return self.seen.get((path, cast.place, cast.operand), set()) <= {cast.to}
 
     def check(self) -> None:
-        """Refuses a cast of what is no float at other times (`CannotCast`)."""
+        """Raises `CannotCast` for a cast of an operand that is sometimes not a float."""
         for cast in self.casts:
             if not cast.is_mask and OTHER in self.seen[cast.path, cast.place, cast.operand]:
                 raise CannotCast(
@@ -72,25 +72,25 @@ class Precisions:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be computed in half precision."""
+    """The request to compute in half precision."""
 
-    dtype: str  # the dtype that is meant, by its name
-    is_half: Callable[[str], bool]  # whether a module computes its products so, by its path
-    # Operations that stay in float32 all the same, by the path of the module.
+    dtype: str  # the name of the dtype
+    is_half: Callable[[str], bool]  # whether the module at a path computes products in it
+    # Whether an operation stays in float32, given the module's path and its name.
     keeps: Callable[[str, str], bool]
 
 
 def keeping(path: str) -> str:
-    """How a schedule keeps a module in float32, with what its weight is worked out by."""
+    """The argument by which a schedule keeps a module, with parametrizations, in float32."""
     path = with_wildcards(path.partition(".parametrizations.")[0])
     return f'keep=["{path}"]' if path else 's["..."].autocast() of modules inside'
 
 
 class CannotCast(Exception):
-    """A value would change its precision where no cast can be written, or where it means more.
+    """A value would change its precision where no cast can be written, or where it matters.
 
     Attributes:
-        place: Where, in a file that may be changed.
+        place: The place, in a file that may be changed.
         hint: What to do.
     """
 
@@ -107,5 +107,5 @@ def kind_of(value: Any) -> str:
 
 
 def is_float(tensor: torch.Tensor) -> bool:
-    """Whether a value may change its precision: those in float64 keep it."""
+    """Whether a tensor may change its precision: float64 and integers do not."""
     return tensor.dtype in (*HALVES, torch.float32)

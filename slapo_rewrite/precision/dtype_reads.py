@@ -1,4 +1,4 @@
-"""What a file says of precision itself: reads of a dtype, and blocks without autocasting."""
+"""Analyses a file's own handling of precision: reads of a dtype, blocks without autocast."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ast
 from slapo_rewrite.code.syntax import extent
 from slapo_rewrite.code.text import Place
 
-# Methods of tensors that only take a dtype to give their result in.
+# Methods of tensors that use a dtype argument only as the dtype of their result.
 _CASTS = {"to", "type", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "softmax"}
 _TORCH = {"torch", "nn", "F"}
 
 
 def is_harmless(tree: ast.Module, place: Place) -> bool:
-    """Whether a read of a dtype does nothing but have others computed in the same precision."""
+    """Whether a dtype that is read at a place is only used to cast others to it."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dtype")
     here = (n for n in reads if extent(n) == place.at)
@@ -21,9 +21,9 @@ def is_harmless(tree: ast.Module, place: Place) -> bool:
 
 
 def without_autocast(tree: ast.Module, place: Place) -> bool:
-    """Whether a place stands in a block that is to be computed as its operands are.
+    """Whether a place is in a block that computes in the precision of its operands.
 
-    Such is `with torch.autocast(..., enabled=False):`, or a function of that name's.
+    That is `with torch.autocast(..., enabled=False):`, or a function whose name ends like that.
     """
     for block in ast.walk(tree):
         if isinstance(block, ast.With) and block.lineno <= place.line <= (block.end_lineno or 0):
@@ -40,11 +40,11 @@ def _disables(call: ast.Call) -> bool:
 
 
 def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
-    """Whether an expression is given to what makes a tensor of that dtype, and to nothing else."""
+    """Whether an expression is only passed to functions that make a tensor of that dtype."""
     parent = above[node]
     match parent:
         case ast.Call(func=ast.Attribute(attr="finfo")):
-            # The least number of either precision hides what it is added to, or put in place of.
+            # The smallest number of either dtype masks the values that it is added to or replaces.
             return isinstance(taken := above[parent], ast.Attribute) and taken.attr == "min"
         case ast.Call(func=ast.Attribute(attr=name)) if parent.func is not node:
             return name in _CASTS
@@ -65,7 +65,7 @@ def _is_cast(node: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _name_given(value: ast.expr, above: dict[ast.AST, ast.AST]) -> str:
-    """The variable that a value is assigned to, `b` of the second in `a, b = 1, 2`; else ""."""
+    """The variable that a value is assigned to, as `b` for the 2 in `a, b = 1, 2`; else ''."""
     match above[value], above[above[value]]:
         case ast.Assign(targets=[ast.Name(id=name)]), _:
             return name
@@ -77,7 +77,7 @@ def _name_given(value: ast.expr, above: dict[ast.AST, ast.AST]) -> str:
 
 
 def _makes_tensor(function: ast.expr) -> bool:
-    """Whether a function is one of torch, or a method that casts."""
+    """Whether a function is torch's, except `finfo`, or a casting method."""
     if isinstance(function, ast.Attribute) and function.attr in _CASTS:
         return True
     while isinstance(function, ast.Attribute):
@@ -88,7 +88,7 @@ def _makes_tensor(function: ast.expr) -> bool:
 
 
 def _chooses_a_cast(test: ast.expr, above: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a condition decides about nothing but casts: `if ...: x = x.to(...)`."""
+    """Whether a condition only decides about casts: `if ...: x = x.to(...)`."""
     node: ast.AST = test
     while isinstance(above[node], ast.BoolOp):
         node = above[node]

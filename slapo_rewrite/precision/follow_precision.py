@@ -1,10 +1,10 @@
-"""The runs that tell which values change their precision where.
+"""Runs the model to find which values have to be cast, and where.
 
-The model runs in training, in eval mode, and in a way that fills a cache. In each every operation
-is given what it is to be computed in: products half precision, where the module whose operation it
-is computes so; norms, softmax, losses and sums float32; all else what its operands are in. Where an
-operand is in another precision, a cast has to stand in the method that gives it: at the operation
-itself, or at the call of what is not a method of the model's own classes.
+The model runs in training, in eval mode, and such that it fills a cache. In each run operations are
+computed in their precision: products in half precision, if their module computes in it; norms,
+softmax, losses and sums in float32; all others in that of their operands. If an operand has another
+precision, a cast is needed in a method of the model: at the operation itself, or at the call of a
+function that is not a method of the model's own classes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def follow_precision(
     editable: Callable[[str], str | None],
     wanted: Wanted,
 ) -> Precisions:
-    """What has to be cast where, if the model can be computed so (`CannotCast`).
+    """Finds the casts that are needed; raises `CannotCast` if the model cannot be computed so.
 
-    The model is on the meta device or a small one, and is left as it was; `paths` has its modules'
-    paths by their identity, and `editable` gives the text of a file that may be changed, as it is
-    by now.
+    The model is on the meta device or a small one, and does not change. `paths` has its modules'
+    paths by `id`, and `editable` returns the current text of a file that may be changed, or None.
     """
     found, device = Precisions(), device_of(model)
     if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
@@ -64,7 +63,7 @@ def follow_precision(
                 if way.options:
                     continue
                 raise
-            # A cast at the call of a function reaches what is inside of it in the next run.
+            # A cast at the call of a function takes effect inside of it in the next run.
             known = -1
             while known < len(found.given):
                 known, mode = len(found.given), PrecisionRun(stack, wanted, found)
@@ -82,15 +81,15 @@ def follow_precision(
 
 @dataclass(frozen=True)
 class _Way:
-    """How the model is called."""
+    """A mode of calling the model."""
 
-    training: bool  # whether it is in training
-    # Keyword arguments besides those of a training step.
+    training: bool  # whether it is in training mode
+    # Keyword arguments beside those of a training step.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _ways(model: nn.Module) -> list[_Way]:
-    """A step of training, one in eval mode, and one that fills a cache for further tokens."""
+    """A training step, one in eval mode, and one that fills a cache for further tokens."""
     ways = [_Way(True), _Way(False)]
     if KEEPS_TOKENS in inspect.signature(model.forward).parameters:
         ways.append(_Way(False, {KEEPS_TOKENS: True}))
@@ -98,7 +97,7 @@ def _ways(model: nn.Module) -> list[_Way]:
 
 
 def _failed(error: CannotRun, stack: CallStack) -> CannotCast:
-    """What a model says that does not run so, with the module that does not."""
+    """The error for a model that fails in half precision, with the module that fails."""
     cause: Any = error.__cause__
     owner = ""
     for frame, _ in traceback.walk_tb(cause.__traceback__):
@@ -121,7 +120,7 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], mode: TorchFunctionMode) -
 
 
 class _PlainRun(TorchFunctionMode):
-    """A run as the model is, which refuses values in half precision."""
+    """Runs the model unchanged; raises `CannotCast` for values in half precision."""
 
     def __init__(self, stack: CallStack) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run in which every operation is computed in the precision that it is to have."""
+"""Runs a model with each operation in its precision, and records the needed casts."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from slapo_rewrite.precision.half_layers import FLOAT32_LAYERS, computes_product
 from slapo_rewrite.runtime import kernels
 from slapo_rewrite.sharding.operation_places import first_argument, place_of
 
-# Kernels take operands in half precision and in float32, and both at once.
+# Kernels accept operands in half precision and float32, also mixed.
 KERNELS = os.path.join(os.path.dirname(kernels.__file__), "")
 MULTIHEAD = "multi_head_attention_forward"
 ATTENTION, MASK = "scaled_dot_product_attention", ((3,), ("attn_mask",))
 
 
 class PrecisionRun(TorchFunctionMode):
-    """A run in which every operation is computed in the precision that it is to have."""
+    """Runs each operation in its precision, and records the needed casts."""
 
     def __init__(self, stack: CallStack, wanted: Wanted, found: Precisions) -> None:
         super().__init__()
         self.stack, self.wanted, self.found = stack, wanted, found
         self.given, self.answers = dict(found.given), Answers()
         self.entered: dict[FrameType, _Entered] = {}
-        # Functions of which it was found in this run what their calls cast.
+        # Functions for whose calls this run found new casts.
         self.renewed: set[FrameType] = set()
         self.makers: dict[int, list[torch.Tensor]] = {}
         self.alive: list[torch.Tensor] = []
-        # What no call could cast, in this run.
+        # The first value of this run that no call can cast.
         self.out_of_reach: CannotCast | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +75,7 @@ class PrecisionRun(TorchFunctionMode):
         try:
             output = carry_out(func, args, kwargs)
         except RuntimeError:
-            # Torch computes this of operands in one precision alone.
+            # Torch supports this operation for operands of one precision only.
             args, kwargs = self._in_one(call, func, name, args, kwargs)
             output = carry_out(func, args, kwargs)
         made = list(tensors(output))
@@ -86,11 +86,11 @@ class PrecisionRun(TorchFunctionMode):
         return output
 
     def _attends(self, call: Call) -> bool:
-        """Whether a layer with several heads computes by itself, in half precision."""
+        """Whether the operation is a multi-head attention layer's own, in half precision."""
         return computes_product(type(call.module), call.code) and self._is_half(call, MULTIHEAD)
 
     def _attended(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a layer with several heads gives, whose products are in half precision."""
+        """Runs a multi-head attention layer whose products are in half precision."""
         self.found.layers.add(call.owner)
         args, kwargs = self._mapped(lambda tensor, _: self._cast(tensor, FLOAT32), args, kwargs)
         y, weights = carry_out(func, args, kwargs)
@@ -99,9 +99,9 @@ class PrecisionRun(TorchFunctionMode):
     def _fitted(
         self, call: Call | None, func: Any, name: str, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """The operands in the precision in which the operation is to be computed."""
+        """The operands, cast to the precision of the operation."""
         kind = precision_of(name)
-        # An operation that is told a dtype begins with a cast to it.
+        # An operation with a dtype argument begins with a cast to it.
         is_told = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
         if kind not in (PRODUCT, FLOAT32) or call is None or (kind == FLOAT32 and is_told):
             return args, kwargs
@@ -124,9 +124,9 @@ class PrecisionRun(TorchFunctionMode):
     def _in_one(
         self, call: Call | None, func: Any, name: str, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Operands of which some are in half precision, in one precision.
+        """Operands of mixed precision, cast to one precision.
 
-        That of what is changed in place, else float32.
+        It is that of a tensor changed in place, else float32.
         """
         given = [t for t in tensors((args, kwargs)) if is_float(t)]
         if call is None or len({t.dtype for t in given}) < 2:
@@ -136,7 +136,7 @@ class PrecisionRun(TorchFunctionMode):
         return self._all_recorded(call, func, name, args, kwargs, to)
 
     def _is_half(self, call: Call, name: str) -> bool:
-        """Whether a product is computed in half precision; not where the source says so itself."""
+        """Whether a product is computed in half precision; not if the source disables autocast."""
         owner = call.owner
         if not self.wanted.is_half(owner) or self.wanted.keeps(owner, name):
             return False
@@ -146,7 +146,7 @@ class PrecisionRun(TorchFunctionMode):
     def _check_known(
         self, call: Call | None, name: str, args: Any, kwargs: Any, made: list[torch.Tensor]
     ) -> None:
-        """Refuses an operation of floats of which it is not known how it is to be computed."""
+        """Refuses an operation on floats whose precision is not known."""
         given = [t for t in tensors((args, kwargs)) if is_float(t)]
         if precision_of(name) is not None or name.startswith(".") or not given:
             return
@@ -160,7 +160,7 @@ class PrecisionRun(TorchFunctionMode):
             )
 
     def _check_read(self) -> None:
-        """Refuses a read of a dtype that is another one in half precision, and says so."""
+        """Refuses a read of a dtype that changes, unless it is only used for casts."""
         frame = reading_frame()
         name = frame.f_code.co_filename if frame is not None else KERNELS
         if frame is None or name.startswith(KERNELS) or name.endswith(KEEPS_PRECISION):
@@ -182,7 +182,7 @@ class PrecisionRun(TorchFunctionMode):
     # Casts ------------------------------------------------------------------------------------
 
     def _cast(self, tensor: torch.Tensor, to: str) -> torch.Tensor:
-        """A value in a precision; itself where it has it."""
+        """Casts a value to a precision; returns the value itself if it has it."""
         if not is_float(tensor) or (tensor.dtype in HALVES) == (to == HALF):
             return tensor
         new = tensor.to(getattr(torch, self.wanted.dtype if to == HALF else "float32"))
@@ -193,10 +193,10 @@ class PrecisionRun(TorchFunctionMode):
     def _all_recorded(
         self, call: Call, func: Any, name: str, args: Any, kwargs: Any, to: str
     ) -> tuple[Any, Any]:
-        """Operands in a precision, with the casts noted that the source has to have for that.
+        """Operands cast to a precision, with the casts recorded that the source needs for that.
 
-        What follows in a function whose call casts what it did not is seen in the next run: it may
-        be in another precision then.
+        Once a new cast at the call of a function is found, its later operations are not recorded
+        until the next run, in which they may have another precision.
         """
         if call.callee in self.renewed:
             return self._mapped(lambda tensor, _: self._cast(tensor, to), args, kwargs)
@@ -211,7 +211,7 @@ class PrecisionRun(TorchFunctionMode):
     def _recorded(
         self, call: Call, func: Any, name: str, at: tuple[Any, ...], tensor: torch.Tensor, to: str
     ) -> torch.Tensor:
-        """One of them."""
+        """Casts one operand and records the cast."""
         new = self._cast(tensor, to)
         is_mask = name == ATTENTION and at in MASK
         if call.callee is None:
@@ -226,7 +226,7 @@ class PrecisionRun(TorchFunctionMode):
             try:
                 sources = self._sources(call, call.callee, name, tensor, to)
             except CannotCast as error:
-                # It may follow another operand, which the call casts in the next run.
+                # It may depend on another operand, which the call casts in the next run.
                 self.out_of_reach = self.out_of_reach or error
                 return new
             for position, parameter in sources:
@@ -240,7 +240,7 @@ class PrecisionRun(TorchFunctionMode):
     def _sources(
         self, call: Call, callee: FrameType, name: str, tensor: torch.Tensor, to: str
     ) -> list[tuple[int, str]]:
-        """The parameters, in another precision, of the called function that a value is made of."""
+        """The parameters of the called function, in the old precision, that a value depends on."""
         entered, names = self.entered[callee], parameters_of(callee)
         waiting, seen = [tensor], {id(tensor)}
         found = []
@@ -267,7 +267,7 @@ class PrecisionRun(TorchFunctionMode):
         )
 
     def _as_entered(self, call: Call, callee: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Operands in a function that a method calls, with those cast that the call casts."""
+        """Operands inside a called function, with the casts of its call applied."""
         if callee not in self.entered:
             self.entered[callee] = self._enter(call, callee)
         casts = self.entered[callee].casts
@@ -293,7 +293,7 @@ class PrecisionRun(TorchFunctionMode):
         return entered
 
     def _stays(self, callee: FrameType) -> bool:
-        """Whether a function is a layer's, in another's file, that stays in float32."""
+        """Whether a function is a method of a layer with parameters that stays in float32."""
         module = first_argument(callee)
         path = self.stack.paths.get(id(module))
         has_weights = isinstance(module, nn.Module) and any(True for _ in module.parameters())
@@ -305,7 +305,7 @@ class PrecisionRun(TorchFunctionMode):
         args: Any,
         kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Operands with their tensors changed, each by its place among the arguments."""
+        """Applies a function to all tensors of the operands, with their places."""
 
         def mapped(value: Any, at: tuple[Any, ...]) -> Any:
             if isinstance(value, torch.Tensor):
@@ -322,35 +322,35 @@ class PrecisionRun(TorchFunctionMode):
 
 @dataclass
 class _Entered:
-    """A function that a method calls, as it was entered."""
+    """The state at the entry of a function that a method calls."""
 
-    before: set[int]  # the values that there were, by their identity
-    # Those among them that it is given, and as what: one value may be several parameters.
+    before: set[int]  # the `id`s of the values that existed
+    # The tensors among its arguments by `id`, with the names of their parameters.
     parameters: dict[int, list[str]] = field(default_factory=dict)
-    # What is there instead, where the call casts them.
+    # The cast values, by `id` of the original.
     casts: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def _is_norm_inside(call: Call, callee: FrameType) -> bool:
-    """Whether a norm of torch computes that another module calls, a `Sequential` say."""
+    """Whether the operation is that of torch's norm inside another module: a `Sequential`."""
     return (
         qualified(type(call.module)) in FLOAT32_LAYERS and first_argument(callee) is not call.module
     )
 
 
 def is_kernels(frame: FrameType) -> bool:
-    """Whether a function is one of the kernels: they compute in float32 what they are given."""
+    """Whether a function is one of the kernels, which compute in float32 inside."""
     return frame.f_code.co_filename.startswith(KERNELS)
 
 
 def keeps_given(frame: FrameType) -> bool:
-    """Whether a function is a kernel of a loss or softmax, which are in what they are given."""
+    """Whether a function is a loss or softmax kernel: their results keep the input's precision."""
     name = frame.f_code.co_name
     return is_kernels(frame) and ("cross_entropy" in name or "softmax" in name)
 
 
 def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:
-    """Where an argument of an operation stands in the expression that calls it."""
+    """The operand of the calling expression for an argument of an operation."""
     first, *rest = at
     element = rest[0] if rest else None
     names = _parameters(func)
@@ -364,7 +364,7 @@ def _operand(func: Any, name: str, at: tuple[Any, ...]) -> Operand:
 
 @functools.cache
 def _parameters(func: Any) -> tuple[str, ...]:
-    """The names of a function's parameters; none of one that is not written in Python."""
+    """The names of a function's parameters; empty if it is not written in Python."""
     try:
         return tuple(inspect.signature(func).parameters) if inspect.isfunction(func) else ()
     except ValueError:
