@@ -1,1 +1,1 @@
-"""What a reviewer wants to see of an output: what was asked, what came of it, and why."""
+"""Shows an output to reviewers: the request, the changes, and their reasons."""

@@ -1,4 +1,4 @@
-"""The models that a source, a schedule and an output give, on the meta device."""
+"""Builds the models of a source, a schedule and an output, on the meta device."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from slapo_rewrite.review.recorded_review import Recorded
 
 
 class NotBuilt(Exception):
-    """The models cannot be had, in words."""
+    """The models cannot be built; holds the reason."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What the original and the output build."""
+    """The models of the original and of the output."""
 
     schedule: Any  # the schedule's module
     source: ModuleType  # the original's module
     original: Tree  # the original's model
-    alone: Tree  # the output's in one process
-    rank: Tree  # the output's on the first of `world` ranks
-    world: int  # how many ranks
-    emitted: Emitted  # the output, imported
-    # The schedule's calls, with every path that they were made on.
+    alone: Tree  # the output's model in one process
+    rank: Tree  # the output's model on rank 0 of `world` ranks
+    world: int  # the number of ranks
+    emitted: Emitted  # the imported output
+    # The schedule's calls, with all their module paths.
     directives: tuple[Directive, ...]
     cuts: tuple[str, ...]  # the paths of the modules after which a pipeline stage ends
 
 
 @contextlib.contextmanager
 def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
-    """Builds the models of unchanged inputs (`NotBuilt`); the output stays imported meanwhile."""
+    """Builds the models, if the inputs are unchanged; the output is imported in the context."""
     request = _unchanged(recorded)
     is_split = any(call.primitive == "shard" for call in recorded.calls)
     ranks = world or (2 if is_split else 1)
@@ -82,7 +82,7 @@ def built(recorded: Recorded, world: int | None) -> Iterator[Models]:
 
 
 def _unchanged(recorded: Recorded) -> Request:
-    """What the output was made of, where that is still there and the same."""
+    """The request of the output; raises `NotBuilt` if its inputs are missing or changed."""
     request = recorded.request
     if isinstance(request, errors.RewriteError):
         raise NotBuilt(f"{request.message}: {request.hint}") from request
@@ -93,7 +93,7 @@ def _unchanged(recorded: Recorded) -> Request:
 
 
 def _files(recorded: Recorded) -> dict[str, str]:
-    """The output's Python files as they are, those of its support folder by their path from it."""
+    """The output's Python files, with those of its support folder by relative path."""
     out, content = recorded.out, recorded.content
     found = {name: out / name for name in content["files"] if name.endswith(".py")}
     if (support := content.get("support")) is not None:

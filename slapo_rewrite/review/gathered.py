@@ -1,4 +1,4 @@
-"""All that a review tells of an output, gathered."""
+"""Gathers the contents of a review."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from slapo_rewrite.review.step_prediction import NotPredicted, Prediction, predi
 
 @dataclass(frozen=True)
 class Review:
-    """What a reviewer is told."""
+    """The contents of a review."""
 
-    recorded: Recorded  # what the output's record and its files say
-    world: int = 1  # on how many ranks the model is looked at
-    tree: ModuleRow | None = None  # the model's row; None where it is not known
+    recorded: Recorded  # the output's record and files
+    world: int = 1  # the number of ranks of the model
+    tree: ModuleRow | None = None  # the model's row; None if it is not known
     not_built: str = ""  # why there is no tree
-    prediction: Prediction | None = None  # what a step takes; None where it is not known
+    prediction: Prediction | None = None  # of a step; None if it is not known
     not_predicted: str = ""  # why there is no prediction
 
     def summary(self) -> list[str]:
-        """What was asked and what came of it, in five lines."""
+        """The request and its results, in five lines."""
         return [self._asked(), self._came(), self._held(), self._takes(), self._verified()]
 
     def _asked(self) -> str:
@@ -83,7 +83,7 @@ class Review:
 def gathered(
     out: Path, *, world: int | None = None, source: str | None = None, schedule: str | None = None
 ) -> Review:
-    """Gathers what there is to tell of an output (`NotAnOutput`)."""
+    """Gathers the review of an output; raises `NotAnOutput` for another folder."""
     recorded = read_output(out, source, schedule)
     try:
         with built(recorded, world) as models:
@@ -97,12 +97,12 @@ def gathered(
 
 
 def counted(count: int, what: str) -> str:
-    """So many of something: `1 place`, `3 places`."""
+    """A count with its noun: `1 place`, `3 places`."""
     return f"{count} {what}" + "s" * (count != 1)
 
 
 def number(count: float) -> str:
-    """A count for reading: 109,514,298 -> 109.5M."""
+    """A short form of a count: 109,514,298 -> 109.5M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= unit:
             return f"{count / unit:.1f}{name}"
@@ -110,7 +110,7 @@ def number(count: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for reading."""
+    """A short form of a number of bytes."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -118,7 +118,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for reading."""
+    """A short form of a time."""
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= unit:
             return f"{seconds / unit:.2f} {name}"

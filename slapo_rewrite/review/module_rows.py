@@ -1,4 +1,4 @@
-"""The module tree of an output: what was applied where, and what a rank holds of it."""
+"""The module tree of an output, with applied primitives and the parameters of a rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Placed:
     """A parameter of a module."""
 
     name: str  # its name in the module
-    shape: tuple[int, ...]  # the whole tensor's
-    local: tuple[int, ...]  # what a rank has
-    placement: str  # `Replicate` or `Shard(AXIS)`; nothing where there is one rank
+    shape: tuple[int, ...]  # the full shape
+    local: tuple[int, ...]  # the shape on a rank
+    placement: str  # `Replicate` or `Shard(AXIS)`; '' on one rank
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Something that was done with a module."""
+    """A primitive or rule that was applied to a module."""
 
     kind: str  # the primitive, or `rule`
     text: str  # the call, or the rule's name
@@ -37,19 +37,19 @@ class Applied:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module, or several neighbours in a list that are alike."""
+    """A module, or several equal neighbours in a list."""
 
     path: str  # its path, `encoder.layer.[0-5]` for several; the class for the model itself
-    count: int  # how many they are
+    count: int  # the number of modules
     cls: str  # its class
-    was: str | None  # the original's class, where that is another one
-    parameters: tuple[Placed, ...]  # its own
-    applied: tuple[Applied, ...]  # what was done with it
-    whole: int  # how many numbers the parameters at and below it hold, of all of them
-    local: int  # likewise on one rank
-    bytes: int  # the bytes of these
-    children: tuple[ModuleRow, ...]  # the rows below it
-    is_repeated: bool  # whether the rows below it say what others above it have said
+    was: str | None  # the original's class, if it is a different one
+    parameters: tuple[Placed, ...]  # its own parameters
+    applied: tuple[Applied, ...]  # the applied primitives and rules
+    whole: int  # the number of parameter elements at and below all of the modules
+    local: int  # the same on one rank
+    bytes: int  # the bytes of these on one rank
+    children: tuple[ModuleRow, ...]  # the rows of its submodules
+    is_repeated: bool  # whether its submodules' rows repeat earlier rows
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class ModuleRow:
 
 
 def module_rows(recorded: Recorded, models: Models) -> ModuleRow:
-    """The row of the model, with those below it."""
+    """The row of the model, with the rows of all submodules."""
     root = models.rank.root
     return _Listing(recorded, models).row(root, root, root.cls.__name__)
 
@@ -91,7 +91,7 @@ class _Listing:
             self.applied.setdefault(path, {})[done] = None
 
     def _expanded(self, patterns: Any) -> list[str]:
-        """The paths that patterns of a record stand for: of some alike, those that changed."""
+        """The paths that match patterns of a record; only the changed ones, if any changed."""
         found = []
         for pattern in patterns:
             fitting = [path for path in self.models.rank.nodes if with_wildcards(path) == pattern]
@@ -115,7 +115,7 @@ class _Listing:
         return tuple(found)
 
     def _key(self, node: Node) -> Any:
-        """What is equal for modules that are listed as one."""
+        """A key that is equal for modules which share a row."""
         inner = tuple((name, self._key(child)) for name, child in node.children.items())
         own = tuple(self.applied.get(node.path, ()))
         self.keys[id(node)] = (node.cls, self._was(node), self._placed(node), own, inner)
@@ -126,7 +126,7 @@ class _Listing:
         return was.cls.__name__ if was and was.cls.__name__ != node.cls.__name__ else None
 
     def row(self, first: Node, last: Node, shown: str) -> ModuleRow:
-        """The row of a run of modules, by its first one."""
+        """The row of a run of equal modules."""
         nodes = [first]
         if first is not last:
             assert first.parent is not None
@@ -158,13 +158,13 @@ class _Listing:
 
     @staticmethod
     def _numbers(nodes: list[Node]) -> Mapping[int, tuple[int, int]]:
-        """The parameters at and below some modules, each once: how many numbers, and bytes."""
+        """The elements and bytes of each parameter at and below some modules, by `id`."""
         parameters = (p for node in nodes for p in node.live.parameters())
         return {id(p): (p.numel(), p.nbytes) for p in parameters}
 
 
 def call_of(text: str) -> str:
-    """A call without what it is called on: `layers["*"].shard("weight", axis=0) -> shard(...)`."""
+    """A call without its object: `layers["*"].shard("weight", axis=0) -> shard(...)`."""
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""What an output's record and its files tell a reviewer: no model is built for it."""
+"""The part of a review that comes from the record and the files, without building a model."""
 
 from __future__ import annotations
 
@@ -38,29 +38,28 @@ CONTEXT = 3
 
 @dataclass(frozen=True)
 class Recorded:
-    """An output, as its record and its files tell of it."""
+    """An output's record and files, prepared for a review."""
 
     out: Path  # the folder
     content: Mapping[str, Any]  # the record
     calls: tuple[Call, ...]  # the schedule's calls, in the record's order
-    files: tuple[Compared, ...]  # the rewritten files beside their originals
-    helpers: tuple[Helper, ...]  # the files that are new
-    rules: tuple[RuleOutcome, ...]  # what became of rules
-    verification: Verification | None  # what verification found; None where there was none
-    # The schedule's lines; those that call a primitive alone where the schedule has changed or is
-    # not there.
+    files: tuple[Compared, ...]  # the rewritten files, compared with their originals
+    helpers: tuple[Helper, ...]  # the new files
+    rules: tuple[RuleOutcome, ...]  # the outcomes of rules
+    verification: Verification | None  # None if the output was not verified
+    # The schedule's lines; only those that call a primitive, if the schedule changed or is missing.
     schedule: tuple[ScheduleLine, ...]
     has_schedule: bool  # whether it is the whole schedule
-    # Files that were edited by hand since, as they were written and as they are.
+    # Hand-edited files: their written text compared with their current one.
     edits: tuple[Compared, ...]
-    changed: tuple[str, ...]  # which inputs are not what they were, in words
-    # What it was made of; the refusal where that is not found.
+    changed: tuple[str, ...]  # messages about changed inputs
+    # The request that it was written for; the error if its inputs are not found.
     request: Request | errors.RewriteError
-    warnings: tuple[str, ...] = ()  # what was said when it was written
+    warnings: tuple[str, ...] = ()  # the warnings of the rewrite
 
 
 def read_output(out: Path, source: str | None = None, schedule: str | None = None) -> Recorded:
-    """Reads an output; `NotAnOutput` where it lacks its record, or files that this names."""
+    """Reads an output; raises `NotAnOutput` if its record, or a file named there, is missing."""
     content = record.read(out)
     _check_whole(out, content)
     request: Request | errors.RewriteError
@@ -90,7 +89,7 @@ def read_output(out: Path, source: str | None = None, schedule: str | None = Non
 
 
 def _check_whole(out: Path, content: Mapping[str, Any]) -> None:
-    """Refuses an output that lacks files (`NotAnOutput`)."""
+    """Raises `NotAnOutput` if files of the output are missing."""
     missing = sorted(name for name in content["files"] if not (out / name).is_file())
     if missing:
         raise errors.NotAnOutput(
@@ -110,7 +109,7 @@ def _call(directive: Mapping[str, Any]) -> Call:
 
 
 def _compared_files(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> list[Compared]:
-    """Every rewritten file beside its original, as it was written."""
+    """Every rewritten file, as it was written, compared with its original."""
     path = out / "rewrite.diff"
     diff = record.text_at(path)
     written = record.written_files(out)
@@ -129,7 +128,7 @@ def _compared_files(out: Path, content: Mapping[str, Any], calls: Sequence[Call]
 
 
 def _parts(old: str, new: str) -> list[Part]:
-    """Where two texts differ, side by side."""
+    """The differing parts of two texts, side by side."""
     matcher = difflib.SequenceMatcher(None, lines_of(old), lines_of(new), autojunk=False)
     found = []
     for group in matcher.get_grouped_opcodes(CONTEXT):
@@ -143,7 +142,7 @@ def _parts(old: str, new: str) -> list[Part]:
 
 
 def _with_reasons(name: str, part: Part, content: Mapping[str, Any], calls: Sequence[Call]) -> Part:
-    """A part of a file with what the record says of its lines."""
+    """A part of a file, with the recorded reasons of its changes."""
     numbers = [row.new for row in part.rows if row.new is not None]
     own = {row.new for row in part.rows if row.kind in ("added", "changed")}
     first, last = (numbers[0], numbers[-1]) if numbers else (0, 0)
@@ -153,7 +152,7 @@ def _with_reasons(name: str, part: Part, content: Mapping[str, Any], calls: Sequ
             continue
         start, stop = change["lines"]
         inside = own.intersection(range(start, stop + 1))
-        # What only takes lines out is recorded at a line that stayed.
+        # A change that only removes lines is recorded at a line that stays.
         if inside or (first <= start and stop <= last):
             found.append(_reason(change, calls))
     return Part(part.rows, tuple(dict.fromkeys(found)))
@@ -172,7 +171,7 @@ def _helpers(out: Path, content: Mapping[str, Any], calls: Sequence[Call]) -> li
         text = record.text_at(out / change["file"])
         try:
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        except SyntaxError:  # it was edited
+        except SyntaxError:  # the file was edited
             about = ""
         reason = _reason(change, calls)
         found.append(Helper(change["file"], len(text.splitlines()), about, reason))
@@ -201,12 +200,12 @@ def _verification(content: Mapping[str, Any] | None) -> Verification | None:
 
 
 def _world(recorded: int | str) -> str:
-    """A world size, or the layout of a pipeline, in words."""
+    """A world size or the layout of a pipeline, as text."""
     return f"world {recorded}" if isinstance(recorded, int) else f"pipeline {recorded}"
 
 
 def _schedule_text(content: Mapping[str, Any], schedule: str | None) -> str | None:
-    """The schedule's text; None where it is not the one that the output was made by."""
+    """The schedule's text; None if it is missing or changed."""
     try:
         data = locate(schedule or content["schedule"]["name"]).read_bytes()
     except (errors.RewriteError, OSError):
@@ -219,7 +218,7 @@ def _schedule_text(content: Mapping[str, Any], schedule: str | None) -> str | No
 def _schedule_lines(
     text: str | None, calls: Sequence[Call], files: Sequence[Compared]
 ) -> list[ScheduleLine]:
-    """The schedule's lines with what they caused."""
+    """The schedule's lines with the changes that they caused."""
     places: dict[int, dict[tuple[str, int, str], None]] = {}
     for file in files:
         for number, part in enumerate(file.parts, 1):
@@ -238,7 +237,7 @@ def _schedule_lines(
 
 
 def _edits(out: Path) -> list[Compared]:
-    """Files that were edited by hand."""
+    """The files that were edited by hand, with their differences."""
     written = record.written_files(out)
     found = []
     for name in hand_edited(out):
@@ -249,7 +248,7 @@ def _edits(out: Path) -> list[Compared]:
 
 
 def counted_calls(calls: Sequence[Call]) -> str:
-    """How often which primitive is called: `4 shard, 1 checkpoint`."""
+    """The numbers of calls of each primitive: `4 shard, 1 checkpoint`."""
     by_hand = dict.fromkeys((c.line, c.primitive) for c in calls if c.paths)
     counts = Counter(primitive for _, primitive in by_hand)
     return ", ".join(f"{count} {name}" for name, count in counts.items())

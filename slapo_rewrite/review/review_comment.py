@@ -1,4 +1,4 @@
-"""A review in short, as Markdown for a pull request's comment."""
+"""Renders a short review as Markdown, for a pull request's comment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from slapo_rewrite.emit.record import text_at
 from slapo_rewrite.review.gathered import Review, counted, duration, size
 
-# GitHub takes comments of 65,536 characters; a longer diff is left to the page.
+# GitHub limits comments to 65,536 characters; a longer diff is only on the page.
 MOST_OF_DIFF = 20_000
 
 
 def review_comment(review: Review) -> str:
-    """The comment."""
+    """The review as Markdown."""
     recorded = review.recorded
     lines = [f"### {_code(str(recorded.out))}, rewritten by slapo-rewrite", ""]
     lines += [f"{number}. {line}" for number, line in enumerate(review.summary(), 1)]
@@ -106,7 +106,7 @@ def _predicted(review: Review) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
-    """Text between as many backticks as it takes."""
+    """Text between as many backticks as it needs."""
     marks = _fence(text)
     return f"{marks}{text}{marks}"
 

@@ -1,4 +1,4 @@
-"""A review as one page of HTML, which needs nothing beside it: no network, no script."""
+"""Renders a review as one self-contained HTML page, without network or scripts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from slapo_rewrite.review.gathered import Review, duration, number, size
 from slapo_rewrite.simulate.pipeline import Step
 
 LIGHT, DARK = "friendly", "github-dark"  # Pygments' styles
-TOKEN = "t-"  # begins the classes of tokens, which the page has names of its own beside
-# What text and lines are drawn in; the page's own colour stands for it in the end.
+TOKEN = "t-"  # the prefix of the CSS classes of tokens
+# The colour of text and lines in plots, which is finally replaced by the page's own colour.
 _INK = "#010203"
-# Told apart by people who do not see all colours (Okabe and Ito 2008), on white and on black.
+# A palette for colour-blind readers (Okabe and Ito 2008), on white and on black.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK),
@@ -48,7 +48,7 @@ EVENTS = {
 
 
 def review_page(review: Review) -> str:
-    """The page."""
+    """The review as HTML."""
     here = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here),
@@ -77,14 +77,14 @@ def review_page(review: Review) -> str:
 
 
 def highlighted(text: str) -> list[Markup]:
-    """The lines of a Python file, its tokens marked."""
+    """The lines of a Python file, with highlighted tokens."""
     lexer = PythonLexer(stripnl=False, ensurenl=False)
     marked = highlight(text, lexer, HtmlFormatter(nowrap=True, classprefix=TOKEN))
     return [Markup(line) for line in marked.split("\n")]
 
 
 def token_style() -> str:
-    """Colours of tokens, on a light page and on a dark one."""
+    """The CSS of tokens, for light and dark pages."""
 
     def rules(style: str) -> str:
         text = HtmlFormatter(style=style, classprefix=TOKEN).get_style_defs(".code")
@@ -94,14 +94,14 @@ def token_style() -> str:
 
 
 def with_code(words: str) -> Markup:
-    """Words whose code stands between backticks."""
+    """Turns text between backticks into code elements."""
     parts = re.split(r"`([^`]+)`", words)
     marked = (Markup("<code>{}</code>").format(p) if i % 2 else p for i, p in enumerate(parts))
     return Markup().join(marked)
 
 
 def anchor(name: str) -> str:
-    """A name as part of an element's id."""
+    """A name in a form that an element's id may contain."""
     return re.sub(r"[^\w.-]", "-", name)
 
 
@@ -123,7 +123,7 @@ def drawn(review: Review) -> dict[str, Markup]:
 
 
 def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str, name: str) -> str:
-    """A bar for each name, made of its amounts."""
+    """A stacked bar for each name."""
     with plt.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure, axes = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)), layout="constrained")
         left = [0.0] * len(names)
@@ -142,7 +142,7 @@ def bars(names: Sequence[str], amounts: Sequence[Mapping[str, float]], unit: str
 
 
 def timeline(step: Step) -> str:
-    """A line for each stage with what it does when."""
+    """A row for each stage with its work over time."""
     with plt.rc_context({**_STYLE, "svg.hashsalt": "stages"}):
         count = len(step.stages)
         figure, axes = plt.subplots(figsize=(7.2, 1.0 + 0.45 * count), layout="constrained")
@@ -170,9 +170,9 @@ def timeline(step: Step) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """A figure as an element of a page, without what is about files of its own.
+    """A figure as an SVG element, without the header of a file.
 
-    Its elements' names begin with its own, since those of all plots would be the same.
+    The ids of its elements get its name as a prefix, since those of all plots would be equal.
     """
     text = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

@@ -1,4 +1,4 @@
-"""The parts of a review, as its page and its comment show them."""
+"""The parts of a review that its page and its comment show."""
 
 from __future__ import annotations
 
@@ -16,62 +16,62 @@ IMPORT = "import what is used below"
 class Call:
     """A primitive call of the schedule, or a collective that one infers."""
 
-    line: int | None  # its line in the schedule; None where that is not known
+    line: int | None  # its line in the schedule; None if it is not known
     primitive: str
-    text: str  # the call as the schedule writes it
-    more: str  # what the text does not say: the collective that was inferred, the share of a list
-    paths: tuple[str, ...]  # the modules it was called on, `*` for any number
+    text: str  # the call, as written in the schedule
+    more: str  # details beside the text: the inferred collective, the share of a list
+    paths: tuple[str, ...]  # the paths of its modules, with `*` for numbers
 
     @property
     def does(self) -> str:
-        """What its primitive does, in a sentence."""
+        """The first line of its primitive's documentation."""
         return first_line(self.primitive)
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why lines changed."""
+    """The reason of changed lines."""
 
-    what: str  # what happened there
+    what: str  # what was changed
     calls: tuple[Call, ...]  # the schedule's lines that asked for it
 
     @property
     def is_import(self) -> bool:
-        """Whether it is there only for what other lines need."""
+        """Whether it is an import for other changed lines."""
         return self.what == IMPORT
 
     @property
     def by_primitive(self) -> dict[str, list[Call]]:
-        """The calls of each primitive, by what it does; where a rule fired, by what that does."""
+        """The calls, grouped by the description of their primitive, or of the applied rule."""
         name = self.what.strip("`")
         rule = first_line(name) if name in rules() else ""
         return grouped((rule or call.does, call) for call in self.calls)
 
     @property
     def lines(self) -> list[Call]:
-        """A call of each line."""
+        """One call for each line of the schedule."""
         return list({call.line: call for call in self.calls}.values())
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a file as it was beside the one in its place."""
+    """A row of a side-by-side comparison."""
 
     kind: str  # `same`, `changed`, `added` or `removed`
-    old: int | None  # the number of the original's line; None where it has none
-    new: int | None  # likewise of the rewritten file's
+    old: int | None  # the original's line number; None without a line
+    new: int | None  # the rewritten file's line number; None without a line
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring lines that changed, with a few around them."""
+    """Neighbouring changed lines, with a few lines of context."""
 
     rows: tuple[Row, ...]  # the lines
     reasons: tuple[Reason, ...] = ()  # why they changed
 
     @property
     def place(self) -> str:
-        """Where it stands in the rewritten file."""
+        """Its line numbers in the rewritten file."""
         numbers = [row.new for row in self.rows if row.new is not None]
         return f"{numbers[0]}-{numbers[-1]}" if numbers else "removed"
 
@@ -83,31 +83,31 @@ class Compared:
     name: str  # the file's name in the output
     old: str  # the text on the left
     new: str  # the text on the right
-    parts: tuple[Part, ...]  # where they differ
-    absolute: int = 0  # how many imports only became absolute, which is not shown
+    parts: tuple[Part, ...]  # the differing parts
+    absolute: int = 0  # the number of imports that only became absolute, which are not shown
 
     def count(self, *kinds: str) -> int:
-        """How many lines are of these kinds."""
+        """The number of lines of these kinds."""
         return sum(row.kind in kinds for part in self.parts for row in part.rows)
 
     @property
     def added(self) -> int:
-        """Lines that only the right side has."""
+        """The number of lines that only the right side has."""
         return self.count("added", "changed")
 
     @property
     def removed(self) -> int:
-        """Lines that only the left side has."""
+        """The number of lines that only the left side has."""
         return self.count("removed", "changed")
 
     @property
     def length(self) -> int:
-        """How many lines the left side has."""
+        """The number of lines of the left side."""
         return len(self.old.splitlines())
 
     @property
     def kept(self) -> float:
-        """The share of the original's lines that stand."""
+        """The share of the original's lines that are unchanged."""
         return 1 - (self.removed + self.absolute) / max(self.length, 1)
 
 
@@ -116,49 +116,49 @@ class Helper:
     """A file that was written beside the model file."""
 
     name: str
-    length: int  # how many lines it has
-    about: str  # its first line
-    reason: Reason  # what it is there for
+    length: int  # the number of lines
+    about: str  # the first line of its docstring
+    reason: Reason  # why it is needed
 
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """What became of a rule."""
+    """The outcome of a rule."""
 
     rule: str  # its name
-    does: str  # what it does, in a sentence
+    does: str  # the first line of its documentation
     fired: bool  # whether it was applied anywhere
-    words: tuple[str, ...]  # where, or why not
+    words: tuple[str, ...]  # messages where it was applied, or why not
     call: Call  # the schedule's line that asked for it
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that verification compared, in every world."""
+    """One comparison of verification, for every world size."""
 
     name: str  # what was compared
-    # For each world whether it held, with the error and its limit; None where it was not compared.
+    # The result for each world size, with the error and its limit; None if not compared.
     cells: tuple[Mapping[str, Any] | None, ...]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What verification found."""
+    """The result of verification."""
 
     verdict: str  # `equal`, `not equal`, `failed` or `not run`
-    worlds: tuple[str, ...]  # the world sizes, and the layouts of pipelines, in words
-    checks: tuple[Check, ...]  # what was compared
-    failures: tuple[str, ...]  # what went wrong where a world did not run to its end
-    is_stale: bool  # whether the source or the schedule was another one by then
+    worlds: tuple[str, ...]  # the world sizes and layouts of pipelines, as text
+    checks: tuple[Check, ...]  # the comparisons
+    failures: tuple[str, ...]  # errors of runs that did not finish
+    is_stale: bool  # whether the source or the schedule had changed before
 
     @property
     def failed(self) -> int:
-        """How many comparisons did not hold."""
+        """The number of failed comparisons."""
         return sum(cell is not None and not cell["ok"] for c in self.checks for cell in c.cells)
 
     @property
     def compared(self) -> int:
-        """How many there were."""
+        """The number of comparisons."""
         return sum(cell is not None for check in self.checks for cell in check.cells)
 
 
@@ -168,4 +168,4 @@ class ScheduleLine:
 
     number: int
     text: str  # the line
-    causes: tuple[tuple[str, int, str], ...]  # what it caused: the places in the output, by file
+    causes: tuple[tuple[str, int, str], ...]  # caused changes: file, number of the part, lines

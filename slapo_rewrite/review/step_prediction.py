@@ -1,7 +1,7 @@
-"""What a training step takes, as `plan` predicts it: of the original, and of the output on a rank.
+"""Predicts the time and memory of a step, like `plan`, for the original and for a rank's output.
 
-Steps are counted on the meta device, the output's with the sizes that a rank has, as the output is:
-with what it recomputes, and cut where it is cut. Nothing is measured.
+Steps are counted on the meta device, the output's with the sizes of a rank, with its recomputation,
+and with its pipeline cuts. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from slapo_rewrite.simulate.hardware import hardware
 from slapo_rewrite.simulate.pipeline import Stage, Step, live_micro_batches, simulate
 from slapo_rewrite.simulate.step_memory import states
 
-# Where the tool makes the inputs up: rows of a batch, and tokens in each, as far as there are.
+# The rows of a batch, and at most the tokens of each, if the tool makes the inputs.
 ROWS, TOKENS = 8, 512
 GPU, NODE, PRECISION = hardware("h200"), 8, "bf16"
 
 
 class NotPredicted(Exception):
-    """A step cannot be counted, in words."""
+    """A step cannot be counted; holds the reason."""
 
 
 @dataclass(frozen=True)
 class ModelStep:
-    """What one model takes for a step of one micro-batch on one GPU."""
+    """The prediction of one model's step, with one micro-batch on one GPU."""
 
-    name: str  # which model, on what
+    name: str  # the model and its ranks
     predicted: Predicted  # what is predicted
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Bytes, by what they are for: activations are what the fullest moment takes besides."""
+        """The bytes by use; activations are the rest of the peak memory."""
         kept = states(PRECISION, self.predicted.way.zero, self.predicted.way.data)
         parameters = self.predicted.states / kept.each
         own = {
@@ -54,7 +54,7 @@ class ModelStep:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds, by what is done."""
+        """The seconds by kind of work."""
         return {
             kind: share * self.predicted.seconds for kind, share in self.predicted.shares.items()
         }
@@ -62,34 +62,34 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class Stages:
-    """A step of the output's pipeline."""
+    """The prediction of a step of the output's pipeline."""
 
-    predicted: Predicted  # what is predicted of it
-    stages: Sequence[Stage]  # what each stage takes for a micro-batch
-    live: Sequence[int]  # how many micro-batches each holds activations of at most
-    memory: Sequence[float]  # bytes that a rank of each holds at most
-    timeline: Step | None  # what each does when; None where there is no DeepSpeed to tell the order
+    predicted: Predicted  # the prediction of the whole pipeline
+    stages: Sequence[Stage]  # the times of a micro-batch in each stage
+    live: Sequence[int]  # the most micro-batches in flight in each stage
+    memory: Sequence[float]  # the peak bytes of a rank of each stage
+    timeline: Step | None  # the work over time; None without DeepSpeed, which defines its order
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes, with and without what the schedule does."""
+    """The predictions of a step, with and without the schedule."""
 
     # The original, and the output, in one process and on a rank of several.
     models: tuple[ModelStep, ...]
-    batch: str  # the shapes of the inputs, in words
-    stages: Stages | None  # a step of the pipeline; None where there is none
+    batch: str  # the shapes of the inputs, as text
+    stages: Stages | None  # of the pipeline; None without one
     remarks: tuple[str, ...]  # what is not shown
 
     @property
     def spent(self) -> list[str]:
-        """What any of the models takes time for."""
+        """The kinds of work that take time in any of the models."""
         kinds = self.models[0].seconds
         return [kind for kind in kinds if any(model.seconds[kind] for model in self.models)]
 
 
 def predicted(models: Models) -> Prediction:
-    """Predicts a step; `NotPredicted` where the model does not run without values."""
+    """Predicts a step; raises `NotPredicted` if the model does not run on the meta device."""
     schedule, emitted, world = models.schedule, models.emitted, models.world
     original = Countable(schedule, models.source, (), Shortening.of(models.original))
     short = Shortening.of(models.rank)
@@ -116,7 +116,7 @@ def predicted(models: Models) -> Prediction:
 
 
 def _sizes(models: Models) -> tuple[int, int | None]:
-    """Rows of a micro-batch, and tokens of a row; None for those of the schedule's `inputs`."""
+    """The rows of a micro-batch, and tokens per row (None: as the schedule's `inputs` returns)."""
     model = models.original.root.live
     if hasattr(models.schedule, "inputs"):
         return rows_of(models.schedule, model), None
@@ -130,7 +130,7 @@ def _predictor(models: Models, step: Countable, ranks: int, shape: StepShape) ->
 
 
 def _ends(models: Models, predictor: Predictor) -> list[int]:
-    """For each stage how many layers there are up to its end; none if one ends elsewhere."""
+    """The number of layers up to the end of each stage; empty if a stage ends elsewhere."""
     layers = predictor.layers
     if not models.cuts or any(cut not in layers for cut in models.cuts):
         return []
