@@ -1,6 +1,6 @@
-"""The points that may be tried, and what trying one comes to.
+"""The points that may be tried, and the results of trials.
 
-They are every combination of the knobs' values, but for excluded ones.
+The points are all combinations of the knobs' values, except excluded ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slapo_rewrite.schedule.choices import Direction, Value
 
 Floats = NDArray[np.float64]
 
-# Larger batches need more memory, a larger share of recomputed layers less.
+# Larger batches need more memory; a larger share of recomputed layers needs less.
 STANDARD: Mapping[str, Direction] = {
     "batch_size": "up",
     "micro_batch_size": "up",
     "ckpt_ratio": "down",
 }
-# From this ratio of the largest to the smallest on, positive values are compared by logarithm.
+# Positive values are compared by logarithm if the largest exceeds the smallest by this factor.
 WIDE = 8
 LARGEST = 20_000  # points
 
@@ -34,9 +34,9 @@ LARGEST = 20_000  # points
 class Axis:
     """A knob that is tuned."""
 
-    name: str  # the knob's
-    values: tuple[Value, ...]  # what it may be, at least one
-    # Whether larger values need more memory ("up") or less; None where nobody says so.
+    name: str  # the knob's name
+    values: tuple[Value, ...]  # its possible values, at least one
+    # Whether larger values need more memory ("up") or less ("down"); None if not declared.
     memory: Direction | None = None
 
     @property
@@ -46,11 +46,11 @@ class Axis:
 
     @property
     def sign(self) -> int:
-        """1 if larger values need more memory, -1 if less, 0 where it is not known."""
+        """1 if larger values need more memory, -1 if less, 0 if it is not known."""
         return {"up": 1, "down": -1, None: 0}[self.memory or STANDARD.get(self.name)]
 
     def coordinates(self) -> Floats:
-        """A row for each value: its place between 0 and 1, or one of several columns for a word."""
+        """A row for each value: a number between 0 and 1, or a one-hot vector for strings."""
         if not self.is_ordered:
             return np.array(
                 [[float(value == other) for other in self.values] for value in self.values]
@@ -69,7 +69,7 @@ class KnobSpace:
     """The points that may be tried, numbered in the order of the knobs and of their values.
 
     Raises:
-        BadSpace: No point does, or there are more than can be searched.
+        BadSpace: No point is allowed, or there are more than can be searched.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class KnobSpace:
                 + ", ".join(axis.name for axis in axes)
             )
         self.axes = tuple(axes)  # the knobs
-        self.points: list[Point] = [point for _, point in kept]  # each a value for every knob
+        self.points: list[Point] = [point for _, point in kept]  # each has a value of every knob
         columns = [axis.coordinates() for axis in axes]
         # A row for each point, with the columns of `Axis.coordinates`.
         self.coordinates: Floats = np.array(
             [np.concatenate([c[i] for c, i in zip(columns, row, strict=True)]) for row, _ in kept]
         )
         widths = [c.shape[1] for c in columns]
-        # For each column, whether memory grows along it, as `Axis.sign` says it.
+        # For each column, whether memory grows along it, as in `Axis.sign`.
         self.signs = np.repeat([axis.sign for axis in axes], widths)
         # For each column, whether it belongs to a knob that has an order.
         self.ordered = np.repeat([axis.is_ordered for axis in axes], widths)
@@ -110,7 +110,7 @@ class KnobSpace:
 
 
 def shown(point: Point, names: Iterable[str] | None = None) -> str:
-    """A point as one would type it: `batch_size=8 ckpt_ratio=0.5`."""
+    """A point as text: `batch_size=8 ckpt_ratio=0.5`."""
     return " ".join(f"{name}={shown_value(point[name])}" for name in names or point)
 
 
@@ -125,11 +125,11 @@ TIMED_OUT: Final = "timed out"
 
 @dataclass(frozen=True)
 class Trial:
-    """A point that was tried."""
+    """The result of trying a point."""
 
-    number: int  # which of the space's points
+    number: int  # the point's number in the space
     kind: Kind  # how it ended
-    throughput: float = 0.0  # what the command reported, 0 unless `kind` is "ok"
+    throughput: float = 0.0  # as the command reported it; 0 unless `kind` is "ok"
 
     @property
     def counts(self) -> bool:
@@ -138,5 +138,5 @@ class Trial:
 
 
 def best_of(trials: Iterable[Trial]) -> Trial | None:
-    """The trial with the highest throughput, the first of equals; None if none has one."""
+    """The first trial with the highest throughput; None if none has one."""
     return max((t for t in trials if t.counts), key=lambda t: t.throughput, default=None)

@@ -1,8 +1,8 @@
-"""Strategies against a grid of measured throughputs: how many trials does each need?
+"""Replays strategies on a grid of measured throughputs, to count the trials that each needs.
 
-The file is a JSON object: a list of values for each knob, by its name, and `throughput`, nested
-lists with an axis for each knob in their order. 0 or null is a point that ran out of memory,
-"timed out" one that took too long. Further texts (`source`, `unit`) say where it is from.
+The file is a JSON object: a list of values for each knob, by name, and `throughput`, nested lists
+with an axis for each knob, in order. 0 or null is a point that ran out of memory, "timed out" one
+that took too long. Further texts (`source`, `unit`) document the origin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slapo_rewrite.schedule.choices import is_value
 from slapo_rewrite.tune.knob_space import TIMED_OUT, Axis, Kind, KnobSpace, Trial, best_of, shown
 from slapo_rewrite.tune.strategies import made
 
-NEAR = 0.99  # of the best, and good enough
+NEAR = 0.99  # a good share of the best throughput
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Grid:
 
     name: str  # the file
     space: KnobSpace  # the points
-    throughputs: list[float]  # theirs, 0 where memory or time did not suffice
-    timed_out: frozenset[int] = frozenset()  # the numbers of those that took too long
+    throughputs: list[float]  # of the points, 0 if memory or time did not suffice
+    timed_out: frozenset[int] = frozenset()  # the numbers of points that took too long
 
     @property
     def best(self) -> int:
@@ -38,7 +38,7 @@ class Grid:
         return max(range(len(self.throughputs)), key=self.throughputs.__getitem__)
 
     def summary(self) -> dict[str, Any]:
-        """What is in the grid."""
+        """A summary of the grid."""
         return {
             "grid": self.name,
             "points": len(self.space),
@@ -51,14 +51,14 @@ class Grid:
         }
 
     def trial(self, number: int) -> Trial:
-        """What trying a point comes to."""
+        """The result of trying a point."""
         throughput = self.throughputs[number]
         lacks: Kind = TIMED_OUT if number in self.timed_out else "out of memory"
         return Trial(number, "ok" if throughput else lacks, throughput)
 
 
 def read_grid(path: Path) -> Grid:
-    """Reads a file (`BadGrid`)."""
+    """Reads a grid; raises `BadGrid` for a wrong file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -96,7 +96,7 @@ def _axis(path: Path, name: str, values: list[Any]) -> Axis:
                 f"knob `{name}` of `{path}` has the value {json.dumps(value)}",
                 hint="values are numbers, texts, true and false",
             )
-    # `1 == True`, and both are no two values of one knob.
+    # `1 == True`, so a knob cannot have both values.
     if len(set(values)) < len(values):
         raise errors.BadGrid(f"knob `{name}` of `{path}` has a value twice")
     return Axis(name, tuple(values))
@@ -105,7 +105,7 @@ def _axis(path: Path, name: str, values: list[Any]) -> Axis:
 def _flatten(
     path: Path, values: Any, axes: Sequence[Axis], place: list[str], found: list[float | None]
 ) -> None:
-    """Appends nested lists' figures to `found`, in their order; None for what took too long."""
+    """Appends the throughputs of nested lists to `found`, in order; None for timeouts."""
     where = " ".join(["throughput", *(f"at {each}" for each in place[-1:])])
     if len(place) == len(axes):
         if values == TIMED_OUT:
@@ -137,7 +137,7 @@ def _flatten(
 def trials_of(
     grid: Grid, name: str, seed: int, confidence: float | None = None, before: Sequence[Trial] = ()
 ) -> Iterator[Trial]:
-    """The trials that a strategy makes after some, until it ends by itself."""
+    """The trials that a strategy makes after the trials `before`, until it ends."""
     trials, strategy = list(before), made(name, grid.space, seed, confidence)
     while (number := strategy.next(trials)) is not None:
         trials.append(grid.trial(number))
@@ -147,11 +147,11 @@ def trials_of(
 def replayed(
     grid: Grid, names: Sequence[str], seeds: int, confidence: float, first: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """What each strategy needs.
+    """Replays each strategy with several seeds.
 
-    By strategy: `trials` to 99% of the best for each seed, null where it ends before, and their
-    `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends by
-    itself and the part of the best throughput that it has then, each for all seeds.
+    Returns, by strategy: the `trials` to 99% of the best for each seed, None if never reached, and
+    their `worst`, `median`, `mean`; `ends_after` and `ends_with`, the trials after which it ends
+    and the share of the best throughput that it then has, for all seeds.
     """
     return {name: _replayed(grid, name, range(first, first + seeds), confidence) for name in names}
 
@@ -162,7 +162,7 @@ def _replayed(grid: Grid, name: str, seeds: range, confidence: float) -> dict[st
         trials = list(trials_of(grid, name, seed, confidence))
         best = best_of(trials)
         ends.append((len(trials), best.throughput / most if best else 0.0))
-        # It goes on if they were too few.
+        # Continues without a confidence if the trials were too few.
         every = itertools.chain(trials, trials_of(grid, name, seed, before=trials))
         near = (n for n, trial in enumerate(every, 1) if trial.throughput >= NEAR * most)
         counts.append(next(near, None))
@@ -179,7 +179,7 @@ def _replayed(grid: Grid, name: str, seeds: range, confidence: float) -> dict[st
 
 
 def rendered(grid: Grid, results: dict[str, dict[str, Any]]) -> str:
-    """The same for people: a line for each strategy."""
+    """The results as text: a line for each strategy."""
     best = shown(grid.space.points[grid.best])
     ran = sum(1 for throughput in grid.throughputs if throughput)
     lines = [

@@ -1,11 +1,11 @@
-"""How fast the points are that have not been tried: Gaussian processes, of scikit-learn's kernels.
+"""Predicts the throughput of untried points by Gaussian processes, with scikit-learn's kernels.
 
-They describe the logarithm of the throughput: a line, bends of each knob, and what knobs do
-together. A few trials do not tell how far bends reach, how high they go and how noisy figures are,
-so several processes with fixed answers stand side by side, weighted by how well each explains the
-trials (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, chapter 2). One has
-hills: a trial says nothing of points that are far away. It counts for little until trials lie so
-far apart that the others do not explain them; then the search goes on to where it has not been.
+They describe the logarithm of the throughput: a linear part, nonlinear parts of each knob, and
+interactions. A few trials do not determine length scales, amplitudes and noise, so several
+processes with fixed values are mixed, weighted by the marginal likelihood of the trials (Rasmussen
+and Williams, *Gaussian Processes for Machine Learning*, 2006, chapter 2). One is hilly, with a
+short length scale: a trial tells nothing about far points. Its weight is small until the trials
+contradict the others; then the search explores new regions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct, Kernel,
 
 from slapo_rewrite.tune.knob_space import Floats
 
-REACHES = (0.4, 1.2)  # how far bends reach, of a knob's whole range
-HEIGHTS = (0.05, 0.15)  # of bends, in logarithms of the throughput
-HILLY = 0.03  # how likely there are hills, of 1 for each of the others, before any trial
-HILL_REACH, HILL_HEIGHT = 0.25, 0.5  # theirs, likewise
-NOISES = (0.004, 0.012)  # of a figure, likewise
-SLOPES = 0.02  # the variance of what a knob's whole range does, beyond what is predicted
-LEVEL = 0.25  # the variance of how far the throughput of all points is from that of the trials
-FAR = 1e5  # the reach along the other columns, of what belongs to one
+REACHES = (0.4, 1.2)  # length scales, as shares of a knob's range
+HEIGHTS = (0.05, 0.15)  # amplitudes, in logarithms of the throughput
+HILLY = 0.03  # the prior weight of the hilly process; each other one has 1
+HILL_REACH, HILL_HEIGHT = 0.25, 0.5  # its length scale and amplitude
+NOISES = (0.004, 0.012)  # standard deviations of a measurement, in logarithms
+SLOPES = 0.02  # the variance of a knob's linear effect, beyond the prior
+LEVEL = 0.25  # the variance of the mean over all points, relative to the trials
+FAR = 1e5  # the length scale of one knob's part along the other columns
 
 
 Numbers = NDArray[np.intp]
@@ -38,22 +38,22 @@ Numbers = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one process says of the logarithm of the throughput."""
+    """One process's prediction of the logarithm of the throughput."""
 
-    weight: float  # how well it explains the trials; the weights of all sum to 1
+    weight: float  # the probability of the process; the weights of all sum to 1
     mean: Floats  # for each point
-    variance: Floats  # for each point, without a figure's noise
-    covariance: Callable[[Numbers], Floats]  # likewise of some points, by their numbers
-    noise: float  # the variance of a figure's noise
+    variance: Floats  # for each point, without measurement noise
+    covariance: Callable[[Numbers], Floats]  # of points with these numbers
+    noise: float  # the variance of measurement noise
 
     @property
     def deviation(self) -> Floats:
-        """For each point, the noise of a figure included."""
+        """The standard deviation for each point, with measurement noise."""
         return np.sqrt(self.variance.clip(0) + self.noise)
 
 
 class SpeedSurrogate:
-    """Learns the throughput of points.
+    """Predicts the throughput of points from trials.
 
     The coordinates have a row for each point.
     """
@@ -69,10 +69,10 @@ class SpeedSurrogate:
     def predict(
         self, numbers: Sequence[int], throughputs: Sequence[float], prior: Floats
     ) -> list[Predicted]:
-        """What each process says.
+        """The prediction of each process.
 
-        `prior` has for each point the logarithm of its throughput as it is predicted without any
-        trial, but for a constant.
+        `prior` has for each point the logarithm of its throughput, as predicted without trials, up
+        to a constant.
         """
         tried = np.array(numbers)
         logarithms = np.log(throughputs)
@@ -80,13 +80,13 @@ class SpeedSurrogate:
         left = logarithms - offset[tried]
         found = []
         for kernel, belief in self._processes:
-            # Never of all points with all points: there may be thousands.
+            # Never between all points: there may be thousands.
             across, alone = kernel(self._x, self._x[tried]), kernel.diag(self._x)
             for noise in np.square(NOISES):
                 factor = cho_factor(across[tried] + noise * np.eye(len(tried)), lower=True)
                 solved = cho_solve(factor, left)
                 evidence = -left @ solved / 2 - np.log(factor[0].diagonal()).sum() + np.log(belief)
-                # Trials that lie further apart than a process allows say that all may.
+                # If trials vary more than a process allows, all its variances are scaled.
                 spread = max(1.0, left @ solved / len(tried))
                 told = np.einsum("ij,ji->i", across, cho_solve(factor, across.T))
                 rest = functools.partial(self._rest, kernel, across, factor, spread)
@@ -102,7 +102,7 @@ class SpeedSurrogate:
     def _rest(
         self, kernel: Kernel, across: Floats, factor: Any, spread: float, numbers: Numbers
     ) -> Floats:
-        """The covariance of some points that the trials leave."""
+        """The posterior covariance of some points."""
         own = across[numbers]
         return np.asarray((kernel(self._x[numbers]) - own @ cho_solve(factor, own.T)) * spread)
 
@@ -110,9 +110,9 @@ class SpeedSurrogate:
 def samples(
     predicted: Sequence[Predicted], numbers: Numbers, count: int, random: np.random.Generator
 ) -> Floats:
-    """What the logarithms of some points may be together, without a figure's noise.
+    """Joint samples of the logarithms of some points' throughputs, without measurement noise.
 
-    One row a sample.
+    Each row is a sample.
     """
     drawn = random.choice(len(predicted), count, p=[each.weight for each in predicted])
     rows = []

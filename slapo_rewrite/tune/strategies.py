@@ -1,4 +1,4 @@
-"""In which order points are tried."""
+"""Strategies: the order in which points are tried."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ NAMES = ("model", "slapo", "random", "exhaustive")
 
 
 class InOrder:
-    """Tries points in an order that does not depend on what comes of them."""
+    """Tries points in a fixed order."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
 
     def next(self, trials: Sequence[Trial]) -> int | None:
-        """The number of the first that has not been tried; None once there is nothing to gain."""
+        """The number of the first untried point; None if all are tried."""
         tried = {trial.number for trial in trials}
         return next((number for number in self._order if number not in tried), None)
 
 
 def exhaustive(space: KnobSpace, seed: int) -> InOrder:
-    """All points, in their order."""
+    """Tries all points in order."""
     return InOrder(range(len(space)))
 
 
 def shuffled(space: KnobSpace, seed: int) -> InOrder:
-    """All points, shuffled."""
+    """Tries all points in random order."""
     return InOrder(np.random.default_rng(seed).permutation(len(space)).tolist())
 
 
 class LargestBatch:
-    """Slapo's: the largest batch that fits, by bisection; then the next ratio, while it pays.
+    """Slapo's strategy: bisects the largest batch that fits, for one ratio after the other.
 
-    What is bisected is the first knob of which more needs more memory, or the first with an order.
-    For each combination of the others, in their order, its largest value that fits is looked for;
-    when that is slower than that of the combination before, nothing more is tried.
+    It bisects the first knob whose larger values need more memory, or else the first ordered knob.
+    For each combination of the other knobs, in order, it finds the largest value that fits. It ends
+    when a combination is slower than the one before.
     """
 
     def __init__(self, space: KnobSpace, seed: int) -> None:
@@ -61,11 +61,11 @@ class LargestBatch:
         ]
 
     def next(self, trials: Sequence[Trial]) -> int | None:
-        """The next of the bisection; None when a combination was slower than the one before."""
+        """The next point of the bisection; None if a combination was slower than the last."""
         known = {trial.number: trial for trial in trials}
         before = None
         for row in self._rows:
-            low, high = 0, len(row)  # of the row's first `low` one at least fits, if any does
+            low, high = 0, len(row)  # one of the row's first `low` points fits, if any does
             while low < high:
                 middle = (low + high) // 2
                 if row[middle] not in known:
@@ -81,12 +81,12 @@ class LargestBatch:
         return None
 
 
-# What says what to try next.
+# Any strategy.
 Strategy = InOrder | LargestBatch | PredictedFirst
 
 
 def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None) -> Strategy:
-    """A strategy by its name."""
+    """Creates a strategy by name."""
     check_name(name)
     if name == "model":
         return PredictedFirst(space, seed, confidence)
@@ -99,7 +99,7 @@ def made(name: str, space: KnobSpace, seed: int, confidence: float | None = None
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that no strategy has (`UsageError`)."""
+    """Raises `UsageError` for a name that no strategy has."""
     if name not in NAMES:
         raise errors.UsageError(
             f"there is no strategy `{name}`",

@@ -1,4 +1,4 @@
-"""Draws what was tried, and what the model of the trials says of the rest."""
+"""Plots the trials, and the model's predictions for untried points."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from matplotlib import pyplot as plt
 from slapo_rewrite.tune.knob_space import KnobSpace, Trial, best_of, shown, shown_value
 from slapo_rewrite.tune.predicted_first import expected_throughputs
 
-LETTERS = 16  # of a title that an inch holds
+LETTERS = 16  # the characters of a title per inch
 
 
 def draw(space: KnobSpace, made: Sequence[Trial], path: Path) -> None:
-    """Writes a picture: a cell for each pair of values of the two knobs that have the most.
+    """Writes a heat map: a cell for each pair of values of the two knobs with the most values.
 
-    Other knobs are at the best point's values. Cells are coloured by the throughput that is
-    expected; those that were tried say what was measured, in bold where it is the best.
+    Other knobs have the best point's values. Cells are coloured by the expected throughput; tried
+    ones show the measured throughput, the best one in bold.
     """
-    with matplotlib.rc_context({"text.parse_math": False}):  # a knob may be any text, `$HOME` say
+    with matplotlib.rc_context({"text.parse_math": False}):  # a knob may be any text: `$HOME`
         _draw(space, made, path)
 
 

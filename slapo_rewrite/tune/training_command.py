@@ -1,10 +1,10 @@
 """Runs the user's command, and reads the throughput that it reports.
 
-In the command, `{out}` stands for the folder of the rewritten model and `{NAME}` for the value of a
-knob; `{{` and `}}` for braces. It goes to the shell as it is. The last line that it prints which
-is a JSON object with `throughput` counts: `{"throughput": 123.4}`, in any unit, more being better;
-0 says that memory did not suffice. So do the words that torch and CUDA have for that in what a
-command prints that fails, and its end by the system.
+In the command, `{out}` is replaced by the folder of the rewritten model, `{NAME}` by the value of a
+knob, `{{` and `}}` by braces. It is run by the shell. Its throughput is in the last printed line
+that is a JSON object with `throughput`: `{"throughput": 123.4}`, in any unit, more being better. A
+throughput of 0 means out of memory. So do messages of torch and CUDA about memory in the output of
+a failed command, and a command that the system killed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NO_MEMORY = re.compile(
     re.I | re.M,
 )
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-TAIL = 12  # lines of a failed command that are shown
+TAIL = 12  # the last lines of a failed command that are shown
 
 
 def fields(command: str) -> list[str]:
-    """The names in braces, which have to match."""
+    """The names in braces; raises `UsageError` for unbalanced braces."""
     try:
         return [name for _, name, _, _ in string.Formatter().parse(command) if name is not None]
     except ValueError as error:
@@ -45,7 +45,7 @@ def fields(command: str) -> list[str]:
 
 
 def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -> None:
-    """Refuses a command in which something is missing, or something that nobody knows."""
+    """Refuses a command with missing or unknown names."""
     if OUT in of_run:
         raise errors.UsageError(
             f"`{OUT}` is a knob of the run, and {{{OUT}}} is the folder of the rewritten model",
@@ -74,12 +74,12 @@ def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -
 
 
 def filled(command: str, values: Mapping[str, str]) -> str:
-    """The command with its names replaced, quoted for the shell."""
+    """The command with its names replaced by values, quoted for the shell."""
     return command.format_map({name: shlex.quote(value) for name, value in values.items()})
 
 
 def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
-    """Runs a command to its end, or to the end of its time: how it ended, and its throughput."""
+    """Runs a command, up to its timeout; returns how it ended, and its throughput."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file, _ended_as_by_hand() as started:
         process = subprocess.Popen(
@@ -117,7 +117,7 @@ def run(command: str, timeout_s: float | None, log: Path) -> tuple[Kind, float]:
 def throughput_in(text: str) -> float | None:
     """The throughput in the last line of JSON that has one."""
     for line in reversed(text.splitlines()):
-        # Launchers may put the rank before a line.
+        # Launchers may prefix lines with the rank.
         start = line.find("{")
         with contextlib.suppress(ValueError, TypeError, KeyError):
             said = json.loads(line[start:])["throughput"] if start >= 0 else -1.0
@@ -129,12 +129,12 @@ def throughput_in(text: str) -> float | None:
 
 @contextlib.contextmanager
 def _ended_as_by_hand() -> Iterator[Callable[[], None]]:
-    """Meanwhile `kill`, or a terminal that is closed, does what Ctrl-C does.
+    """Makes `kill`, or closing the terminal, act like Ctrl-C, in the context.
 
-    A command in a session of its own hears of none of them, and would train on by itself. One that
-    comes while it is started is answered when that has been said, and it can be ended.
+    A command in its own session does not get these signals, and would continue to train. A signal
+    while the command starts is delayed until `started` is called, when the command can be ended.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
     asked = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if is_main else []
     before = {number: signal.getsignal(number) for number in asked}
     usual = (signal.SIG_DFL, signal.default_int_handler)
@@ -157,7 +157,7 @@ def _ended_as_by_hand() -> Iterator[Callable[[], None]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and all that it started."""
+    """Kills a command and all its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

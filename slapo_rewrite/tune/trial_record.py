@@ -1,7 +1,7 @@
-"""The file of trials: a JSON object a line, the first of which says what is tuned, and where.
+"""The file of trials: one JSON object per line, of which the first describes the search.
 
-A search that was interrupted goes on from it. A record of another space, command, source or
-schedule is refused, since its figures say nothing about this one.
+An interrupted search continues from it. A record of another space, command, source or schedule is
+refused, since its figures do not apply.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from slapo_rewrite.tune.knob_space import KnobSpace, Trial
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "deepspeed", "triton")
-# What has to be the same for trials to count.
+# The entries that must be equal for trials to count.
 SAME = ("source", "source_sha256", "schedule", "schedule_sha256", "set", "run", "knobs", "machine")
 
 
 def header(
     source: str, texts: Mapping[str, str], given: Sequence[str], command: str, space: KnobSpace
 ) -> dict[str, Any]:
-    """What the first line says."""
+    """The content of the first line."""
     versions = {name: installed(name) for name in PACKAGES}
     return {
         "format": FORMAT,
@@ -54,10 +54,10 @@ def _gpus() -> list[str]:
 
 @contextlib.contextmanager
 def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator[TrialRecord]:
-    """A record, which no other search goes on with meanwhile.
+    """Opens a record, locked against other searches, in the context.
 
-    The folder of its file is made. Beside that lies another one, which is locked, and says by which
-    process. `head` is what the first line has to say.
+    It creates the folder of the file. A lock file beside it names the process. `head` is the
+    required content of the first line.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -81,10 +81,10 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
 
 
 class TrialRecord:
-    """A record that is being written.
+    """A record of trials that is open for writing.
 
     Raises:
-        OtherTrials: The file is of something else, or is damaged.
+        OtherTrials: The file belongs to another search, or is damaged.
     """
 
     def __init__(self, path: Path, head: Mapping[str, Any], space: KnobSpace) -> None:
@@ -97,7 +97,7 @@ class TrialRecord:
 
     def _read(self, head: Mapping[str, Any]) -> None:
         text = self.path.read_text(encoding="utf-8")
-        # What was written when the tool was ended in the middle of a line is no trial.
+        # An incomplete last line, from an interrupted write, is not a trial.
         whole = text[: text.rfind("\n") + 1]
         numbers = {json.dumps(dict(p), sort_keys=True): i for i, p in enumerate(self._space.points)}
         hint = f"remove `{self.path}` to begin anew, or give another folder: -o FOLDER"
@@ -121,7 +121,7 @@ class TrialRecord:
             self.path.write_text(whole, encoding="utf-8")
 
     def add(self, trial: Trial, seconds: float) -> None:
-        """Takes a trial in, and keeps it."""
+        """Adds a trial and writes it to the file."""
         self.trials.append(trial)
         self._append(
             {

@@ -1,12 +1,12 @@
-"""What a schedule file says of its tuning: choices of its knobs, knobs of the run, constraints.
+"""Reads what a schedule declares for tuning: choices of knobs, knobs of the run, constraints.
 
     def schedule(s, ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5): ...
 
     def space(knobs, batch_size: Annotated[int, Choices(8, 16, 32)] = 8):
         return knobs.batch_size * knobs.ckpt_ratio <= 16
 
-`space` is optional. What it returns says whether a point may be tried; its keyword parameters are
-knobs of the command that trains, which the schedule does not have.
+`space` is optional. It returns whether a point may be tried; its keyword parameters are knobs of
+the training command, which the schedule does not have.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ EXAMPLE = "`ckpt_ratio: Annotated[float, Choices(0.0, 0.5, 1.0)] = 0.5`"
 
 @dataclass(frozen=True)
 class Tuned:
-    """A schedule and what of it is tuned."""
+    """A schedule and its space for tuning."""
 
     schedule: ScheduleFile
     space: KnobSpace  # the points
-    of_schedule: tuple[str, ...]  # the names of the knobs that are the schedule's own
-    settings: Mapping[str, Any]  # the values of all knobs of the schedule where they are not tuned
+    of_schedule: tuple[str, ...]  # the names of tuned knobs of the schedule
+    settings: Mapping[str, Any]  # the values of all knobs of the schedule without tuning
 
     def given(self, point: Point, fixed: Sequence[str]) -> list[str]:
-        """What `--set` is to be given for a point, and for what is fixed beside it."""
+        """The settings of `--set` for a point, with the fixed ones."""
         return [*fixed, *(f"{name}={shown_value(point[name])}" for name in self.of_schedule)]
 
 
 def read(name: str, fixed: Sequence[str]) -> Tuned:
-    """Loads a schedule file, and makes the space that it declares.
+    """Loads a schedule file, and creates the space that it declares.
 
-    `fixed` has `K=V` for each knob that is not to be tuned.
+    `fixed` has `K=V` for each knob that is not tuned.
     """
     schedule = ScheduleFile.load(name)
     settings = schedule.settings(fixed)
@@ -59,7 +59,7 @@ def read(name: str, fixed: Sequence[str]) -> Tuned:
     if unknown := known & runs.keys():
         raise errors.BadSpace(f"`--set {min(unknown)}` is a knob of the run, not of the schedule")
     free = {n: choices for n, choices in own.items() if n not in known}
-    for n, choices in free.items():  # now, and not when the search comes to it
+    for n, choices in free.items():  # checks values before the search
         schedule.settings([f"{n}={shown_value(value)}" for value in choices.values])
     axes = [Axis(n, c.values, c.memory) for n, c in {**free, **runs}.items()]
     if not axes:

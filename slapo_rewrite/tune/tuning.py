@@ -1,4 +1,4 @@
-"""One search: the space that a schedule declares, by the command that trains."""
+"""Runs a search of the space that a schedule declares, by the training command."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from slapo_rewrite.tune.trial_record import TrialRecord, header, recording
 from slapo_rewrite.tune.tuned_schedule import Tuned, read
 
 RECORD, SURFACE = "trials.jsonl", "surface.png"
-Try = Callable[[int], tuple[Trial, float]]  # runs a point; the seconds that it took
+Try = Callable[[int], tuple[Trial, float]]  # runs a point; returns the trial and seconds
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be searched, and how."""
+    """The request for a search."""
 
-    # A file or an importable module; None where the schedule names it as `SOURCE`.
+    # A file or an importable module; None if the schedule names it as `SOURCE`.
     source: str | None
     schedule: str  # a file, or the name of a schedule that ships with the tool
-    command: str  # runs the training
+    command: str  # the training command
     fixed: Sequence[str]  # `K=V` for each knob that is not tuned
     folder: Path  # for the record, the rewritten models, the logs and the plot
-    strategy: str = "model"  # its name
-    seed: int = 0  # of its random numbers
-    confidence: float = 0.9  # with which it ends
-    most: int | None = None  # how many trials there may be
-    timeout_s: float | None = None  # seconds that a run may take
+    strategy: str = "model"  # the strategy's name
+    seed: int = 0  # of the strategy's random numbers
+    confidence: float = 0.9  # with which the search ends
+    most: int | None = None  # the largest number of trials
+    timeout_s: float | None = None  # the limit of a run, in seconds
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search came to."""
+    """The result of a search."""
 
-    space: KnobSpace  # what was searched
-    trials: Sequence[Trial]  # in their order
+    space: KnobSpace  # the searched space
+    trials: Sequence[Trial]  # in order
     ended: str  # why it ended
 
     @property
@@ -60,7 +60,7 @@ class Searched:
         return best_of(self.trials)
 
     def render(self) -> str:
-        """A table of the trials, the best one, and why no more were made."""
+        """A table of the trials, the best one, and why the search ended."""
         best = self.best
         names = [axis.name for axis in self.space.axes]
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -79,7 +79,7 @@ class Searched:
         return "\n".join([*lines, "", self.summary()])
 
     def summary(self) -> str:
-        """The best point, and why it ended, in a line each."""
+        """The best point, and why the search ended, one line each."""
         best, tried = self.best, f"{len(self.trials)} of {len(self.space)} points tried"
         if best is None:
             return f"no point ran; {tried}: {self.ended}"
@@ -87,7 +87,7 @@ class Searched:
         return f"best: {point}, throughput {best.throughput:.6g}\n{tried}: {self.ended}"
 
     def as_json(self) -> dict[str, Any]:
-        """The same as data."""
+        """The result as data."""
         best = self.best
         return {
             "best": None
@@ -114,9 +114,9 @@ def search(
     most: int | None,
     say: Callable[[str], None],
 ) -> Searched:
-    """Tries points in a strategy's order, from where the record ends.
+    """Tries points in a strategy's order, and continues the record.
 
-    `most` is how many trials there may be in all, those of the record among them.
+    `most` is the largest number of trials, including those of the record.
     """
     if record.trials:
         say(f"{len(record.trials)} trials are in {record.path}")
@@ -145,7 +145,7 @@ def _why(space: KnobSpace, strategy: Strategy, trials: Sequence[Trial]) -> str:
 
 
 def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
-    """Searches, and draws the surface."""
+    """Searches, and plots the surface."""
     from slapo_rewrite.tune.surface_plot import draw
 
     tuned = read(wanted.schedule, wanted.fixed)
@@ -177,7 +177,7 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
 
 
 def source_of(schedule: ScheduleFile) -> str:
-    """What a schedule says that it is of: `SOURCE`, a file beside it or an importable module."""
+    """The source that a schedule names as `SOURCE`: a file beside it or an importable module."""
     name = getattr(schedule.module, "SOURCE", None)
     if not isinstance(name, str):
         raise errors.UsageError(
