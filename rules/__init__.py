@@ -1,1 +1,1 @@
-"""What the tool knows about models; installed as `slapo_rewrite.rules`."""
+"""Fusion rules, schedules and measurements; installed as `slapo_rewrite.rules`."""

@@ -1,1 +1,1 @@
-"""Computations and what is written in their place, one rule a file."""
+"""The rules: computations and their replacements, one rule per file."""

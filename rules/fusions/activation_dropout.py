@@ -83,10 +83,10 @@ def schedule(s):
 
 
 class ActivationDropout(Rule):
-    """Activate and drop in one kernel, forward and backward, without a mask.
+    """Compute an activation and dropout in one kernel, forward and backward, without a mask.
 
-    The bias of a linear layer right before is added there as well: its gradient is summed on the
-    way. Where hooks or an adapter are put on one of the modules later, it is called.
+    The bias of a linear layer right before is added there as well, and its gradient is summed in
+    the same pass. A module that gets hooks or an adapter at run time is called.
 
     Rewrite:
         hidden_states = self.act(hidden_states)
@@ -100,12 +100,12 @@ class ActivationDropout(Rule):
 
     Numerics:
         Reseeded: on a GPU dropout draws other numbers, and the activation is rounded once. On a
-        CPU the same operations as before, a GELU that is written out apart.
+        CPU the same operations as before, except for a GELU that is written out.
 
     State: Unchanged.
 
     Raises:
-        SR309 another activation, what it gives is used elsewhere too, or dropout's rate is 0.
+        SR309 another activation, its result is used elsewhere too, or dropout's rate is 0.
 
     Source: Raffel et al. 2019, arXiv:1910.10683; Salmon et al. 2011, doi:10.1145/2063384.2063405.
     """
@@ -149,19 +149,19 @@ class ActivationDropout(Rule):
     )
 
     def after_linear(self, found: RuleMatch) -> str:
-        """What is activated."""
+        """The operand that a linear layer may produce."""
         return "x"
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, with the layer where there is one."""
+        """The call of the kernel, with the linear layer if there is one."""
         kernel = linear_activation if found.linear else activation_dropout
         keywords = ("activation", "dropout")
         return Calling.of(kernel, ("x", "linear", "kind"), keywords, self.operands(found))
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Nothing to drop."""
+        """Refuses dropout with a rate of 0."""
         return f"`{found.operands['p']}` is 0: it drops nothing" if found.live("p") == 0 else None
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What is given, and the activation's name."""
+        """The operands, and the activation's name."""
         return {**found.operands, "kind": f'"{PATTERNS[found.alternative.pattern]}"'}

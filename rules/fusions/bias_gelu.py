@@ -20,7 +20,7 @@ from slapo_rewrite.runtime.kernels.bias_gelu import bias_gelu, linear_gelu
 
 
 def with_bias(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The pattern of a bias that is added, and GELU."""
+    """The pattern of an added bias and GELU."""
 
     def after(x: Tensor, bias: Tensor) -> Tensor:
         return activation(x + bias)
@@ -37,7 +37,7 @@ def alone(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return after
 
 
-# How the kernel is told of each.
+# The kernel's argument for each.
 APPROXIMATE = {
     gelu: None,
     **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), '"tanh"'),
@@ -90,10 +90,10 @@ def schedule(s):
 class BiasGelu(Rule):
     """Add a bias and compute GELU in one kernel, forward and backward.
 
-    The bias is one that the model adds by itself, or that of the linear layer before, which is
-    handed over. Forwards that saves nothing, since a product adds a bias at no cost; backwards the
-    bias's gradient is summed where GELU's is computed, and not in a pass of its own. Where hooks or
-    an adapter are put on the layer or the activation later, it is called.
+    The bias is one that the model adds itself, or that of the linear layer before, which is passed
+    to the kernel. The forward pass gains nothing, since a product adds a bias at no cost; in the
+    backward pass the bias's gradient is summed together with GELU's, not in a pass of its own. A
+    layer or activation that gets hooks or an adapter at run time is called.
 
     Rewrite:
         hidden_states = self.dense(hidden_states)
@@ -105,13 +105,13 @@ class BiasGelu(Rule):
 
     Numerics:
         Reassociated: the sum is not rounded before GELU is computed, the product is. On a CPU the
-        same operations as before, a GELU that is written out apart.
+        same operations as before, except for a GELU that is written out.
 
     State: Unchanged.
 
     Raises:
-        SR309 no linear layer with a bias gives what GELU alone reads, or what is added is no
-        parameter with one axis, or the sum is used elsewhere too.
+        SR309 GELU's input is not the result of a linear layer with a bias, or the added tensor is
+        not a parameter with one axis, or the sum is used elsewhere too.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
@@ -154,22 +154,22 @@ class BiasGelu(Rule):
     )
 
     def after_linear(self, found: RuleMatch) -> str | None:
-        """What is activated, where nothing else adds a bias."""
+        """The operand that a linear layer may produce, if nothing else adds a bias."""
         return None if "bias" in found.operands else "x"
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, with the layer or with the bias."""
+        """The call of the kernel, with the linear layer or with the bias."""
         kernel, first = (linear_gelu, "linear") if found.linear else (bias_gelu, "bias")
         parameters = ("x", first, "approximate")
         return Calling.of(kernel, parameters, ("activation",), self.operands(found))
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What is given, and which GELU it is."""
+        """The operands, and the kind of GELU."""
         told = PATTERNS[found.alternative.pattern]
         return found.operands | ({"approximate": told} if told else {})
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """What is added is no bias."""
+        """Refuses matches without a bias."""
         if "bias" not in found.operands:
             if found.linear is None:
                 return f"`{found.operands['x']}` is not what a linear layer with a bias gives"

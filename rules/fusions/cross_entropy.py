@@ -82,7 +82,7 @@ def losses(rows: Rows, flat: Labels) -> list[Callable[..., Tensor]]:
     return [of_float32, of_rows_in_float32, plain]
 
 
-# How logits and labels are made rows, as it is written.
+# The source text that turns logits and labels into rows.
 ROWS: dict[Rows, str] = {viewed: "{}.view(-1, {})", reshaped: "{}.reshape(-1, {})"}
 FLAT: dict[Labels, str] = {viewed_labels: "{}.view(-1)", reshaped_labels: "{}.reshape(-1)"}
 PATTERNS = {
@@ -90,11 +90,11 @@ PATTERNS = {
     for rows, flat in itertools.product(ROWS, FLAT)
     for pattern in losses(rows, flat)
 }
-# Those whose logits are cast to float32, so that the loss is of that type.
+# The patterns that cast logits to float32, so that the loss has this dtype.
 UPCAST = {pattern for pattern in PATTERNS if pattern.__name__ != "plain"}
-# What is left out where it is what the kernel takes by itself.
+# Arguments that are left out if they are the kernel's defaults.
 DEFAULTS = {"ignore_index": "-100", "label_smoothing": "0.0"}
-# The losses of transformers that models have by configuration.
+# Losses of transformers that models get by their configuration.
 OF_TRANSFORMERS = {
     "transformers.loss.loss_utils.ForCausalLMLoss": causal_lm_cross_entropy,
     "transformers.loss.loss_utils.ForMaskedLMLoss": masked_lm_cross_entropy,
@@ -171,10 +171,10 @@ def schedule(s):
 class CrossEntropy(Rule):
     """Compute the cross entropy of a vocabulary in one kernel, forward and backward.
 
-    Where the loss is the one that transformers gives a whole family of models, that call is
-    replaced: it still takes `num_items_in_batch`, `ignore_index` and `shift_labels`. A loss that is
-    set on the model later, `model.loss_function = ...`, is not called then. Where the head is split
-    afterwards and its logits stay so, the vocabulary-parallel loss takes the kernel's place.
+    If the loss is transformers' `loss_function` of a family of models, its call is replaced, and
+    still takes `num_items_in_batch`, `ignore_index` and `shift_labels`. A loss that is set on the
+    model later, `model.loss_function = ...`, is then not called. If the head is sharded later and
+    its logits stay sharded, the vocabulary-parallel loss replaces the kernel.
 
     Rewrite:
         loss_fct = CrossEntropyLoss()
@@ -191,8 +191,8 @@ class CrossEntropy(Rule):
     State: Unchanged.
 
     Raises:
-        SR309 weights of classes, another reduction, logits whose classes are not on the last axis,
-        or a `loss_function` that is another loss.
+        SR309 class weights, another reduction, logits whose classes are not on the last axis, or a
+        `loss_function` that is another loss.
 
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867.
     """
@@ -262,14 +262,14 @@ class CrossEntropy(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Why not: the model's own loss is another one."""
+        """Refuses a model whose own loss is another one."""
         if found.alternative not in self.calls or loss_of(found) in OF_TRANSFORMERS:
             return None
         name = loss_of(found).rpartition(".")[2]
         return f"`self.loss_function` is `{name}`, which is no cross entropy over a vocabulary"
 
     def expression(self, found: RuleMatch) -> Calling | Renamed | None:
-        """The call: of transformers' losses with the arguments that stand there."""
+        """The call of the kernel; for transformers' losses with the call's own arguments."""
         if found.alternative in self.calls:
             call = found.match.root.node
             assert isinstance(call, ast.Call)
@@ -282,7 +282,7 @@ class CrossEntropy(Rule):
         return Calling.of(cross_entropy, ("logits", "labels"), more, self.operands(found))
 
     def width(self, found: RuleMatch) -> int | None:
-        """The vocabulary, of a model's own loss, whose pattern has no operands."""
+        """The vocabulary's size for a model's own loss, whose pattern has no operands."""
         if found.alternative not in self.calls:
             return None
         given = dict(found.match.root.arguments)
@@ -290,7 +290,7 @@ class CrossEntropy(Rule):
         return last_axis(logits, found) if logits is not None else None
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """Logits and labels as rows, as they are written."""
+        """The source texts of logits and labels as rows."""
         if found.alternative in self.calls:
             return {}
         given, (rows, flat) = dict(found.operands), PATTERNS[found.alternative.pattern]

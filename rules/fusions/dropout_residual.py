@@ -60,12 +60,12 @@ def schedule(s):
 
 
 class DropoutResidual(Rule):
-    """Drop and add to the residual in one kernel, forward and backward, without a mask.
+    """Compute dropout and a residual addition in one kernel, forward and backward, without a mask.
 
-    For where the norm of the sum lies in another module; where it follows, `residual_layer_norm`
-    and `residual_rms_norm` do more. The bias of a linear layer right before is added there as well:
-    its gradient is summed on the way. Where hooks or an adapter are put on the layer or the dropout
-    later, it is called.
+    It is for sums whose norm is in another module; if the norm follows directly,
+    `residual_layer_norm` and `residual_rms_norm` fuse more. The bias of a linear layer right before
+    is added there as well, and its gradient is summed in the same pass. A layer or dropout that
+    gets hooks or an adapter at run time is called.
 
     Rewrite:
         forwarded_states = self.dense(forwarded_states)
@@ -81,7 +81,7 @@ class DropoutResidual(Rule):
         Reseeded: on a GPU dropout draws other numbers; on a CPU the same operations as before.
 
     State: Unchanged.
-    Raises: SR309 what is dropped is used elsewhere too, is not added, or dropout's rate is 0.
+    Raises: SR309 dropout's result is used elsewhere too, is not added, or its rate is 0.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Salmon et al. 2011, doi:10.1145/2063384.2063405.
     """
@@ -114,16 +114,16 @@ class DropoutResidual(Rule):
     )
 
     def after_linear(self, found: RuleMatch) -> str:
-        """What is dropped."""
+        """The operand that a linear layer may produce."""
         return "x"
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, with the layer where there is one."""
+        """The call of the kernel, with the linear layer if there is one."""
         keywords = ("linear", "dropout")
         return Calling.of(dropout_residual, ("x", "residual"), keywords, found.operands)
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Nothing to drop, or two that are not of one size."""
+        """Refuses dropout with a rate of 0, and summands of different sizes."""
         if found.live("p") == 0:
             return f"`{found.operands['p']}` is 0: it drops nothing"
         return broadcast(found)

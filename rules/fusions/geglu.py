@@ -28,7 +28,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-# How the kernel is told of each.
+# The kernel's argument for each.
 APPROXIMATE = {
     gelu: None,
     **dict.fromkeys((gelu_tanh, written_out, without_a_power, factored), '"tanh"'),
@@ -80,7 +80,7 @@ def schedule(s):
 
 
 class Geglu(Rule):
-    """Multiply by GELU of a gate in one kernel, forward and backward, dropout of it included.
+    """Multiply by GELU of a gate in one kernel, forward and backward, with dropout of the product.
 
     Rewrite:
         self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -91,7 +91,7 @@ class Geglu(Rule):
 
     Numerics:
         Reseeded: on a GPU dropout of the product draws other numbers; without it, float32 inside,
-        rounded once. On a CPU the same operations as before, a GELU that is written out apart.
+        rounded once. On a CPU the same operations as before, except for a written-out GELU.
 
     State: Unchanged.
     Raises: SR309 another activation, or the activated gate is used elsewhere too.
@@ -141,10 +141,10 @@ class Geglu(Rule):
     )
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, as `swiglu` has it."""
+        """The call of the kernel, as for `swiglu`."""
         return gating(geglu, self.operands(found))
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What is given, and which GELU it is."""
+        """The operands, and the kind of GELU."""
         told = PATTERNS[found.alternative.pattern]
         return found.operands | ({"approximate": told} if told else {})

@@ -1,4 +1,4 @@
-"""GELU's approximation by tanh, written out in tensor operations, as torch's own operation."""
+"""Replaces GELU's tanh approximation, written out in tensor operations, by torch's operation."""
 
 import math
 
@@ -74,7 +74,7 @@ def schedule(s):
 class GeluTanh(Rule):
     """Compute GELU's approximation by tanh as one operation of torch.
 
-    Where an activation module computes it, its call goes, and the operation stands in its place.
+    If an activation module computes it, the operation replaces the module's call.
 
     Rewrite:
         hidden_states = self.act(hidden_states)

@@ -1,4 +1,4 @@
-"""The output layer and its cross entropy at once, without the logits."""
+"""The output layer and its cross entropy in one function, without the logits."""
 
 import ast
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from slapo_rewrite.runtime.kernels.linear_cross_entropy import (
 )
 
 OURS = "slapo_rewrite.runtime.kernels.cross_entropy"
-# What computes the loss of transformers' models, the rule `cross_entropy` included.
+# The losses of transformers' models, also as replaced by the rule `cross_entropy`.
 LOSSES = {
     "transformers.loss.loss_utils.ForCausalLMLoss": causal_lm_linear_cross_entropy,
     "transformers.loss.loss_utils.ForMaskedLMLoss": masked_lm_linear_cross_entropy,
@@ -41,9 +41,9 @@ LOSSES = {
 }
 OF_MODEL = "self.loss_function"
 PLAIN = ("cross_entropy", f"{OURS}.cross_entropy")
-# What transformers' losses are given first.
+# The first arguments of transformers' losses.
 LOGITS_FIRST = ("logits", "labels", "vocab_size")
-# What a cross entropy is given besides: what the kernel takes too, and what it does not.
+# Further arguments of a cross entropy: those that the kernel takes, and those that it does not.
 OPTIONS: dict[str, object] = {"ignore_index": -100, "label_smoothing": 0.0, "upcast": False}
 NOT_TAKEN: dict[str, object] = {
     "weight": None,
@@ -58,7 +58,7 @@ def is_loss(_: str, call: CallSite) -> bool:
 
 
 def named(operation: str) -> str:
-    """What computes a loss; a helper that is imported in the output alone is of no module yet."""
+    """The function of a loss; helpers that only the output imports have no module yet."""
     return operation.removeprefix("call ").replace("builtins.", f"{OURS}.")
 
 
@@ -166,20 +166,20 @@ EARLY_SHARD = SCHEDULE.replace("def schedule(s):\n", f"def schedule(s):\n{SHARD}
 
 
 class LinearCrossEntropy(Rule):
-    """Compute a loss in training without the logits: output layer and cross entropy at once.
+    """Compute the training loss without logits: output layer and cross entropy in one function.
 
-    In training, where labels are given, the output layer is not called and the logits that
-    `forward` returns are None (a tuple of a model of transformers is the shorter for it). In eval
-    mode, and without labels, everything is as before. Since this changes what `forward` returns it
-    is only done when asked for.
+    In training with labels the output layer is not called, and the logits that `forward` returns
+    are None (a tuple returned by a model of transformers is shorter by one). In eval mode, and
+    without labels, everything is as before. Since it changes the results of `forward`, the rule is
+    only applied when asked for.
 
-    What is saved is the memory of the logits and of their gradient, at the price of no less traffic
-    than the kernel of `cross_entropy` has.
+    It saves the memory of the logits and of their gradient, but its memory traffic is not less than
+    that of the kernel of `cross_entropy`.
 
-    The logits may pass through a soft cap, `bound * tanh(logits / bound)`, through `.float()` and
-    a shift of causal models. Where hooks or an adapter are put on the layer later, it is called as
-    before; where nobody else reads the logits, the kernel is given the layer to call it. Its weight
-    has to stay whole, by whatever name.
+    The logits may pass through a soft cap, `bound * tanh(logits / bound)`, `.float()` and the shift
+    of causal models. A layer that gets hooks or an adapter at run time is called as before; if no
+    other code reads the logits, the layer is passed to the kernel for that. Its weight must not be
+    sharded, nor any parameter tied to it.
 
     Rewrite:
         logits = self.head(x)
@@ -199,15 +199,15 @@ class LinearCrossEntropy(Rule):
     Shapes: x (..., D), weight (V, D), labels (...) -> ()
 
     Numerics:
-        Reassociated: the loss is computed in float32, of logits of the layer's dtype, and so are
-        the sums that make the weight's gradient.
+        Reassociated: the loss is computed in float32, from logits in the layer's dtype; the sums of
+        the weight's gradient are in float32 as well.
 
     State: Unchanged.
 
     Raises:
-        SR309 the logits are scaled, or needed for more than the loss; the layer is no plain linear
-        one; weights of classes, another reduction, another loss; SR306 the layer is scheduled after
-        it.
+        SR309 the logits are scaled, or needed for more than the loss; the layer is not a plain
+        linear layer; class weights, another reduction, another loss; SR306 the layer is scheduled
+        afterwards.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
     """
@@ -308,7 +308,7 @@ class LinearCrossEntropy(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """What keeps the loss from being computed without the logits."""
+        """Why the loss cannot be computed without the logits; None if it can."""
         try:
             written(found)
         except Declined as declined:
@@ -316,28 +316,28 @@ class LinearCrossEntropy(Rule):
         return None
 
     def expression(self, found: RuleMatch) -> Renamed:
-        """The call, with all of its arguments."""
+        """The call of the kernel, with all its arguments."""
         return written(found)
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """None: they stand in the call."""
+        """No operands: they are part of the call."""
         return {}
 
     def width(self, found: RuleMatch) -> int:
-        """The vocabulary."""
+        """The vocabulary's size."""
         classes: int = found.attribute(fork(found).head.path).out_features
         return classes
 
     def spread(self, found: RuleMatch) -> MultiSiteRewrite | None:
-        """The fork between training and all else."""
+        """The change of the code around the loss, for training and otherwise."""
         return fork(found)
 
 
 def fork(found: RuleMatch) -> Fork:
-    """Where the loss in training parts from all else.
+    """The code around the loss that has to differ in training.
 
     Raises:
-        Declined: The logits are needed, or come from elsewhere.
+        Declined: The logits are needed, or do not come from an output layer.
     """
     loss = found.match.root
     plain = named(loss.operation) in PLAIN
@@ -384,7 +384,7 @@ def written(found: RuleMatch) -> Renamed:
 
 
 def options(loss: Value) -> list[str]:
-    """The keywords of a cross entropy, where they are not what the kernel takes by itself."""
+    """The keywords of a cross entropy that differ from the kernel's defaults."""
     given = dict(loss.arguments)
     found = []
     for name, value in [*given.items()][2:]:
@@ -400,7 +400,7 @@ def options(loss: Value) -> list[str]:
 
 
 def others(found: RuleMatch, parted: Fork) -> list[str]:
-    """What a loss of transformers is given besides logits, labels and the vocabulary's size."""
+    """The further arguments of a transformers loss: not logits, labels or vocabulary size."""
     call, file = parted.loss, found.match.file
     if len(call.args) > len(LOGITS_FIRST) or any(isinstance(a, ast.Starred) for a in call.args):
         raise Declined("the loss is given more than logits, labels and a size by position")

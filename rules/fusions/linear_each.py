@@ -1,4 +1,4 @@
-"""Query, key and value of one operand, whose gradient is added up inside the products."""
+"""Query, key and value of one operand, whose gradients are summed inside the products."""
 
 import re
 from collections.abc import Mapping
@@ -75,10 +75,10 @@ def schedule(s):
 
 
 class LinearEach(Rule):
-    """Compute query, key and value together, and add up their input's gradients in the products.
+    """Compute query, key and value together, and sum their input's gradients in the products.
 
-    The layers stay what they are, and are called one by one where one of them does more than
-    `nn.Linear`, has hooks, or autocast is on; so they can be split, wrapped and replaced as before.
+    The layers do not change, and are called one by one if one of them does more than `nn.Linear` or
+    has hooks, or if autocast is on. So they can be sharded, wrapped and replaced as before.
 
     Rewrite:
         q = self.q_proj(x).view(shape)
@@ -91,11 +91,11 @@ class LinearEach(Rule):
         v = value.view(shape)
 
     Shapes: x (..., D) -> (..., Q), (..., K) and (..., V)
-    Numerics: Reassociated: a product adds to the gradient so far before it is rounded.
+    Numerics: Reassociated: products are added to the gradient before they are rounded.
     State: Unchanged.
 
     Raises:
-        SR309 no three layers that are named so read one operand in one branch, in this order.
+        SR309 no three layers with such names read one operand in one branch, in this order.
 
     Source: `FusedDense` of github.com/Dao-AILab/flash-attention, whose product adds the residual's
     gradient in the same way.
@@ -129,7 +129,7 @@ class LinearEach(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Layers of other names."""
+        """Refuses layers of other names."""
         for role, letter in _ROLES.items():
             layer = self._layer(found, role)
             match = _ROLE.fullmatch(layer or "")
@@ -138,17 +138,17 @@ class LinearEach(Rule):
         return None
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """The operand, and the layers."""
+        """The operand and the layers."""
         layers = {f"{role}_layer": f"self.{self._layer(found, role)}" for role in _ROLES}
         return {"x": found.operands["x"], **layers}
 
     def width(self, found: RuleMatch) -> int:
-        """What the layer for the query gives."""
+        """The output features of the query layer."""
         features: int = found.live("query_weight").shape[0]
         return features
 
     def _layer(self, found: RuleMatch, role: str) -> str | None:
-        """The name of the layer, of the module itself, that a weight belongs to."""
+        """The name of the module's own layer with a weight; None if it is not called."""
         called = {n.called for n in found.match.nodes}
         path = str(found.value(f"{role}_weight").literal).removesuffix(".weight")
         return path if path in called else None

@@ -84,7 +84,7 @@ def given_keeping(scores: Tensor, mask: Tensor) -> Tensor:
     return masked_softmax(scores, keep=mask)
 
 
-# What is written where a mask is added, and where it hides.
+# The replacements for a mask that is added, and for one that hides.
 ADDING, KEEPING = (called, infix, given), (called_keeping, infix_keeping, given_keeping)
 HIDDEN: list[Hidden] = [added_if_given, *MASKS]
 SOFTMAX: list[Softmax] = [plain_softmax, float32_softmax, upcast_softmax]
@@ -148,9 +148,9 @@ def schedule(s):
 
 
 class MaskedSoftmax(Rule):
-    """Scale, mask and take the softmax of attention scores in one kernel, forward and backward.
+    """Scale, mask and softmax attention scores in one kernel, forward and backward.
 
-    Where attention does not give its weights to others, `sdpa` saves more.
+    If no other code uses the attention weights, `sdpa` saves more.
 
     Rewrite:
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
@@ -164,13 +164,13 @@ class MaskedSoftmax(Rule):
 
     Numerics:
         Reassociated: float32 inside; the weights have the dtype of the scores. A row whose tokens
-        are all hidden is not a number, as by the operations.
+        are all masked is NaN, as before.
 
     State: Unchanged.
 
     Raises:
-        SR309 another softmax, scores that are used elsewhere too, or a function that this model
-        does not attend by.
+        SR309 another softmax, scores that are used elsewhere too, or an attention function that
+        this model does not use.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
@@ -225,7 +225,7 @@ class MaskedSoftmax(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Why not: the function is not called, or what is added is no tensor."""
+        """Refuses a function that is not used, and an added number."""
         if found.is_number("mask"):
             return "what is added is a number"
         kind = found.attribute("config._attn_implementation")
@@ -234,7 +234,7 @@ class MaskedSoftmax(Rule):
         return None
 
     def replacement(self, found: RuleMatch) -> Callable[..., Any]:
-        """The product of queries and keys as it is written there."""
+        """The kernel's call around the product of queries and keys, in the original's notation."""
         adding = hidden_by(found) in (added, added_if_given)
         in_one_call, between, alone = ADDING if adding else KEEPING
         if found.alternative.pattern not in SCALED:
@@ -243,7 +243,7 @@ class MaskedSoftmax(Rule):
         return between if isinstance(product.node, ast.BinOp) else in_one_call
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What the operands are, a mask as the kernel takes it."""
+        """The operands, with a mask in the form that the kernel takes."""
         operands, hidden = dict(found.operands), hidden_by(found)
         if hidden not in (added, added_if_given):
             operands["mask"] = MASKS[hidden].format(parenthesised(operands["mask"]))
@@ -253,6 +253,6 @@ class MaskedSoftmax(Rule):
 
 
 def hidden_by(found: RuleMatch) -> Hidden:
-    """How the mask hides scores."""
+    """The function by which the mask is applied to scores."""
     pattern = found.alternative.pattern
     return SCALED[pattern][1] if pattern in SCALED else UNSCALED[pattern]

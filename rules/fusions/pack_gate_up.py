@@ -1,4 +1,4 @@
-"""Both projections of a gated linear unit in one."""
+"""Packs both projections of a gated linear unit into one layer."""
 
 from collections.abc import Sequence
 
@@ -52,13 +52,13 @@ def schedule(s):
 
 
 class PackGateUp(Packing):
-    """Compute the gate and what it gates by one linear layer, `gate_up_proj`.
+    """Compute the gate and the gated projection by one linear layer, `gate_up_proj`.
 
-    The layers are two on one operand whose results are multiplied, one of them activated, whatever
-    they are called.
+    It packs two layers with any names that read one operand, if their results are multiplied and
+    one of them is activated.
 
-    Only taken when asked for: what shards the layers by their old names finds them no more. The new
-    layer packs two blocks:
+    Only applied when asked for, since a schedule cannot shard the layers by their old names any
+    more. The new layer packs two blocks:
 
         s.apply("pack_gate_up")
         s["**.mlp.gate_up_proj"].shard("weight", axis=0, parts=2)
@@ -74,10 +74,10 @@ class PackGateUp(Packing):
     Numerics: Reassociated: the gradient of the operand is summed inside one product.
 
     State:
-        `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
-        for bit; models of transformers read and write the original's checkpoints.
+        `load_state_dict` takes the original's names, `loading.full_state_dict` returns them bitwise
+        equal; models of transformers read and write the original's checkpoints.
 
-    Raises: SR309 no such layers stand side by side; SR305 one of them is read elsewhere too.
+    Raises: SR309 there are no such layers; SR305 one of them is read elsewhere too.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -118,7 +118,7 @@ class PackGateUp(Packing):
     )
 
     def packed(self, group: Sequence[Match], graph: Graph) -> str | None:
-        """By the product that the results meet in."""
+        """The new layer's name for two layers whose results are multiplied; else None."""
         if len(group) != 2:
             return None
         calls = {match.root for match in group}
@@ -128,7 +128,7 @@ class PackGateUp(Packing):
 
 
 def _source(value: Value, calls: set[Value]) -> Value:
-    """The call that a value is, or that an activation was computed of."""
+    """The call that computes a value, possibly before an activation."""
     while value not in calls:
         inputs = [given for _, given in value.arguments if not given.is_leaf]
         if len(inputs) != 1:

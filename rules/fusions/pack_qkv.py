@@ -1,4 +1,4 @@
-"""Query, key and value projections in one."""
+"""Packs query, key and value projections into one layer."""
 
 import re
 from collections.abc import Sequence
@@ -63,13 +63,13 @@ CROSS = MODEL.replace("_proj(x)", "_proj(memory)").replace("q_proj(memory)", "q_
 class PackQkv(Packing):
     """Compute query, key and value by one linear layer, `qkv_proj`.
 
-    The layers are known by their names: `q_proj`, `query`, `q_lin` and the like. Where query reads
-    another operand, as in cross-attention, key and value alone become one `kv_proj`.
+    The layers are recognised by their names: `q_proj`, `query`, `q_lin` and others. If query reads
+    another operand, as in cross-attention, only key and value become one `kv_proj`.
 
-    Only taken when asked for: what shards the layers by their old names finds them no more, and it
-    launches fewer products, but moves as many bytes, since their gradients are copied into one
-    tensor; `linear_each` moves fewer. Sharded by heads, the new layer needs to know what it packs:
-    `parts=3`, or with grouped queries their full widths, those of query, key and value:
+    Only applied when asked for, since a schedule cannot shard the layers by their old names any
+    more. It launches fewer products, but moves as many bytes, since their gradients are copied into
+    one tensor; `linear_each` moves fewer. To shard the new layer by heads, name its blocks:
+    `parts=3`, or with grouped-query attention the full widths of query, key and value:
 
         s.apply("pack_qkv")
         s["**.self_attn.qkv_proj"].shard(["weight", "bias"], axis=0, parts=[4096, 1024, 1024])
@@ -86,10 +86,10 @@ class PackQkv(Packing):
     Numerics: Reassociated: the gradient of the operand is summed inside one product.
 
     State:
-        `load_state_dict` takes the original's names, `loading.full_state_dict` gives them back bit
-        for bit; models of transformers read and write the original's checkpoints.
+        `load_state_dict` takes the original's names, `loading.full_state_dict` returns them bitwise
+        equal; models of transformers read and write the original's checkpoints.
 
-    Raises: SR309 no such layers stand side by side; SR305 one of them is read elsewhere too.
+    Raises: SR309 there are no such layers; SR305 one of them is read elsewhere too.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
@@ -158,7 +158,7 @@ class PackQkv(Packing):
     )
 
     def packed(self, group: Sequence[Match], graph: Graph) -> str | None:
-        """By what the layers are to attention."""
+        """The new layer's name, by the roles of the layers in attention; else None."""
         roles = [_ROLE.fullmatch(str(match.root.called)) for match in group]
         letters = sorted(role[1][0] for role in roles if role is not None)
         if len(letters) < len(group) or letters not in (["k", "q", "v"], ["k", "v"]):

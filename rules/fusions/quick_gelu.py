@@ -70,8 +70,8 @@ def schedule(s):
 class QuickGelu(Rule):
     """Compute GELU's approximation by a sigmoid in one kernel, forward and backward.
 
-    Where an activation module computes it, the kernel's call stands in the place of its own, and
-    calls it where hooks are put on it later.
+    If an activation module computes it, the kernel's call replaces the module's, and calls the
+    module if that gets hooks at run time.
 
     Rewrite:
         hidden_states = self.activation_fn(hidden_states)
@@ -113,5 +113,5 @@ class QuickGelu(Rule):
     )
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, with the module that activates, if one does."""
+        """The call of the kernel, with the activation module if there is one."""
         return Calling.of(quick_gelu, ("x",), ("activation",), found.operands)

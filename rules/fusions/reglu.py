@@ -26,7 +26,7 @@ APPLY = SCHEDULE.replace("swiglu", "reglu")
 
 
 class Reglu(Rule):
-    """Multiply by ReLU of a gate in one kernel, forward and backward, dropout of it included.
+    """Multiply by ReLU of a gate in one kernel, forward and backward, with dropout of the product.
 
     Rewrite:
         self.down(F.relu(self.gate(x)) * self.up(x))
@@ -71,5 +71,5 @@ class Reglu(Rule):
     )
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, as `swiglu` has it."""
+        """The call of the kernel, as for `swiglu`."""
         return gating(reglu, found.operands)

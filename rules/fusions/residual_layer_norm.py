@@ -143,13 +143,13 @@ def schedule(s):
 
 
 class ResidualLayerNorm(Rule):
-    """Drop, add to the residual and normalise the sum in one kernel, forward and backward.
+    """Compute dropout, a residual addition and a layer norm in one kernel, forward and backward.
 
-    Before a norm that closes a block (BERT) nothing else reads the sum: `add_layer_norm`. Before
-    one that opens a block (GPT) the sum goes on as the residual: `residual_layer_norm`. The norm's
-    weight and bias are read where it was called. The bias of a linear layer right before is added
-    as well, and backwards its gradient is summed on the way. Where hooks or an adapter are put on
-    one of the modules later, it is called.
+    If the norm ends a block (BERT), nothing else reads the sum: `add_layer_norm`. If it begins a
+    block (GPT), the sum is also the next residual: `residual_layer_norm`. The norm's weight and
+    bias are read at its call. The bias of a linear layer right before is added as well, and its
+    gradient is summed in the same backward pass. A module that gets hooks or an adapter at run time
+    is called.
 
     Rewrite:
         hidden_states = self.dense(hidden_states)
@@ -176,10 +176,10 @@ class ResidualLayerNorm(Rule):
         Reseeded: on a GPU dropout draws other numbers; without it, and on a CPU, the same formula.
         The sum is rounded as before; statistics in float32.
 
-    State: Unchanged: the norm stays where it is made.
+    State: Unchanged: the constructor still makes the norm.
 
     Raises:
-        SR309 the norm does not follow the addition in one `forward`, or goes over several axes.
+        SR309 the norm does not follow the addition in the same `forward`, or has several axes.
 
     Source: Ba et al. 2016, arXiv:1607.06450; Shoeybi et al. 2019, arXiv:1909.08053.
     """
@@ -247,22 +247,22 @@ class ResidualLayerNorm(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """A norm over more than the last axis, or a sum of two that are not of one size."""
+        """Refuses a norm over more than the last axis, and summands of different sizes."""
         shape = found.live("shape")
         if not (isinstance(shape, int) or (isinstance(shape, tuple) and len(shape) == 1)):
             return "the norm is not known to go over the last axis alone"
         return broadcast(found) or called_with_more(found)
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """Of two that are added as they are, the older one is the residual."""
+        """The operands; without dropout, the older summand is the residual."""
         return added(found) | normed_by(found)
 
     def after_linear(self, found: RuleMatch) -> str:
-        """What is added to the residual."""
+        """The operand that a linear layer may produce."""
         return "residual" if are_swapped(found) else "x"
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The call, with the keywords that it needs."""
+        """The call of the kernel, with the needed keywords."""
         both = found.alternative.pattern in (dropped_and_kept, kept)
         kernel = residual_layer_norm if both else add_layer_norm
         parameters = ("x", "residual", "weight", "bias", "eps")

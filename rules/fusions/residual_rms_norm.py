@@ -1,4 +1,4 @@
-"""A residual addition, with dropout before it or not, and the root mean square norm after it."""
+"""A residual addition, optional dropout before it, and the root mean square norm after it."""
 
 from collections.abc import Callable, Mapping
 
@@ -45,7 +45,7 @@ def after_adding(norm: Callable[[Tensor, Tensor, float], Tensor]) -> list[Callab
     return [with_dropout, without]
 
 
-# What the kernel is told besides, for each way to write the norm.
+# Further arguments of the kernel, for each way to write the norm.
 NORMS: dict[Callable[..., Tensor], dict[str, str]] = {
     scaled: {},
     scaled_in_float32: {"cast": '"output"'},
@@ -110,11 +110,10 @@ def schedule(s):
 
 
 class ResidualRmsNorm(Rule):
-    """Add to the residual and normalise the sum in one kernel, forward and backward.
+    """Compute a residual addition and an RMS norm in one kernel, forward and backward.
 
-    Dropout of what is added is taken in. The norm may be a module of the file: its weight is read
-    where it was called. Where hooks or an adapter are put on it or on the dropout later, it is
-    called.
+    Dropout before the addition is included. The norm may be a module of the file, whose weight is
+    read at its call. A norm or dropout that gets hooks or an adapter at run time is called.
 
     Rewrite:
         hidden_states = residual + hidden_states
@@ -131,8 +130,8 @@ class ResidualRmsNorm(Rule):
         Reseeded: on a GPU dropout draws other numbers; without it, and on a CPU, the same formula.
         The sum is rounded as before; statistics in float32.
 
-    State: Unchanged: the norm stays where it is made.
-    Raises: SR309 the norm does not follow the addition in one `forward`.
+    State: Unchanged: the constructor still makes the norm.
+    Raises: SR309 the norm does not follow the addition in the same `forward`.
 
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
@@ -170,11 +169,11 @@ class ResidualRmsNorm(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Two things added of which one is not of the size of the sum; an unusual weight."""
+        """Refuses summands of different sizes, and weights of another shape."""
         return broadcast(found) or of_another_shape(found) or called_with_more(found)
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The call, with the keywords that it needs."""
+        """The call of the kernel, with the needed keywords."""
         parameters, keywords = (
             ("x", "residual", "weight", "eps"),
             ("norm", "offset", "cast", "dropout"),
@@ -182,12 +181,12 @@ class ResidualRmsNorm(Rule):
         return Calling.of(residual_rms_norm, parameters, keywords, self.operands(found))
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """What the kernel is told of the norm goes with what it is given."""
+        """The operands, with the arguments for the kind of norm."""
         return added(found) | normed_by(found) | PATTERNS[found.alternative.pattern]
 
 
 def added(found: RuleMatch) -> dict[str, str]:
-    """Of two that are added as they are, the older one is the residual."""
+    """The operands; without dropout, the older summand is the residual."""
     given = found.operands
     if are_swapped(found):
         given["x"], given["residual"] = given["residual"], given["x"]
@@ -195,21 +194,21 @@ def added(found: RuleMatch) -> dict[str, str]:
 
 
 def are_swapped(found: RuleMatch) -> bool:
-    """Whether the pattern's residual is what is added to another one."""
-    if found.entered is not None:  # the linear layer is one that gives what is added
+    """Whether the pattern's residual is not the residual, but the other summand."""
+    if found.entered is not None:  # the summand that the linear layer produces
         return found.entered == "residual"
     dropped = "p" in found.match.values
     return not dropped and found.value("x").order < found.value("residual").order
 
 
 def normed_by(found: RuleMatch) -> dict[str, str]:
-    """The module that normalises, where it is one that is called: it may get hooks later."""
+    """The norm's module, if it is called as one, since it may get hooks at run time."""
     layer = found.match.results[0].site.called
     return {"norm": accessor(layer)} if layer is not None else {}
 
 
 def called_with_more(found: RuleMatch) -> str | None:
-    """Why the module that normalises cannot be called with the sum; None where it can."""
+    """Why the norm's module cannot be called with only the sum; None if it can."""
     call = found.match.results[0].site
     if call.called is None:
         return None
@@ -221,7 +220,7 @@ def called_with_more(found: RuleMatch) -> str | None:
 
 
 def broadcast(found: RuleMatch) -> str | None:
-    """Why what is added is likely to be smaller than the sum; None where it is not."""
+    """Why a summand is probably broadcast; None if it is not."""
     for name in {"x", "residual"} - {found.entered}:
         value = found.value(name)
         if found.is_number(name) or value.operation in ("constant", "attribute"):

@@ -147,7 +147,7 @@ class Norm(nn.Module):
 class RmsNorm(Rule):
     """Compute a root mean square norm in one kernel, forward and backward.
 
-    Where the normalised rows leave float32, and whether one is added to the weight, stays as it is.
+    The place of the cast from float32, and an offset of 1 to the weight, stay the same.
 
     Rewrite:
         hidden_states = hidden_states.to(torch.float32)
@@ -230,12 +230,12 @@ class RmsNorm(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """A weight of another shape than the kernel reads."""
+        """Refuses a weight of another shape than the kernel reads."""
         return of_another_shape(found)
 
 
 def of_another_shape(found: RuleMatch) -> str | None:
-    """Why the weight is not the one number for each feature that the kernels read."""
+    """Why the weight is not a vector with one number for each feature; None if it is."""
     if found.is_number("weight"):
         return f"the weight, `{found.operands['weight']}`, is a number"
     weight = found.live("weight") if "weight" in found.match.values else None

@@ -109,9 +109,9 @@ def schedule(s):
 
 
 class Rotary(Rule):
-    """Turn queries and keys by their positions in one kernel, forward and backward.
+    """Apply rotary position embedding to queries and keys in one kernel, forward and backward.
 
-    Where a function of the file does it, the function calls the kernel, for all who call it.
+    If a function of the file computes it, that function calls the kernel, for all its callers.
 
     Rewrite:
         cos = cos.unsqueeze(unsqueeze_dim)
@@ -171,7 +171,7 @@ class Rotary(Rule):
         ),
     )
     refusals = (
-        # Neighbours are turned in the place of halves; the other way round; keys alone are.
+        # Neighbours are rotated instead of halves; the other direction; keys only.
         Refusal(
             MODEL.replace("x[..., : x.shape[-1] // 2]", "x[..., ::2]").replace(
                 "x[..., x.shape[-1] // 2 :]", "x[..., 1::2]"
@@ -189,6 +189,6 @@ class Rotary(Rule):
     )
 
     def width(self, found: RuleMatch) -> int | None:
-        """The size of a head, as the module that turns its queries and keys calls it."""
+        """The size of a head, from the module's attribute `head_dim`."""
         size = found.attribute("head_dim")
         return size if isinstance(size, int) else None

@@ -1,4 +1,4 @@
-"""Attention written out in tensor operations, as torch's own operation.
+"""Replaces attention that is written out in tensor operations by torch's own operation.
 
 Shapes: B batch, N heads, T tokens, S tokens attended to, H channels of a head.
 """
@@ -92,15 +92,15 @@ def masked(
     return [with_dropout, without]
 
 
-# How a mask that hides is written for the operation, which takes true for what is seen.
+# The source text of a mask for the operation, in which true means visible.
 MASKS: dict[Callable[..., Tensor], str] = {
     hidden_where_zero: "{} != 0",
     hidden_where_false: "{}",
     hidden_where_true: "~{}",
 }
-# What gives a mask another dtype.
+# Methods that change the dtype of a mask.
 CASTS = ("bool", "to", "byte", "float", "int", "type")
-# Operations that give floating point, whatever they are given; those that do if their input is.
+# Operations that always return floating point; then those that do for floating-point inputs.
 FLOATING = {"embedding", "softmax", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt"}
 PASSING = {"view", "reshape", "permute", "transpose", "expand", "unsqueeze", "contiguous", "item"}
 PASSING |= {"neg", "clone", "detach", "masked_fill", "tril", "triu", "repeat"}
@@ -162,9 +162,9 @@ def schedule(s):
 class Sdpa(Rule):
     """Compute attention by torch's `scaled_dot_product_attention`.
 
-    A mask that is a lower triangle by its construction, cut to the tokens, becomes `is_causal`. One
-    that is added, and may be boolean, gets the dtype of the queries: adding true adds one, where
-    the operation takes it for what is seen.
+    A mask that is constructed as a lower triangle, sliced to the tokens, becomes `is_causal`. An
+    added mask that may be boolean is cast to the queries' dtype: added, true is 1, but for the
+    operation true means visible.
 
     Rewrite:
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
@@ -182,14 +182,14 @@ class Sdpa(Rule):
         q (B, N, T, H), k and v (B, N, S, H), mask like (T, S) or (B, N, T, S) -> (B, N, T, H)
 
     Numerics:
-        Reseeded: dropout draws other numbers; without it, the same formula rounded elsewhere. A
-        row whose tokens are all hidden is not a number by the operations, and may be zero; where a
-        large number hides them, some of torch's kernels give its queries and keys other gradients.
+        Reseeded: dropout draws other numbers; without it, the same formula, rounded differently. A
+        row whose tokens are all masked was NaN before, and may now be zero; if a large number masks
+        them, some of torch's kernels compute other gradients for its queries and keys.
 
     State: Unchanged: a mask's buffer stays.
 
     Raises:
-        SR309 the weights are used elsewhere too, or are no plain softmax of scaled products.
+        SR309 the weights are used elsewhere too, or are not a plain softmax of scaled products.
 
     Source: Dao et al. 2022, arXiv:2205.14135; torch.nn.functional.scaled_dot_product_attention.
     """
@@ -232,7 +232,7 @@ class Sdpa(Rule):
     )
 
     def refuses(self, found: RuleMatch) -> str | None:
-        """Torch takes a number for the scale, and a tensor for a mask."""
+        """Refuses a tensor as the scale, a number as the mask, and other uses of the result."""
         if not is_plain_number(found):
             return "the scale may be a tensor"
         if found.is_number("mask"):
@@ -250,13 +250,13 @@ class Sdpa(Rule):
         return None
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The call, with the keywords that it needs."""
+        """The call of the operation, with the needed keywords."""
         given = self.operands(found)
         keywords = ("attn_mask", "dropout_p", "is_causal", "scale")
         return Calling.of(F.scaled_dot_product_attention, ("q", "k", "v"), keywords, given)
 
     def operands(self, found: RuleMatch) -> Mapping[str, str]:
-        """The text of what is given; what torch takes by itself is left out."""
+        """The source texts of the arguments, without torch's defaults."""
         scores, hidden = PATTERNS[found.alternative.pattern]
         given = dict(found.operands)
         seen = hidden in (hidden_where_zero, hidden_where_false)
@@ -276,7 +276,7 @@ class Sdpa(Rule):
 
 
 def is_plain_number(found: RuleMatch) -> bool:
-    """Whether the scale is certainly a number."""
+    """Whether the scale is known to be a number."""
     scale = found.value("scale")
     if scale.operation == "parameter":
         return isinstance(scale.node, ast.arg) and ast.unparse(
@@ -286,7 +286,7 @@ def is_plain_number(found: RuleMatch) -> bool:
 
 
 def added_mask(found: RuleMatch) -> str | None:
-    """A mask that is added, as floating point; None where that cannot be written."""
+    """The source text of an added mask in floating point; None if it cannot be written."""
     mask = found.operands["mask"]
     if is_floating(found.value("mask"), found):
         return mask
@@ -295,7 +295,7 @@ def added_mask(found: RuleMatch) -> str | None:
 
 
 def is_floating(value: Value, found: RuleMatch) -> bool:
-    """Whether a value is certainly of floating point."""
+    """Whether a value is known to be floating point."""
     first = [argument for _, argument in value.arguments[:2]]
     match value.operation:
         case "constant":
@@ -308,14 +308,14 @@ def is_floating(value: Value, found: RuleMatch) -> bool:
         case "where":
             return any(is_floating(argument, found) for _, argument in value.arguments[1:])
         case "to":
-            return first[1].literal == "torch.float32"  # of halves, queries may be another
+            return first[1].literal == "torch.float32"  # queries may have another half dtype
         case name if name in PASSING:
             return is_floating(first[0], found)
     return value.operation in FLOATING
 
 
 def is_usual(scale: str, q: str, k: str) -> bool:
-    """Whether a scale is one over the root of the channels of a head, which torch takes."""
+    """Whether a scale is torch's default, one over the square root of the head's size."""
     sizes = [f"{x}{size}" for x in (q, k) for size in (".size(-1)", ".shape[-1]", ".size(dim=-1)")]
     text = ast.unparse(ast.parse(scale, mode="eval"))
     for size in sizes:
@@ -327,10 +327,10 @@ def is_usual(scale: str, q: str, k: str) -> bool:
 
 
 def causal_where(found: RuleMatch) -> str | None:
-    """Where the mask hides what comes after a token; None where it may be another mask.
+    """The expression for `is_causal`; None if the mask may not be causal.
 
-    It is a buffer that is made as a lower triangle, cut to its first tokens. That of one token
-    hides nothing, however many keys there are: those of a cache, say.
+    A causal mask is a buffer that is made as a lower triangle, sliced to the first tokens. For one
+    token it hides nothing, however many keys there are, as with a cache.
     """
     mask = found.value("mask")
     match mask.node:
@@ -367,7 +367,7 @@ def is_lower_triangle(made: ast.expr) -> bool:
 
 
 def sizes(made: ast.expr) -> list[str]:
-    """The last two sizes of the `torch.ones` that a mask is made of; none where it is not."""
+    """The last two sizes of the `torch.ones` that a mask is made from; empty without one."""
     match made:
         case ast.Call(func=ast.Attribute(ast.Name("torch"), "ones"), args=[ast.Tuple(elts=given)]):
             return [ast.unparse(size) for size in given[-2:]]

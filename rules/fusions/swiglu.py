@@ -1,4 +1,4 @@
-"""A gated linear unit with SiLU, in one kernel; what the other gated units share with it."""
+"""A gated linear unit with SiLU, in one kernel; code that other gated units share."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,7 +22,7 @@ Pattern = Callable[..., Tensor]
 
 
 def gated_by(activation: Activation) -> tuple[Pattern, Pattern]:
-    """A product with an activated gate: with dropout of it, and without."""
+    """The patterns of a product with an activated gate: with dropout, and without."""
 
     def with_dropout(gate: Tensor, up: Tensor, p: float, training: bool) -> Tensor:
         return F.dropout(activation(gate) * up, p, training)
@@ -80,7 +80,7 @@ def schedule(s):
 
 
 class Swiglu(Rule):
-    """Multiply by SiLU of a gate in one kernel, forward and backward, dropout of it included.
+    """Multiply by SiLU of a gate in one kernel, forward and backward, with dropout of the product.
 
     Rewrite:
         self.down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -125,5 +125,5 @@ class Swiglu(Rule):
     )
 
     def expression(self, found: RuleMatch) -> Calling:
-        """The kernel, with the modules that activate and drop, to be called with what they get."""
+        """The call of the kernel, with the activation and dropout modules if there are any."""
         return gating(swiglu, found.operands)
