@@ -2,11 +2,11 @@
 
 Attention is split by heads and the MLP by its inner width, so a layer needs one all-reduce after
 each, as in Megatron-LM (arXiv 1909.08053). The vocabulary is split in the embedding and in the
-head, which share their weight. With `fork_dropout` each rank drops other places of what it holds.
+head, which share their weight. With `fork_dropout` the ranks draw different dropout masks.
 
-With `sequence_parallel` what is between the split layers (norms, dropout, the residual stream)
-lives on slices of the sequence, as in arXiv 2205.05198: an all-gather goes before attention and
-MLP, a reduce-scatter after each. The world size has to divide the sequence's length.
+With `sequence_parallel` each rank computes what is between the split layers (norms, dropout, the
+residual stream) on its slice of the sequence, as in arXiv 2205.05198: attention and MLP start with
+an all-gather and end with a reduce-scatter. The world size must divide the sequence's length.
 """
 
 from transformers import BertConfig
@@ -52,15 +52,15 @@ def schedule(
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
-    With `parallel_loss` the logits stay split where training computes a loss of them, and only
-    the loss is summed; without it they are gathered on every rank.
-    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
-    `ckpt_ratio` means nothing then.
+    With `parallel_loss` the logits stay split if training computes a loss of them, and only the
+    loss is summed over the ranks; without it every rank gathers them.
+    With `memory`, such as "40GiB", activation checkpoints are chosen so that a training step of
+    `batch` rows of `sequence` tokens fits into it on each of `ranks` that share the layers, at the
+    least time; `ckpt_ratio` is then ignored.
     With `autocast` of "bfloat16" or "float16" products are in half precision.
-    With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse` every rule that is legal and known to pay is applied before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    With `pipeline_stages` above 1 the output has a `pipeline.py` with that many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse_head:

@@ -1,12 +1,12 @@
 """Tensor parallel GPT-2, the first blocks checkpointed.
 
-`c_attn` packs query, key and value as `[q|k|v]`, so each of the three is split for itself. The
-weight of a `Conv1D` is that of a linear layer transposed: its outputs are axis 1.
+`c_attn` packs query, key and value as `[q|k|v]`, so each of the three is split separately. The
+weight of a `Conv1D` is the transpose of a linear layer's: its outputs are on axis 1.
 
-With `sequence_parallel` what is between the split layers lives on slices of the sequence, from the
-embeddings' dropout to the last norm (arXiv 2205.05198).
+With `sequence_parallel` each rank computes what is between the split layers on its slice of the
+sequence, from the embeddings' dropout to the last norm (arXiv 2205.05198).
 
-With `fork_dropout` each rank drops other places of what it holds.
+With `fork_dropout` the ranks draw different dropout masks.
 """
 
 from transformers import GPT2Config
@@ -54,15 +54,15 @@ def schedule(
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of them.
 
-    With `parallel_loss` the logits stay split where training computes a loss of them, and only
-    the loss is summed; without it they are gathered on every rank.
-    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
-    `ckpt_ratio` means nothing then.
+    With `parallel_loss` the logits stay split if training computes a loss of them, and only the
+    loss is summed over the ranks; without it every rank gathers them.
+    With `memory`, such as "40GiB", activation checkpoints are chosen so that a training step of
+    `batch` rows of `sequence` tokens fits into it on each of `ranks` that share the layers, at the
+    least time; `ckpt_ratio` is then ignored.
     With `autocast` of "bfloat16" or "float16" products are in half precision.
-    With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse` every rule that is legal and known to pay is applied before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    With `pipeline_stages` above 1 the output has a `pipeline.py` with that many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse_head:

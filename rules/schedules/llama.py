@@ -3,10 +3,10 @@
 With grouped-query attention the key/value heads are split as the query heads are, so a rank keeps
 whole groups. On more ranks than there are key/value heads, several ranks hold the same one.
 
-With `sequence_parallel` what is between the split layers lives on slices of the sequence (arXiv
-2205.05198). Rotary tables and masks are made for the whole of it, so the first layer scatters.
+With `sequence_parallel` each rank computes what is between the split layers on its slice of the
+sequence (arXiv 2205.05198). Rotary tables and masks need all of it, so the first layer scatters.
 
-With `fork_dropout` each rank drops other places of its heads, where there is dropout.
+With `fork_dropout` the ranks draw different masks for the dropout of their heads, if there is any.
 """
 
 from transformers import LlamaConfig
@@ -60,15 +60,15 @@ def schedule(
 ):
     """Splits the layers, and checkpoints the first `ckpt_ratio` of them.
 
-    With `parallel_loss` the logits stay split where training computes a loss of them, and only
-    the loss is summed; without it they are gathered on every rank.
-    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
-    `ckpt_ratio` means nothing then.
+    With `parallel_loss` the logits stay split if training computes a loss of them, and only the
+    loss is summed over the ranks; without it every rank gathers them.
+    With `memory`, such as "40GiB", activation checkpoints are chosen so that a training step of
+    `batch` rows of `sequence` tokens fits into it on each of `ranks` that share the layers, at the
+    least time; `ckpt_ratio` is then ignored.
     With `autocast` of "bfloat16" or "float16" products are in half precision.
-    With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse` every rule that is legal and known to pay is applied before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    With `pipeline_stages` above 1 the output has a `pipeline.py` with that many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse_head:

@@ -1,8 +1,8 @@
 """Tensor parallel T5, the first blocks of encoder and decoder checkpointed.
 
 The relative position bias is a table with a column for each head: it is split with the heads, in
-the first block of each stack, and the other blocks of the stack are handed this rank's part of it.
-With `fork_dropout` each rank drops other places of its heads and of its share of the MLP.
+the first block of each stack, and the stack's other blocks receive this rank's part of the bias.
+With `fork_dropout` the ranks draw different dropout masks for their heads and shares of the MLP.
 """
 
 from transformers import T5Config
@@ -47,15 +47,15 @@ def schedule(
 ):
     """Splits the blocks, and checkpoints the first `ckpt_ratio` of each stack.
 
-    With `parallel_loss` the logits stay split where training computes a loss of them, and only
-    the loss is summed; without it they are gathered on every rank.
-    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits each of `ranks` that share the layers, at the least time;
-    `ckpt_ratio` means nothing then.
+    With `parallel_loss` the logits stay split if training computes a loss of them, and only the
+    loss is summed over the ranks; without it every rank gathers them.
+    With `memory`, such as "40GiB", activation checkpoints are chosen so that a training step of
+    `batch` rows of `sequence` tokens fits into it on each of `ranks` that share the layers, at the
+    least time; `ckpt_ratio` is then ignored.
     With `autocast` of "bfloat16" or "float16" products are in half precision.
-    With `fuse` every rule that pays is applied first, before anything is split.
+    With `fuse` every rule that is legal and known to pay is applied before anything is split.
     With `fuse_head` training computes the loss without logits, and the vocabulary stays whole.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
+    With `pipeline_stages` above 1 the output has a `pipeline.py` with that many stages, run by
     DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
     """
     if fuse_head:
