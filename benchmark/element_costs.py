@@ -1,4 +1,4 @@
-"""What the elements of a model cost with what they hold and send, counted on the meta device."""
+"""Costs of a model's elements, with their memory and communication, counted on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels that `benchmark.kernels` measures: what they stand for, at which sizes.
+"""The kernels that `benchmark.kernels` measures: what they replace, at which sizes.
 
 Eager is what Hugging Face's models do. Bytes are those that have to pass through memory once: a
 kernel's inputs and outputs, and in the backward pass what it saved. They are the floor.

@@ -1,4 +1,4 @@
-"""What the scripts here share: the machine, the versions, result files and their tables."""
+"""Shared by the scripts here: the machine, the versions, result files and their tables."""
 
 from __future__ import annotations
 

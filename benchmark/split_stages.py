@@ -1,4 +1,4 @@
-"""Stages of a pipeline, made of what a model's elements cost and shared as Megatron shares them."""
+"""Stages of a pipeline, made from the costs of a model's elements and split as by Megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script in several processes, forked and not started by `torchrun`."""
+"""Runs a script in several forked processes, without `torchrun`."""
 
 import os
 import sys

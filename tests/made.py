@@ -1,4 +1,4 @@
-"""Outputs that several tests look at, made once for all of them and for all workers."""
+"""Outputs that several tests read, made once for all tests and workers."""
 
 from __future__ import annotations
 

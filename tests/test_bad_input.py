@@ -1,4 +1,4 @@
-"""Every row of the table of bad input: what the user reads, and that nothing is written."""
+"""Every row of the table of bad input: the message, and that nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line in everyday use: what it says where, and which output folders it takes."""
+"""The command line in everyday use: its output streams, and the output folders it accepts."""
 
 from __future__ import annotations
 

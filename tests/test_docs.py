@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is what the tool does; `tests/documents.py` says how it is run."""
+"""README.md and docs/ show what the tool does; `tests/documents.py` says how they are run."""
 
 import inspect
 import re

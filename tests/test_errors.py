@@ -1,4 +1,4 @@
-"""A refusal's places: where it is, what belongs to it, and who asked."""
+"""A refusal's positions: where it is, what is related, and which statement caused it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs read: `--json`, and what shells complete."""
+"""Output for programs: `--json`, and shell completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generated/` is what the bundled schedules give today."""
+"""`generated/` matches the current output of the bundled schedules."""
 
 import ast
 import json

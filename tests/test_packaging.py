@@ -1,4 +1,4 @@
-"""What a wheel holds, and that what it starts is light."""
+"""The contents of a wheel, and that what it starts is light."""
 
 import email
 import importlib

@@ -1,4 +1,4 @@
-"""What a command imports costs more than what it does: what it leaves out."""
+"""Imports cost most of a command's time: which ones a command avoids."""
 
 import json
 import os

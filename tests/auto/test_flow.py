@@ -1,4 +1,4 @@
-"""What feeds what: components of producers and consumers, as a step of a small model shows them."""
+"""Components of producers and consumers, as found by a step of a small model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models as people write them for themselves: what `--schedule auto` splits, and its numbers."""
+"""Models that people write themselves: what `--schedule auto` splits, and that numbers match."""
 
 from __future__ import annotations
 

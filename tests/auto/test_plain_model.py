@@ -1,4 +1,4 @@
-"""What is made up for a model of somebody's own."""
+"""Arguments and inputs that are made up for a model of the user's own."""
 
 import sys
 from dataclasses import dataclass, field

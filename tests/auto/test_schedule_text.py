@@ -1,4 +1,4 @@
-"""How what was found is written down."""
+"""The text of schedules that `--schedule auto` writes."""
 
 import pytest
 

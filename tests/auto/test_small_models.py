@@ -1,4 +1,4 @@
-"""Configurations and inputs that are made up for models of transformers, so that a step runs."""
+"""Configurations and inputs that are made up for transformers' models, so that a step runs."""
 
 from __future__ import annotations
 

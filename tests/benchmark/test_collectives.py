@@ -1,4 +1,4 @@
-"""What the bundled schedules send is what has to be sent."""
+"""The bundled schedules communicate no more than necessary."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism costs the host: the figures, and that a measurement works."""
+"""Host time of tensor parallelism: the recorded figures, and that a measurement works."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""What is read off the kernels' machine code, and what it has to be."""
+"""Facts read from the kernels' machine code, and their required values."""
 
 import textwrap
 

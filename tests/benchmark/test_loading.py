@@ -1,4 +1,4 @@
-"""What starting a model needs: the figures, and what of them does not depend on the machine."""
+"""Cost of starting a model: the recorded figures, and those that no machine changes."""
 
 import pytest
 

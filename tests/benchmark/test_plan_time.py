@@ -1,4 +1,4 @@
-"""How near planned time is: the figures, and that they are what is predicted today."""
+"""Accuracy of planned times: the recorded figures match today's predictions."""
 
 import pytest
 

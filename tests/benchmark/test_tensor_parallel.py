@@ -1,4 +1,4 @@
-"""A step of ours beside other ways to split a model: what does not depend on the machine."""
+"""Our step and other ways to split a model: the figures that do not depend on the machine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Counting what a training step moves."""
+"""Counts of a training step's memory traffic."""
 
 import json
 import os

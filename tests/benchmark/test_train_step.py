@@ -1,4 +1,4 @@
-"""The benchmark of training steps, tried out where there is no GPU."""
+"""The benchmark of training steps, tried out without a GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ranks that train otherwise what each has a copy of are told so, by the fourth batch."""
+"""Ranks that train their copies of a parameter differently get an error by the fourth batch."""
 
 from __future__ import annotations
 

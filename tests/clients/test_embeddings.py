@@ -1,4 +1,4 @@
-"""What transformers does to a model's embeddings: at several ranks it is right, or refused."""
+"""Changes that transformers makes to embeddings are right at several ranks, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An overflow in one rank's part is one of all ranks, by torch's scaler for sharded gradients."""
+"""Torch's scaler for sharded gradients makes all ranks see an overflow in one rank's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other libraries do to split layers: at several ranks it is right, or refused at once."""
+"""Changes of split layers by other libraries are right at several ranks, or refused at once."""
 
 import copy
 import io

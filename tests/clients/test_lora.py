@@ -1,4 +1,4 @@
-"""PEFT's LoRA at several ranks: the adapter of one process, trained alike."""
+"""PEFT's LoRA at several ranks: the same adapter and training as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer on tensor-parallel ranks, as the example does it, is that of one process."""
+"""Trainer on tensor-parallel ranks, as in the example, trains as in one process."""
 
 from __future__ import annotations
 

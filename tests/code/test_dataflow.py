@@ -1,4 +1,4 @@
-"""Which names stand in some text, and what binds them."""
+"""The names in some source text, and what binds them."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""What expressions are worth, by what their names are worth."""
+"""The values of expressions, from the values of their names."""
 
 import ast
 

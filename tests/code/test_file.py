@@ -1,4 +1,4 @@
-"""A source file's index: names, places, and what is wrong with files that cannot be read."""
+"""A source file's index: names, positions, and errors for files that cannot be read."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a function changes in place after it handed it to `take`."""
+"""In-place changes of values that a function has passed to `take`."""
 
 import ast
 import textwrap

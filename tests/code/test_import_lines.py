@@ -1,4 +1,4 @@
-"""Import statements: from elsewhere, with other names, gone, or new ones behind them."""
+"""Import statements: moved, renamed, removed, or followed by new ones."""
 
 import ast
 from pathlib import Path

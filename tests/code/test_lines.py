@@ -1,4 +1,4 @@
-"""Lines before and after statements, also where several stand on one line."""
+"""Lines before and after statements, also if several are on one line."""
 
 import ast
 import textwrap

@@ -1,4 +1,4 @@
-"""What a run of statements needs and gives."""
+"""The inputs and outputs of a run of statements, by liveness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statements in a row: their text at column 0, and what takes their place."""
+"""Consecutive statements: their text at column 0, and their replacement."""
 
 import ast
 import textwrap

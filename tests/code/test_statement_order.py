@@ -1,4 +1,4 @@
-"""Which statements may change places, and in which orders."""
+"""Which statements may be swapped, and the allowed orders."""
 
 from __future__ import annotations
 

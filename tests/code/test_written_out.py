@@ -1,4 +1,4 @@
-"""What a function computes, in the words of a call of it."""
+"""A function's result, written out with the arguments of a call."""
 
 import ast
 

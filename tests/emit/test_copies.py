@@ -1,4 +1,4 @@
-"""Classes that another file than the model's defines: that file is rewritten beside it."""
+"""Classes from another file than the model's: that file is rewritten as well."""
 
 from __future__ import annotations
 

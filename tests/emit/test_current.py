@@ -1,4 +1,4 @@
-"""What has not changed is not rewritten; what may have is."""
+"""An output is rewritten only if something that it depends on may have changed."""
 
 from __future__ import annotations
 

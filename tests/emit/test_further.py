@@ -1,4 +1,4 @@
-"""`--with NAME`: helpers that an output holds only where they are asked for."""
+"""`--with NAME`: helpers that an output has only on request."""
 
 import json
 

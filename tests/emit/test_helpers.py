@@ -1,4 +1,4 @@
-"""What helper files hold, by what is used of them."""
+"""The contents of helper files, by which of their definitions are used."""
 
 import black
 import pytest

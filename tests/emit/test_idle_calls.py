@@ -1,4 +1,4 @@
-"""Calls that change nothing of what they were called on are warned of, with their place."""
+"""Calls that change nothing in their selection cause a warning with their position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rewrite leaves no import behind that it made idle, and takes none that was idle before."""
+"""A rewrite removes imports that it made unused, and keeps those that were unused before."""
 
 from __future__ import annotations
 

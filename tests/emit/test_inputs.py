@@ -1,4 +1,4 @@
-"""`--check` knows every file of the user's that went into an output."""
+"""`--check` knows every file of the user's that an output depends on."""
 
 from __future__ import annotations
 

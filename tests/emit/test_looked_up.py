@@ -1,4 +1,4 @@
-"""Parts whose class transformers looks up by their configuration's: the output makes its own."""
+"""Modules whose class transformers looks up by configuration: the output uses its own class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`from_pretrained` and `save_pretrained` of models in which modules have other weights."""
+"""`from_pretrained` and `save_pretrained` of models with modules that have other weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries that refuse a second registration, and have that of the original."""
+"""Registries that refuse a second registration after the original's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One folder of helpers for several outputs: always what they need together, and no more."""
+"""One folder of helpers for several outputs: all that they need together, and no more."""
 
 from __future__ import annotations
 

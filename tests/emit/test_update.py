@@ -1,4 +1,4 @@
-"""An output is rewritten with what it was made of, and what is new is shown."""
+"""An output is rewritten from its own record of inputs, and differences are shown."""
 
 from __future__ import annotations
 

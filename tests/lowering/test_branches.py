@@ -1,4 +1,4 @@
-"""What stands around a branch goes into its arms, where a pattern is found on both of its sides."""
+"""Statements around a branch move into its arms, if a pattern spans the branch."""
 
 from __future__ import annotations
 

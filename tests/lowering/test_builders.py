@@ -1,4 +1,4 @@
-"""Models whose parts are made by functions, which give them to classes."""
+"""Models whose modules are made by functions and passed to classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns of several results as methods and as compiled functions of their own."""
+"""Patterns with several results, as methods and as separate compiled functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of a match: the text around it, who shares it, what is left behind."""
+"""The replacement of a match: surrounding text, shared classes, leftover definitions."""
 
 from __future__ import annotations
 

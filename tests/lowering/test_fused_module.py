@@ -1,4 +1,4 @@
-"""One module in the place of several on one operand."""
+"""One module that replaces several with the same operand."""
 
 from __future__ import annotations
 

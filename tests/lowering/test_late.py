@@ -1,4 +1,4 @@
-"""A layer that is split by an attribute that the constructor sets later."""
+"""Layers that are split in units of an attribute that the constructor sets later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements of nested lists change, where one statement in two loops makes them all."""
+"""Changes of single elements of nested lists that one statement in two loops makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpointed module does twice: buffers change once, and what cannot is refused."""
+"""Side effects of a checkpointed module: buffers change once, others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches of constructors that the model did not take: refused where parts would meet them."""
+"""Constructor branches that the model did not take: refused if they would get parts."""
 
 from __future__ import annotations
 

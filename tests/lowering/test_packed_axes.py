@@ -1,4 +1,4 @@
-"""Sizes of packed blocks, which hold in other configurations than the one that is scheduled."""
+"""Sizes of packed blocks that also hold for other configurations than the scheduled one."""
 
 from __future__ import annotations
 

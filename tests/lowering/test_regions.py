@@ -1,4 +1,4 @@
-"""Parts of a `forward`: which statements they are, how they are taken out, and when not."""
+"""Regions of a `forward`: their statements, their extraction, and refusals."""
 
 from __future__ import annotations
 

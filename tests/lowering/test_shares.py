@@ -1,4 +1,4 @@
-"""Slices by fractions: written as a share of what the constructor counts, right at every depth."""
+"""Slices by fractions: written as a share of the constructor's count, right at every depth."""
 
 from __future__ import annotations
 

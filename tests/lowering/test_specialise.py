@@ -1,4 +1,4 @@
-"""Instances of one class that are treated differently, in the ways that models make them."""
+"""Instances of one class that are treated differently, for each way that models make them."""
 
 from __future__ import annotations
 

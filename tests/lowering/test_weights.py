@@ -1,4 +1,4 @@
-"""Replacements whose weights are other than the original's: in, out, and what does not fit."""
+"""Replacements with other weights than the original's: loading, saving, and misfits."""
 
 from __future__ import annotations
 

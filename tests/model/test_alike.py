@@ -1,4 +1,4 @@
-"""Elements of module lists that stand for others."""
+"""Elements of module lists that represent equal ones."""
 
 from __future__ import annotations
 

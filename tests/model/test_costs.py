@@ -1,4 +1,4 @@
-"""What elements cost: against published formulas, and against the model itself."""
+"""Costs of elements, compared with published formulas and with the model itself."""
 
 import pytest
 import torch

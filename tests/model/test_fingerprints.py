@@ -1,4 +1,4 @@
-"""Modules that a reader cannot tell apart are read once, however many layers there are."""
+"""Modules with equal fingerprints are read once, however many layers there are."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""What a rewrite has read is forgotten with it: one process may carry out many."""
+"""A rewrite's caches are freed with it, so one process can run many rewrites."""
 
 import gc
 import weakref

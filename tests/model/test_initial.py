@@ -1,4 +1,4 @@
-"""What is known of how a model of transformers initialises modules, without memory."""
+"""How a transformers model initialises its modules, found without memory."""
 
 from types import SimpleNamespace
 

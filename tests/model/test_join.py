@@ -1,4 +1,4 @@
-"""Every module joined to the expression that made it, held against the running constructors."""
+"""Modules are joined to the expressions that made them, as the running constructors show."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""What a constructor may read of the tensors that it makes, where none has memory."""
+"""What a constructor may read of its tensors on the meta device."""
 
 import pytest
 import torch

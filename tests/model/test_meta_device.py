@@ -1,4 +1,4 @@
-"""Results of operations on the meta device that are known from before."""
+"""Cached results of operations on the meta device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is run before an output is written."""
+"""The rehearsal that runs before an output is written."""
 
 import threading
 import time

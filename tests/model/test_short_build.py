@@ -1,4 +1,4 @@
-"""Models built again without the layers that others stand for."""
+"""Models built again without the layers that others represent."""
 
 import types
 

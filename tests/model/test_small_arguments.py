@@ -1,4 +1,4 @@
-"""Small models of classes that are somebody's own: which numbers their constructors are given."""
+"""Small models of the user's own classes: the numbers that their constructors get."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Slapo's deferred initialisation, on source: ranks get parts of what one construction gives."""
+"""Slapo's deferred initialisation, on source: ranks get parts of one construction's weights."""
 
 from __future__ import annotations
 

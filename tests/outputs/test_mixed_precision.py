@@ -1,4 +1,4 @@
-"""Outputs that compute in half precision: rounding apart the original, on several ranks as well."""
+"""Half-precision outputs match the original up to rounding, on several ranks as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss of logits that stay split over the vocabulary, in the forms that models write it in."""
+"""A loss of logits that stay split over the vocabulary, in the forms that models use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks, adapters and FSDP units that are put on modules which kernels stand for."""
+"""Hooks, adapters and FSDP units that are added to modules which kernels replace."""
 
 from __future__ import annotations
 

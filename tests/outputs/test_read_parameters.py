@@ -1,4 +1,4 @@
-"""Whole parameters that are used on parts, where another module than their own reads them."""
+"""Whole parameters that are used on parts, and read by another module than their own."""
 
 from __future__ import annotations
 

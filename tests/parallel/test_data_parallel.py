@@ -1,4 +1,4 @@
-"""Data parallel beside tensor parallel: two replicas of two ranks, by what people train with.
+"""Data parallelism with tensor parallelism: two replicas of two ranks, by common trainers.
 
 Every step is held against one process that trains the original on both replicas' batches: the loss,
 the gradients, and the full state dict at the end.

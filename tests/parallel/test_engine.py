@@ -1,4 +1,4 @@
-"""What DeepSpeed's pipeline engine offers beside training steps, with stages in real processes."""
+"""DeepSpeed's pipeline engine beyond training steps, with stages in real processes."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a call or a statement does besides giving a value stands in the way of a match."""
+"""Side effects of calls and statements prevent a match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call takes the place of, and which operands it is given there."""
+"""The code that a call replaces, and the operands that it gets there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that are alike are read once; where they differ, each is read by itself."""
+"""Equal modules are read once; modules that differ are read separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no pattern is refused, with its line and the schedule's."""
+"""Functions that are not patterns are refused, with their line and the schedule's."""
 
 from __future__ import annotations
 

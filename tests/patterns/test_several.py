@@ -1,4 +1,4 @@
-"""Patterns that return several values: where the one call stands, and what names its results."""
+"""Patterns that return several values: the position of their call, and its results' names."""
 
 from __future__ import annotations
 

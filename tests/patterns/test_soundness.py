@@ -1,4 +1,4 @@
-"""What is found may be replaced: random programs give the same numbers with a call in its place."""
+"""Matches may be replaced: random programs with calls in their place give the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a computation is spelled, the answer is the same."""
+"""A computation is matched in every spelling."""
 
 from __future__ import annotations
 

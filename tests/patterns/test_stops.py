@@ -1,4 +1,4 @@
-"""What stands in the way of a match, and that nothing else does."""
+"""What prevents a match, and that nothing else does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plan -o` writes is followed: the lines of the launch script, with DeepSpeed's settings."""
+"""The launch script that `plan -o` writes can be followed, with DeepSpeed's settings."""
 
 import re
 from pathlib import Path

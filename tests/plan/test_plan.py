@@ -1,4 +1,4 @@
-"""`slapo-rewrite plan`: what is predicted, what is refused, what is written."""
+"""`slapo-rewrite plan`: its predictions, its refusals, and its files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Slapo's `annotate`, on source: attributes of parameters that outlive whatever else is done."""
+"""Slapo's `annotate`, on source: parameter attributes that survive all other changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule where it can be carried out; elsewhere it says why not."""
+"""`apply_all` applies every rule where it can, and reports why not elsewhere."""
 
 from tests.rewriting import changed_lines, rewritten
 

@@ -1,4 +1,4 @@
-"""What a primitive's signature says of the types of its arguments, also of one of somebody else."""
+"""Argument types in signatures of primitives, including those that users add."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""What carries out the function that a rule calls: `apply` and `apply_all` with a backend."""
+"""Implementations of the functions that rules call: `apply` and `apply_all` with a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoint(budget=...)`: what it chooses, and that a real step takes what it says."""
+"""`checkpoint(budget=...)`: its choices, and that a real step takes the predicted memory."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The measures that stages are made even by, on published models."""
+"""The measures by which stages are balanced, on published models."""
 
 from itertools import pairwise
 

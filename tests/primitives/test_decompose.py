@@ -1,4 +1,4 @@
-"""Biases added where linear layers are called: numbers, parentheses, and what stands against it."""
+"""Biases added at calls of linear layers: numbers, parentheses, and obstacles."""
 
 from __future__ import annotations
 

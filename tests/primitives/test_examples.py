@@ -1,4 +1,4 @@
-"""Every primitive's worked examples and refusals are run as they stand in its file."""
+"""Every primitive's worked examples and refusals are run exactly as in its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `find` of the public Slapo finds, ours finds in source, and what it finds wrongly not."""
+"""Our `find` on source finds what the public Slapo's finds, except its wrong matches."""
 
 from __future__ import annotations
 

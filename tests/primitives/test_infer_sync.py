@@ -1,4 +1,4 @@
-"""`infer_sync` writes what one would have written by hand, and nothing that is there already."""
+"""`infer_sync` adds the syncs that one would write by hand, and none that exist already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A primitive is one file: its change, and what it reads and refuses. This is such a file."""
+"""A primitive is one file with its change, its inputs and its refusals. This is such a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed of primitives and rules is read from their files: it is what these define."""
+"""The pages of primitives and rules match the definitions in their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`release`, on source: what is dropped, that it frees memory, and that numbers stay."""
+"""`release`, on source: what it drops, that it frees memory, and that numbers are unchanged."""
 
 from __future__ import annotations
 

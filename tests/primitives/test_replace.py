@@ -1,4 +1,4 @@
-"""Replacing whole modules, also such as are not made by a plain call of their class."""
+"""Replacing whole modules, also those that are not made by a plain call of their class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads pages of HTML, as far as tests ask for what they say."""
+"""Reads the text of HTML pages, as far as tests need it."""
 
 from __future__ import annotations
 

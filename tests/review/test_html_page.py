@@ -1,4 +1,4 @@
-"""What the page for review says; not how it looks."""
+"""The contents of the page for review, not its appearance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the comment for a pull request says."""
+"""The contents of the comment for a pull request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the rules, those that lie beside the package under test."""
+"""Tests of the rules in the folder `rules/`."""
 
 from slapo_rewrite.fusion.registry import rules
 

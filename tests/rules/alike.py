@@ -1,4 +1,4 @@
-"""A model and what rules make of it, side by side: outputs, gradients and buffers."""
+"""Compares a model with its fused version: outputs, gradients and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that look like what rules take: whatever is made of them gives the same numbers."""
+"""Models that resemble what rules match: the result gives the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in ways that are near to what torch's operation does, and not quite that."""
+"""Attention that is close to torch's operation, but not the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers that a kernel is handed, to add their biases: which, and which not."""
+"""Which linear layers are passed to a kernel that adds their biases, and which are not."""
 
 from __future__ import annotations
 

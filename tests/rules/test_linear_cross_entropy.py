@@ -1,4 +1,4 @@
-"""Losses without logits in the models of transformers: as the original's, whatever is given."""
+"""Losses without logits in transformers' models: the original's, for all arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rules for rotary embeddings, softmax and losses take hold, and what the losses give."""
+"""Where the rules for rotary embeddings, softmax and losses apply, and the losses' values."""
 
 from __future__ import annotations
 

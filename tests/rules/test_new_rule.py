@@ -1,4 +1,4 @@
-"""A rule is one file: what it looks for, what it writes. This is such a file."""
+"""A rule is one file with its pattern and its replacement. This is such a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an output says of rules: its files, its record, and what explain makes of it."""
+"""Rules in an output: its files, its record, and its `explain`."""
 
 from __future__ import annotations
 

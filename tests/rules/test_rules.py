@@ -1,4 +1,4 @@
-"""Every rule's worked examples and refusals are run as they stand in its file, numbers included."""
+"""Every rule's worked examples and refusals are run exactly as in its file, with numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that look like what a rule takes, and are not quite that: the numbers stay the same."""
+"""Models that resemble what a rule matches, but differ: the numbers stay the same."""
 
 from __future__ import annotations
 

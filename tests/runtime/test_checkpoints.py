@@ -1,4 +1,4 @@
-"""What several ranks hold, put together in one process."""
+"""Checkpoints of several ranks, joined in one process."""
 
 from pathlib import Path
 

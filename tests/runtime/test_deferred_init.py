@@ -1,4 +1,4 @@
-"""Constructors that run without memory: every value and every random number as ever."""
+"""Constructors that run without memory give the usual values and random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that a call leaves as they were."""
+"""Buffers that a call leaves unchanged."""
 
 import torch
 from torch import nn

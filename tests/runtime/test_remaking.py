@@ -1,4 +1,4 @@
-"""Submodules that are made anew in a subclass's constructor."""
+"""Submodules that are made again in a subclass's constructor."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What is left of a model that a stage is made of."""
+"""The parts of a model that a stage keeps."""
 
 import math
 from contextlib import nullcontext

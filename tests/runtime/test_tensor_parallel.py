@@ -1,4 +1,4 @@
-"""Sharded layers and collectives against the whole layers that they stand for.
+"""Sharded layers and collectives, compared with the whole layers that they replace.
 
 The checks run on every rank of real gloo groups, in double precision, where agreement to 1e-12
 leaves no room for a wrong formula.

@@ -1,4 +1,4 @@
-"""Weights made of another module's, whole or in part, and put back bit for bit."""
+"""Weights made from another module's, whole or in part, and converted back bit for bit."""
 
 import functools
 

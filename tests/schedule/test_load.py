@@ -1,4 +1,4 @@
-"""Schedule files: knobs, their types, and what is wrong with a file."""
+"""Schedule files: knobs, their types, and errors in a file."""
 
 from __future__ import annotations
 

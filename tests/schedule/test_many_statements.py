@@ -1,4 +1,4 @@
-"""Work grows with the statements of a schedule, and no faster."""
+"""Work grows linearly with the number of a schedule's statements."""
 
 import gc
 import time

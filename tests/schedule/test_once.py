@@ -1,4 +1,4 @@
-"""A schedule runs once, also where some of its lines change the source."""
+"""A schedule runs once, also if some of its lines change the source."""
 
 from __future__ import annotations
 

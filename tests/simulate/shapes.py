@@ -1,4 +1,4 @@
-"""The models that stages are cut of, as configurations: nothing is downloaded."""
+"""Configurations of the models that are cut into stages: nothing is downloaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

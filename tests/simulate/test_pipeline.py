@@ -1,4 +1,4 @@
-"""Simulated steps: against the formula for equal stages, and against what must hold for any."""
+"""Simulated steps: the formula for equal stages, and properties of all stages."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Stages made of a model's costs."""
+"""Stages made from a model's costs."""
 
 from dataclasses import replace
 

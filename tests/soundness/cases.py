@@ -1,4 +1,4 @@
-"""What was accepted once and was wrong: each is refused, or right.
+"""Cases that were once accepted and wrong: each is refused, or right.
 
 A case is a context and a statement of `ops`, or a model and a schedule of its own.
 """

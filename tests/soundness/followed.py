@@ -1,4 +1,4 @@
-"""What the static check alone has to see, or not to be in the way of: no model is run before.
+"""Cases for the static check alone to refuse or to accept: no model is run before.
 
 What is run may by chance say nothing: a gradient too small to be clamped, a branch not taken.
 """

@@ -1,4 +1,4 @@
-"""What a model gives for its inputs, and whether two models give the same.
+"""A model's results for its inputs, and whether two models give the same.
 
 Imports torch only: the ranks that run a rewritten model cannot see the tool.
 """

@@ -1,4 +1,4 @@
-"""Single statements, on values of which a rank has a part, a slice or a partial sum."""
+"""Single statements on values of which a rank has a part, a slice or a partial sum."""
 
 from __future__ import annotations
 

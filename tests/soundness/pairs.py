@@ -1,4 +1,4 @@
-"""A model and a schedule, and what becomes of them: refused, right, wrong, or a failure."""
+"""Pairs of a model and a schedule, and their outcome: refused, right, wrong, or a failure."""
 
 from __future__ import annotations
 

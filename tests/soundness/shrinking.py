@@ -1,4 +1,4 @@
-"""Makes what shows a defect smaller, for as long as it shows the same one."""
+"""Shrinks a case that shows a defect, as long as it still shows the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ordinary computations in the ways that Python lets people write them.
+"""Ordinary computations in the ways that Python allows to write them.
 
 Where `blocks` varies what is computed, this varies how it is held, called and returned: layers in
 dictionaries and lists, by another name, in loops, closures and properties; sizes from configurations,

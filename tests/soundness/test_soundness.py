@@ -1,4 +1,4 @@
-"""What the tool accepts gives the original's numbers, and what is ordinary it accepts.
+"""What the tool accepts gives the original's numbers, and it accepts ordinary models.
 
 `make fuzz SECONDS=600` goes on where the random pairs here end.
 """

@@ -1,4 +1,4 @@
-"""What gets to the next stage without being a tensor of the backward pass."""
+"""Values that cross to the next stage without being tensors of the backward pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which statements of a stage ran, where a value stands in for another one."""
+"""Which statements of a stage ran, if one value stands in for another."""
 
 from __future__ import annotations
 

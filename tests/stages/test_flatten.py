@@ -1,4 +1,4 @@
-"""What is left out of a `forward`, written before a line, or kept as it stands."""
+"""Statements that are left out of a `forward`, written before a line, or kept."""
 
 import pytest
 

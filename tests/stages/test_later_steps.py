@@ -1,4 +1,4 @@
-"""What only a later step, eval mode or another process shows of stages."""
+"""Behaviour of stages that only a later step, eval mode or another process shows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Loops over layers: what their rounds read like in each stage."""
+"""Loops over layers: the text of their iterations in each stage."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Cuts inside of layers that hold layers of their own: the rounds of an outer loop one by one."""
+"""Cuts inside layers that hold further layers: the iterations of an outer loop one by one."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Cuts inside a module whose class stands in another file than the model's."""
+"""Cuts inside a module whose class is in another file than the model's."""
 
 import pytest
 

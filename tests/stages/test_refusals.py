@@ -1,4 +1,4 @@
-"""Where no stage can end: said with the model's line, the schedule's, and what to do."""
+"""Where no stage can end: refused with the model's line, the schedule's, and advice."""
 
 import dataclasses
 

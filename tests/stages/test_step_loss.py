@@ -1,4 +1,4 @@
-"""A loss that the schedule works out, trained by both engines, against the original."""
+"""A loss that the schedule computes, trained by both engines, against the original."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What stages read like."""
+"""The text of stages."""
 
 import ast
 from pathlib import Path

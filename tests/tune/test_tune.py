@@ -1,4 +1,4 @@
-"""Searches that run a command: what schedules declare, what is tried, kept and refused."""
+"""Searches that run a command: declared knobs, trials, kept results, and refusals."""
 
 import contextlib
 import json

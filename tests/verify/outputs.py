@@ -1,4 +1,4 @@
-"""A small model, and a right output for it by hand; tests break it in one place each."""
+"""A small model with a correct handwritten output, which tests break in one place each."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Checks of two models in one process: rounding, buffers, and what the rewritten one is made of."""
+"""Checks of two models in one process: rounding, buffers, and the rewritten one's modules."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The report's words, without processes."""
+"""The text of the report, without processes."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Verification in real processes: it passes what is right, and says what is wrong in words."""
+"""Verification in real processes: it accepts correct outputs, and explains errors."""
 
 import json
 import os

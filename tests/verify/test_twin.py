@@ -1,4 +1,4 @@
-"""Small models that stand for large ones."""
+"""Small models that represent large ones."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Attention as people write it: what a rank's share of the heads changes in it, and what not."""
+"""Attention as people write it: what a rank's share of the heads changes, and what not."""
 
 from __future__ import annotations
 

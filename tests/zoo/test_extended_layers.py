@@ -1,4 +1,4 @@
-"""Classes of the file that extend a torch layer, and those who read a split layer's size."""
+"""Classes that extend a torch layer, and code that reads a split layer's size."""
 
 from __future__ import annotations
 

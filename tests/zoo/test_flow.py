@@ -1,4 +1,4 @@
-"""Schedules whose numbers would come out wrong are refused, with the line that is missing."""
+"""Schedules with wrong results are refused, with the line that is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions with a `backward` of their own work on parts where that is right, and nowhere else."""
+"""Functions with their own `backward` run on parts where that is right, and only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some instances of a class differ: subclasses, and what they inherit and make."""
+"""Some instances of a class differ: their subclasses, and what these inherit and construct."""
 
 from __future__ import annotations
 

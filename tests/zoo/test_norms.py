@@ -1,4 +1,4 @@
-"""Norms that a model file writes out, over features of which a rank has only its part."""
+"""Norms that a model file writes out, over features that are split over the ranks."""
 
 from __future__ import annotations
 

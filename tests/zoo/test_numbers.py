@@ -1,4 +1,4 @@
-"""The numbers of models whose text the tests beside this one look at, in one start of processes."""
+"""Numbers of models whose text the neighbouring tests check, in one start of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that do not run on the meta device: their small twin is followed in their place."""
+"""Models that do not run on the meta device: their small twin is traced instead."""
 
 from __future__ import annotations
 

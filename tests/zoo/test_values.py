@@ -1,4 +1,4 @@
-"""Collectives at values inside of `forward`: stated by the value's name, and inferred."""
+"""Collectives at values inside `forward`: stated by the value's name, and inferred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds a kernel against the operations it stands for: in float64, and in its own dtype."""
+"""Compares a kernel with the operations that it replaces, in float64 and in its own dtype."""
 
 from __future__ import annotations
 

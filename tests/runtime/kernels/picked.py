@@ -1,4 +1,4 @@
-"""Kernels as one file, as an output would hold them: only the definitions in use."""
+"""Kernels as one file, as in an output: only the definitions in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels, tried out where there is no GPU."""
+"""The benchmark of the kernels, tried out without a GPU."""
 
 import json
 import os

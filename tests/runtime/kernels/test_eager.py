@@ -1,4 +1,4 @@
-"""What rules call, in PyTorch's operations alone: the kernels' numbers, in files of their own."""
+"""The functions that rules call, in PyTorch's operations alone, match the kernels' numbers."""
 
 from __future__ import annotations
 

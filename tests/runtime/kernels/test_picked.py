@@ -1,4 +1,4 @@
-"""Kernels taken out of their files: what an output holds of them works, and reads well."""
+"""Kernels copied from their files into an output work, and read well."""
 
 import ast
 import os

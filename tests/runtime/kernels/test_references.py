@@ -1,4 +1,4 @@
-"""What runs without a GPU: PyTorch's operations, bit for bit as the models write them."""
+"""The references that run without a GPU: bit for bit the PyTorch operations of the models."""
 
 import pytest
 import torch
