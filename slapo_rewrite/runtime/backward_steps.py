@@ -1,4 +1,4 @@
-"""Updates of parameters while the backward pass goes on."""
+"""Updates of parameters during the backward pass."""
 
 from collections.abc import Callable, MutableMapping
 from functools import partial
@@ -22,20 +22,20 @@ class StepsInBackward(nn.Module):
         make_optimizer: Callable[[str, nn.Parameter], Optimizer],
         replicas: dist.ProcessGroup | None = None,
     ) -> dict[str, Optimizer]:
-        """Has `backward` update the parameters; each gradient is dropped once it is used.
+        """Makes `backward` update the parameters and drop each gradient after its use.
 
-        Called once before training, in the place of making one optimizer:
+        Call it once before training, instead of making one optimizer:
 
             model.step_in_backward(lambda name, parameter: AdamW([parameter], lr=1e-4))
 
-        Each `backward` is a step: gradients cannot be accumulated over several, nor
-        scaled, nor clipped by the norm of all. What reads them later finds none, so
-        that `clip_grad_norm_` clips nothing and returns 0; a step by one of the
-        optimizers raises. It is not for a model inside `DistributedDataParallel`, FSDP
-        or ZeRO, which add gradients up later; give `replicas` instead.
+        Each `backward` is a step: gradients cannot be accumulated over several, scaled
+        or clipped by their total norm. Afterwards there are none: `clip_grad_norm_`
+        clips nothing and returns 0, and a step by one of the optimizers raises an
+        error. It is not for a model inside `DistributedDataParallel`, FSDP or ZeRO,
+        which add up gradients later; pass `replicas` instead.
 
         Args:
-            make_optimizer: Makes the optimizer of one parameter, also given its name.
+            make_optimizer: Makes a parameter's optimizer, given its name and itself.
             replicas: The data-parallel processes, over which gradients are averaged. All
                 have to use the same parameters in a step.
 
@@ -79,7 +79,7 @@ class StepsInBackward(nn.Module):
 
         for number, (name, optimizer) in enumerate(optimizers.items()):
             parameter: Any = self.get_parameter(name)
-            # The training loop's own step would do nothing, and hide what is wrong.
+            # A step by the training loop would do nothing, and hide the mistake.
             optimizer.register_step_pre_hook(partial(refuse_late, name, parameter))
             _UPDATED[parameter] = True
             hook = partial(step, optimizer, number)

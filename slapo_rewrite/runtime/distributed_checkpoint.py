@@ -22,13 +22,13 @@ from .shards import Shard, rank
 
 
 def sharded_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
-    """What `save` and `load` of torch.distributed.checkpoint take, on every rank.
+    """The state for `save` and `load` of torch.distributed.checkpoint, on every rank.
 
         checkpoint.save({"train": sharded_state(model, optimizer)}, checkpoint_id=path)
         checkpoint.load({"train": sharded_state(model, optimizer)}, checkpoint_id=path)
 
-    Tensors are stored under the model's own names, and each rank's part of one by where
-    it lies in the full tensor.
+    Tensors are stored under the model's own names, and each rank's part by its position
+    in the full tensor.
 
     Args:
         model: The model itself, which FSDP2 may have divided further.
@@ -54,11 +54,11 @@ class ShardedState:
         """Full tensors, of which this rank holds parts.
 
         Raises:
-            ValueError: An optimizer keeps a tensor of another shape for a part.
+            ValueError: An optimizer's state of a part has another shape than the part.
         """
         state: Any = get_state_dict(self.model, self.optimizers)
         model, optimizer = state
-        # The optimizers' own dictionaries are among these.
+        # Copies, since these are the optimizers' own dictionaries.
         kept = {name: dict(own) for name, own in optimizer.get("state", {}).items()}
         for name, shard in shards(self.model).items():
             part = model.get(name)
@@ -76,7 +76,7 @@ class ShardedState:
         return {"model": model, "optimizer": {**optimizer, "state": kept}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was read into this rank's parts."""
+        """Loads the parts that were read for this rank."""
         model, optimizer = state_dict["model"], state_dict["optimizer"]
         for tensors in (model, *optimizer.get("state", {}).values()):
             for name, tensor in tensors.items():
@@ -93,8 +93,8 @@ class FullTensor(Tensor):
     """Stands for a full tensor in a state dict, and takes no memory.
 
     Attributes:
-        part: What this rank holds of it.
-        pieces: The blocks of that, by where each begins in the full tensor.
+        part: This rank's part of it.
+        pieces: The part's blocks, by the position in the full tensor where each begins.
     """
 
     part: Tensor
@@ -136,14 +136,14 @@ class FullTensor(Tensor):
         return parent.__torch_function__(func, types, args, kwargs or {})
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Where the pieces lie."""
+        """The offset and size of each piece."""
         return [
             ChunkStorageMetadata(offsets=place, sizes=piece.shape)
             for place, piece in self.pieces.items()
         ]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        """What is to be written."""
+        """An item to write for each piece."""
         return [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),

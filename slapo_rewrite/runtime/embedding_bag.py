@@ -1,4 +1,4 @@
-"""Bags of embeddings, of whose table each rank has some rows.
+"""Bags of embeddings from a table of which each rank holds some rows.
 
 Shapes: N ids in all, B bags, L ids in each, V rows, D features. A prime (V') marks the
 part that this rank holds.
@@ -15,7 +15,7 @@ from .tensor_parallel import Reduction, record_shard, sum_now
 class VocabParallelEmbeddingBag(nn.EmbeddingBag):
     """An embedding bag split over its rows: ids (B, L), or (N,) and offsets -> (B, D).
 
-    The constructor takes V; `num_embeddings` is V'. `reduce` sums what the ranks find.
+    The constructor takes V; `num_embeddings` is V'. `reduce` sums the ranks' results.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Looks up ids; what the ranks find is summed as `reduce` does it."""
+        """Looks up ids; the ranks' results are summed by `reduce`."""
         check_parts(self, input)
         if world_size() == 1:
             return super().forward(input, offsets, per_sample_weights)

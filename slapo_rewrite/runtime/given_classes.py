@@ -1,4 +1,4 @@
-"""Modules made by a `functools.partial` that came in as a value, of another class."""
+"""Makes modules of another class than the one in a given `functools.partial`."""
 
 from collections.abc import Callable
 from functools import partial

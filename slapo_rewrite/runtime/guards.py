@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .copies import compare_gradients, note_copies
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
-# Optimizers that update every element by itself: a part as it would be in the whole.
+# Optimizers that update each element separately, and so a part as within the whole.
 BY_ELEMENT = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
@@ -35,7 +35,7 @@ def watch_registrations() -> tuple[Any, ...]:
 
 
 def look_at_optimizer(optimizer: Any, *_: object) -> None:
-    """Before an optimizer's step: checks that it can train the parts of weights."""
+    """Before an optimizer's step: checks that it can train parts of weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
     is_new = vars(optimizer).get("known_state") is not optimizer.state
@@ -104,7 +104,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
 
 
 def refuse_replicas(holder: Any) -> None:
-    """Refuses data parallelism that copies parts over others, or takes their norm."""
+    """Refuses data parallelism that copies parts over others or clips by their norm."""
     replicas, ranks = vars(holder).get("process_group"), dist.get_process_group_ranks
     if not isinstance(replicas, dist.ProcessGroup):
         return
@@ -156,7 +156,7 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
         shard.check_group()
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
-    # The id, since a copied layer has a copy of what the first one knew.
+    # The id, since a copied layer also has a copy of the first one's `known_parts`.
     here = id(layer), size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:  # as in each run but the first
         compare_gradients()
@@ -227,7 +227,7 @@ def note_whose_parts(
                 "`from_pretrained` reads whole tensors, and this rank holds parts: use "
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
-        # The checkpoint calls the first; the second keeps all out of pickles.
+        # Checkpoints call the first; the second keeps these attributes out of pickles.
         refuse = partial(_refuse_parts, prefix + name)
         vars(part).update(__create_write_items__=refuse, __getstate__=dict)
         if part is given:  # safetensors asks this, and FSDP2 where it gathers
@@ -235,7 +235,7 @@ def note_whose_parts(
 
 
 def _refuse_parts(name: str, *_: object) -> None:
-    """Stops what would save one rank's parts as the whole."""
+    """Raises instead of saving one rank's parts as the whole."""
     raise RuntimeError(
         f"`{name}` would be written as this rank's part only: write, or give as "
         "`state_dict=`, `loading.full_state_dict(model)`, which all ranks call, or use "

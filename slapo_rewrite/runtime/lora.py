@@ -1,4 +1,4 @@
-"""LoRA adapters beside layers that work on parts: the same at every world size.
+"""LoRA adapters of layers that work on parts: the same at every world size.
 
 Where a layer is split over its output features, so is its adapter's `lora_B`; where it
 is split over its input features, so is `lora_A`.
@@ -29,22 +29,22 @@ from .tensor_parallel import (
 
 
 def add_adapters(model: nn.Module, add: Callable[[Any], Any]) -> Any:
-    """Has adapters put beside the model's layers as in one process, and keeps parts.
+    """Adds adapters to the model as in one process, and keeps this rank's parts.
 
-    They begin bit for bit as in one process, with what is drawn, so the ranks must be
-    seeded alike, or with the adapter of a whole model that is read.
+    They start bit for bit as in one process: with random weights, for which the ranks
+    must be seeded alike, or with a stored adapter of the whole model.
 
     Args:
         model: The model, not yet wrapped for data parallelism.
-        add: Puts adapters into it, by PEFT's `get_peft_model` or
-            `PeftModel.from_pretrained` say.
+        add: Adds adapters to it, for example by PEFT's `get_peft_model` or
+            `PeftModel.from_pretrained`.
 
     Returns:
         What `add` returns.
 
     Raises:
-        RuntimeError: An adapter of a split layer is no plain LoRA of a linear layer.
-        ValueError: The ranks begin with other adapters each.
+        RuntimeError: An adapter of a split layer is not a plain LoRA of a linear layer.
+        ValueError: The ranks start with different adapters.
     """
     if world_size() == 1:
         return add(model)
@@ -77,7 +77,7 @@ def add_adapters(model: nn.Module, add: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def looking_whole(layers: set[Any]) -> Iterator[None]:
-    """Inside, split layers have the sizes of the whole ones, and NaN for weights."""
+    """A context in which split layers have whole sizes, and NaN as weights."""
     parts: dict[Tensor, Tensor] = {}
     sizes: dict[Any, tuple[int, int]] = {}
     for layer in layers:
@@ -110,7 +110,7 @@ def looking_whole(layers: set[Any]) -> Iterator[None]:
 
 
 def refuse(path: str, why: str) -> None:
-    """Refuses what was put beside a layer.
+    """Refuses an adapter of a layer.
 
     Raises:
         RuntimeError: Always.
@@ -123,14 +123,14 @@ def refuse(path: str, why: str) -> None:
 
 
 def keep_parts(path: str, adapter: Any) -> None:
-    """Leaves this rank's part of the adapters of one layer.
+    """Cuts the adapters of one layer to this rank's part.
 
     Args:
-        path: Where the layer stands.
-        adapter: Holds it as `base_layer`, and by name `lora_A`, `lora_B`, `lora_dropout`.
+        path: The layer's path.
+        adapter: Holds it as `base_layer`; by name `lora_A`, `lora_B`, `lora_dropout`.
 
     Raises:
-        RuntimeError: It holds more, or was made of the layer's weights.
+        RuntimeError: It holds more, or was made from the layer's weights.
     """
     base, names = adapter.base_layer, list(getattr(adapter, "lora_A", ()))
     pairs = [(adapter.lora_A[name], adapter.lora_B[name]) for name in names]
@@ -175,7 +175,7 @@ def keep_parts(path: str, adapter: Any) -> None:
 
 
 def summed(y: Tensor, reduce: Reduction) -> Tensor:
-    """The ranks' partial outputs added up, as a layer adds up its own."""
+    """The sum of the ranks' partial outputs, by the layer's own `reduce`."""
     return reduce(y, None)[0]
 
 
@@ -184,9 +184,9 @@ class AdapterLinear(nn.Linear):
 
     Args:
         whole: The same layer in one process.
-        shard: How its weight is divided; None: it is not.
-        result: What becomes of its output.
-        used: What becomes of its weight before it is used.
+        shard: How its weight is divided; None if it is whole.
+        result: A function that is applied to its output.
+        used: A function that is applied to its weight before use.
     """
 
     def __init__(
@@ -209,13 +209,13 @@ class AdapterLinear(nn.Linear):
 
 
 class AdapterDropout(nn.Dropout):
-    """Dropout of an adapter's input, of which every rank draws the whole mask.
+    """Dropout of an adapter's input; every rank draws the mask of the whole input.
 
     Args:
-        p: What share is dropped.
+        p: The dropout rate.
 
     Attributes:
-        shard: How the input is divided; None: it is not.
+        shard: How the input is divided; None if it is whole.
     """
 
     def __init__(self, p: float) -> None:
@@ -224,10 +224,10 @@ class AdapterDropout(nn.Dropout):
         self.draws_alike = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drops what one process does.
+        """Drops the same elements as one process.
 
         Raises:
-            RuntimeError: The ranks draw other numbers here.
+            RuntimeError: The ranks draw different random numbers here.
         """
         if not self.training or not self.p:
             return input

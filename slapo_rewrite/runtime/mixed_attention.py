@@ -14,7 +14,7 @@ class BFloat16MultiheadAttention(nn.MultiheadAttention):
     """A `MultiheadAttention` that computes its products in bfloat16."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Gives what it attends to in bfloat16, and the weights of that in float32."""
+        """Returns the output in bfloat16, and the attention weights in float32."""
         attend: Callable[..., tuple[Tensor, Tensor | None]] = super().forward
         with torch.autocast(self.out_proj.weight.device.type, torch.bfloat16):
             y, weights = attend(*args, **kwargs)
@@ -25,7 +25,7 @@ class Float16MultiheadAttention(nn.MultiheadAttention):
     """A `MultiheadAttention` that computes its products in float16."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Gives what it attends to in float16, and the weights of that in float32."""
+        """Returns the output in float16, and the attention weights in float32."""
         attend: Callable[..., tuple[Tensor, Tensor | None]] = super().forward
         with torch.autocast(self.out_proj.weight.device.type, torch.float16):
             y, weights = attend(*args, **kwargs)

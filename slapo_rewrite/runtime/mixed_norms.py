@@ -1,6 +1,6 @@
-"""Norms that compute in float32 of what they are given in half precision.
+"""Norms that compute in float32 from inputs in half precision.
 
-They stand behind a layer that computes so in a `Sequential`, where nothing else could cast.
+They follow a half-precision layer in a `Sequential`, where nothing else could cast.
 
 Shapes: B batch, C channels, D features, S any number of spatial axes.
 """

@@ -1,7 +1,7 @@
 """Tensor-parallel layers that compute in half precision.
 
-What ranks send one another of a layer's output is in half precision as well; the gradient of its
-input is added up in float32.
+The ranks also communicate a layer's output in half precision; the gradient of its input
+is summed in float32.
 
 Shapes: D features in, F features out. A prime (F') marks the part that this rank holds.
 """
@@ -25,7 +25,7 @@ class BFloat16ColumnParallelLinear(ColumnParallelLinear, BFloat16Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
-        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        # Its own: kernels read the parameters of layers that have the base's `forward`.
         return super().forward(input)
 
 
@@ -71,7 +71,7 @@ class Float16ColumnParallelLinear(ColumnParallelLinear, Float16Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
-        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        # Its own: kernels read the parameters of layers that have the base's `forward`.
         return super().forward(input)
 
 

@@ -16,7 +16,7 @@ class BFloat16ColumnParallelConv1D(ColumnParallelConv1D, BFloat16Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
-        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        # Its own: kernels read the parameters of layers that have the base's `forward`.
         return super().forward(x)
 
 
@@ -37,7 +37,7 @@ class Float16ColumnParallelConv1D(ColumnParallelConv1D, Float16Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., D) to (..., F'), or to (..., F) with `gather_output`."""
-        # Its own, as kernels multiply by the parameters of a layer that has its base's.
+        # Its own: kernels read the parameters of layers that have the base's `forward`.
         return super().forward(x)
 
 

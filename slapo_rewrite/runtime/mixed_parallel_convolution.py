@@ -1,7 +1,7 @@
 """Tensor-parallel convolutions that compute in half precision.
 
-What ranks send one another of a layer's output is in half precision as well; the gradient of its
-input is added up in float32.
+The ranks also communicate a layer's output in half precision; the gradient of its input
+is summed in float32.
 
 Shapes: B batch, C channels in, F channels out. A prime (F') marks the part that this rank holds.
 """

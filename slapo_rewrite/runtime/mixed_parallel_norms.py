@@ -1,4 +1,4 @@
-"""Split norms that compute in float32 of what they are given in half precision.
+"""Split norms that compute in float32 from inputs in half precision.
 
 Shapes: B batch, C channels. A prime (C') marks the part that this rank holds.
 """

@@ -1,7 +1,7 @@
 """Layers that compute in half precision, of parameters and values in float32.
 
-Parameters stay in float32, and so do their gradients. What a layer returns is in half precision;
-its sum with a value in float32 is in float32 again.
+Parameters stay in float32, and so do their gradients. A layer's output is in half
+precision; its sum with a value in float32 is in float32 again.
 
 Shapes: B batch, C channels in, D features in, F features or channels out, S any number of spatial
 axes.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def bfloat16_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask that attention adds, in bfloat16; one of booleans, or none, as it is."""
+    """Casts an attention mask to bfloat16; a boolean one, or None, is unchanged."""
     if mask is None or not mask.is_floating_point():
         return mask
     return mask.bfloat16()
@@ -54,7 +54,7 @@ class BFloat16Conv3d(BFloat16Convolution, nn.Conv3d):
 
 
 def half_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask that attention adds, in float16; one of booleans, or none, as it is."""
+    """Casts an attention mask to float16; a boolean one, or None, is unchanged."""
     if mask is None or not mask.is_floating_point():
         return mask
     return mask.half()

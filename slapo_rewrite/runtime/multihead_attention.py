@@ -32,14 +32,14 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         embed_dim: E.
         num_heads: H, of the whole layer, as the attribute of that name is.
         args: The further arguments of the torch class.
-        reduce_input_gradient: Sum the gradients of what goes in over the ranks. Off
-            where that is done once for several layers.
+        reduce_input_gradient: Sum the inputs' gradients over the ranks. False where
+            they are summed once for several layers.
         reduce: How the ranks' partial outputs are summed.
         kwargs: The further keyword arguments of the torch class.
 
     Raises:
-        ValueError: The heads do not divide over the ranks, or keys and values have
-            sizes or elements of their own.
+        ValueError: The heads do not divide over the ranks, or keys or values have sizes
+            of their own or added elements.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         """Returns what the torch class does, whole on every rank.
 
         Raises:
-            RuntimeError: `is_causal` is said of no mask.
+            RuntimeError: `is_causal` is given without a mask.
         """
         check_parts(self.out_proj)
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "`is_causal` is a hint about `attn_mask`, which is missing"
             )
-        # One sum of gradients for what is given several times.
+        # One sum of gradients for a tensor that is given several times.
         entered = {id(x): self.enter(x) for x in (query, key, value)}
         batched = [self.with_batch(entered[id(x)]) for x in (query, key, value)]
         q, k, v = (
@@ -138,7 +138,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     def mask(
         self, attention: Tensor | None, padding: Tensor | None, q: Tensor
     ) -> Tensor | None:
-        """What is added to the scores of this rank's heads, (B', H' or 1, T', S)."""
+        """The mask to add to the scores of this rank's heads, (B', H' or 1, T', S)."""
         found = None
         if attention is not None:
             attention = self.added(attention, q)
@@ -154,7 +154,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return found
 
     def added(self, mask: Tensor, q: Tensor) -> Tensor:
-        """A mask as it is added to scores: of a boolean one, what is left out is -inf."""
+        """A mask to add to scores; of a boolean one, True becomes -inf and False 0."""
         if mask.dtype != torch.bool:
             return self.enter(mask)  # it may be learnt
         return torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -math.inf)

@@ -102,7 +102,7 @@ def mean_of_parts(
 ) -> Tensor:
     """The mean over an axis of which each rank has a part, of any size.
 
-    Every rank goes on to compute with it on its own part, so its gradients are summed.
+    Every rank uses it for its own part, so its gradient is summed over the ranks.
 
     Args:
         x: This rank's part.
@@ -161,7 +161,7 @@ def var_of_parts(
         dim: The axis.
         unbiased: Divide by one less than the size.
         keepdim: Keep the axis, with size one.
-        correction: Divide by so much less than the size instead.
+        correction: Divide by the size minus this number instead.
     """
     less = int(unbiased) if correction is None else correction
     away = x - mean_of_parts(x, size, dim, keepdim=True)

@@ -28,7 +28,7 @@ class OriginalCheckpoints:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Loads, and marks the new parameters as the old ones were."""
+        """Loads a checkpoint, and marks the new parameters like the old ones."""
         parent: Any = super()
         loaded = parent.from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -37,7 +37,7 @@ class OriginalCheckpoints:
 
 
 class MappedCheckpoints(OriginalCheckpoints):
-    """The same for a model with replaced modules whose weights are others."""
+    """The same for a model with replaced modules that have other weights."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

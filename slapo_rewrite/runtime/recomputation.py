@@ -30,8 +30,8 @@ def policy_contexts(policy: Callable[..., CheckpointPolicy]) -> Any:
 
     Operations that draw random numbers are always recomputed: if one were skipped, all
     later ones would draw other numbers. The `_unsafe_view` that `matmul` makes of its
-    product is treated as the product: it does not share its version counter, by which
-    torch notices that what was kept has been changed in place.
+    product is treated like the product: it does not share its version counter, by which
+    torch notices that a kept tensor has been changed in place.
     """
     before: dict[bool, CheckpointPolicy] = {}
 
@@ -144,7 +144,7 @@ class EarlierDraws:
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Goes on with the later state."""
+        """Restores the later state."""
         self.inner.__exit__(*error)
         set_drawing(self.later)
 

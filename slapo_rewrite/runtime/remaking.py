@@ -11,8 +11,8 @@ from torch import nn
 def same_weights(module: nn.Module) -> Iterator[None]:
     """A context in which new submodules take the weights of those that they replace.
 
-    Frozen weights stay frozen. Random numbers drawn inside do not count, so that the
-    same seed gives the same weights as in a model that makes nothing twice.
+    Frozen weights stay frozen. The random state is restored afterwards: the same seed
+    gives the same weights as in a model that makes no submodule twice.
     """
     before = dict(module.named_modules())
     uses_cuda = torch.get_default_device().type == "cuda"

@@ -11,17 +11,17 @@ from .shards import rank, world_size
 
 @contextmanager
 def fork_rng() -> Iterator[None]:
-    """Inside, each tensor-parallel rank draws random numbers of its own.
+    """A context in which each tensor-parallel rank draws its own random numbers.
 
     Works with `with fork_rng():`, and with `@fork_rng()` above a `forward`. Ranks are
-    seeded alike, so that a dropout gives all of them the same mask, which is wrong
-    where each rank holds other heads or features. Inside, CPU and current CUDA device
-    are seeded with one number of torch's CPU generator, mixed with the rank. Afterwards
-    they go on as if that one number were all that was drawn: ranks stay in step whatever
-    each of them draws inside. Regions may be nested, and the same state of the generator
-    gives the same numbers again, as in recomputation by `torch.utils.checkpoint`.
+    seeded alike, so dropout has the same mask on all of them, which is wrong where each
+    rank holds other heads or features. Inside, CPU and current CUDA device are seeded
+    with one number of torch's CPU generator, mixed with the rank. Afterwards they
+    continue as if only that number had been drawn: ranks stay in step whatever each of
+    them draws inside. Regions may be nested, and the same state of the generator gives
+    the same numbers again, as in recomputation by `torch.utils.checkpoint`.
 
-    In a world of one it does nothing: numbers go on as they would without it.
+    In a world of one it does nothing: numbers are drawn as without it.
     """
     if world_size() == 1:
         yield

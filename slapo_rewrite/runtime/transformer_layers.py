@@ -84,7 +84,7 @@ class ParallelTransformerEncoderLayer(nn.TransformerEncoderLayer):
         return y
 
     def of_lengths(self, src: Tensor) -> Tensor:
-        """The same of the nested tensor that `nn.TransformerEncoder` gives in eval mode."""
+        """The same for a nested tensor, as `nn.TransformerEncoder` passes in eval mode."""
         lengths = [len(x) for x in src.unbind()]
         padded = src.to_padded_tensor(0.0)
         places = torch.arange(padded.shape[1], device=padded.device)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from .packed_axes import block_sizes
 from .shards import world_of
 
-# From where to where along each axis of a tensor.
+# (start, stop) along each axis of a tensor.
 Ranges = Sequence[tuple[int, int]]
 Shapes = Mapping[str, tuple[int, ...]]
-# Gives an original tensor, or what can be sliced like one.
+# Returns an original tensor, or an object that can be sliced like one.
 Get = Callable[[str], Any]
 
 
@@ -30,11 +30,11 @@ class Weight:
         raise NotImplementedError
 
     def read(self, get: Get, shapes: Shapes, ranges: Ranges) -> Tensor:
-        """The part of the tensor within `ranges`, of what `get` gives by name."""
+        """The part of the tensor within `ranges`; `get` returns originals by name."""
         raise NotImplementedError
 
     def view(self, originals: Mapping[str, Tensor]) -> Tensor:
-        """The view of an original's tensor that the tensor is, if it is one."""
+        """The tensor as a view of an original's tensor, if it is one."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor, originals: Mapping[str, Tensor]) -> None:
@@ -213,7 +213,7 @@ def transpose(source: str | Weight) -> Transpose:
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor made of others when it is sliced, of no more than the slice needs."""
+    """A tensor made from others when it is sliced, from no more than it needs."""
 
     name: str
     weight: Weight
@@ -306,7 +306,7 @@ class WeightMap:
     ) -> dict[str, Tensor]:
         """Puts the original's tensors in the place of the module's below `prefix`.
 
-        Where only some of the tensors that make up an original are there, as may be
+        If only some of the tensors that make up an original are given, as can happen
         with gradients, the rest of it is zero.
         """
         made: dict[str, Tensor] = {}
@@ -328,7 +328,7 @@ class WeightMap:
 def _in_place(
     named: Mapping[str, Tensor], own: Mapping[str, Tensor], other: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The items of `named` with `other` where the first of `own` stands."""
+    """The items of `named`, with `other` instead of `own`, where its first item was."""
     waiting = True
     for name, tensor in named.items():
         if name not in own:
@@ -338,19 +338,19 @@ def _in_place(
             waiting = False
 
 
-# What `map_weights` notes inside `originals_standing`, and whether it is inside `originals_only`.
+# The records of `map_weights` inside `originals_standing`; whether inside `originals_only`.
 _standing: list["StandingOriginal"] | None = None
 _only = False
 
 
 @dataclass
 class StandingOriginal:
-    """An original that stands where another module belongs.
+    """An original in the place of the module that replaces it.
 
     Attributes:
         original: The original.
-        module: The other module, as it was made: with whatever memory there was then.
-        buffers: Its buffers that no state dict holds.
+        module: The replacement, as it was made: with or without memory.
+        buffers: The replacement's buffers that no state dict holds.
     """
 
     original: nn.Module
@@ -419,8 +419,8 @@ def map_weights(
 ) -> Any:
     """Makes a module, and records how its tensors follow from those that it replaces.
 
-    From then on `load_state_dict` takes the original's tensors. What is not in
-    `weights` has the original's name.
+    From then on `load_state_dict` takes the original's tensors. Tensors that are not in
+    `weights` have the original's names.
 
     Args:
         make: Makes the module.
@@ -472,5 +472,5 @@ def _take_originals(
 def _mark_as_mapped(
     module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Tells the module's own state dict from the original's where shapes agree."""
+    """Marks the module's own state dict, which may look like the original's."""
     metadata["mapped"] = True

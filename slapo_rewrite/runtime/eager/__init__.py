@@ -1,1 +1,1 @@
-"""What rules call in the place of kernels: the same functions in PyTorch's operations alone."""
+"""The functions that rules call instead of kernels, in PyTorch's operations alone."""

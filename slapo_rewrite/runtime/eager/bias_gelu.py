@@ -25,7 +25,7 @@ def bias_gelu(
         x: What the bias is added to.
         bias: The bias.
         approximate: As `torch.nn.functional.gelu` takes it.
-        activation: The module that activates, if there is one.
+        activation: The activation module, if there is one.
     """
     x = x if bias is None else x + bias
     return activated(x, gelu_kind(approximate), activation)
@@ -64,14 +64,14 @@ def activation_dropout(
     """dropout(activation(x)).
 
     Args:
-        x: What is activated.
+        x: The operand of the activation.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
         activation: The module of that kind, if there is one.
-        dropout: The module that drops, or the share that is dropped.
+        dropout: The dropout module, or the dropout rate.
     """
     return dropped(activated(x, kind, activation), dropout)
 
 
 def quick_gelu(x: Tensor, *, activation: nn.Module | None = None) -> Tensor:
-    """X sigmoid(1.702 x), or what the module gives, if there is one."""
+    """X sigmoid(1.702 x), or the module's result, if there is one."""
     return activated(x, "quick_gelu", activation)

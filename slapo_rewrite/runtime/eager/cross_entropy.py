@@ -29,12 +29,12 @@ def cross_entropy(
         logits: Before any softmax.
         labels: Class indices.
         ignore_index: A label that does not count.
-        label_smoothing: The share that is spread over all classes.
-        softcap: Where there is one, logits become softcap * tanh(logits / softcap).
-        num_items: What the sum of losses is divided by; without it, the number of
-            labels that count.
+        label_smoothing: The share of a target that is spread over all classes.
+        softcap: If given, logits become softcap * tanh(logits / softcap).
+        num_items: The divisor of the sum of losses; by default the number of labels
+            that count.
         in_place: A kernel may write over the logits; here it changes nothing.
-        upcast: Give a loss in float32, as of logits that are cast first; else it has
+        upcast: Return a loss in float32, as for logits that are cast first; else it has
             the logits' dtype, or float32 under autocast.
     """
     options = (ignore_index, label_smoothing, softcap)
@@ -55,8 +55,8 @@ def masked_lm_cross_entropy(
         logits: (B, T, V).
         labels: (B, T).
         vocab_size: V.
-        num_items_in_batch: What the sum is divided by, where gradients are accumulated
-            over several batches; without it, the number of labels that count here.
+        num_items_in_batch: The divisor of the sum, if gradients are accumulated over
+            several batches; by default the number of labels that count here.
         ignore_index: The label of predictions that do not count.
     """
     return cross_entropy(
@@ -81,11 +81,11 @@ def causal_lm_cross_entropy(
 
     Args:
         logits: (B, T, V).
-        labels: (B, T); a token's label is the next one.
+        labels: (B, T), not shifted: each token predicts the next one.
         vocab_size: V.
         num_items_in_batch: As in `masked_lm_cross_entropy`.
         ignore_index: The label of predictions that do not count.
-        shift_labels: The labels as they stand beside their predictions, if that is done.
+        shift_labels: The labels, already shifted to their predictions, if given.
     """
     if shift_labels is None:
         shift_labels = shifted(labels, ignore_index)

@@ -22,8 +22,8 @@ def dropout_residual(
     Args:
         x: What is added to the residual.
         residual: The stream that runs past the layers.
-        linear: The layer that makes of x what is dropped, if there is one.
-        dropout: The module that drops, or the share that is dropped.
+        linear: The linear layer before dropout, if there is one.
+        dropout: The dropout module, or the dropout rate.
     """
     x = x if linear is None else linear(x)
     return dropped(x, dropout) + residual

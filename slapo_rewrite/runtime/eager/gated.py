@@ -22,10 +22,10 @@ def swiglu(
     Shapes: gate and up (..., F) -> (..., F).
 
     Args:
-        gate: What is activated.
-        up: What it multiplies.
-        activation: The module that activates, if there is one.
-        dropout: The module that drops, or the share that is dropped.
+        gate: The operand of the activation.
+        up: The factor of the activated gate.
+        activation: The activation module, if there is one.
+        dropout: The dropout module, or the dropout rate.
     """
     return dropped(activated(gate, "silu", activation) * up, dropout)
 
@@ -42,10 +42,10 @@ def reglu(
     Shapes: gate and up (..., F) -> (..., F).
 
     Args:
-        gate: What is activated.
-        up: What it multiplies.
-        activation: The module that activates, if there is one.
-        dropout: The module that drops, or the share that is dropped.
+        gate: The operand of the activation.
+        up: The factor of the activated gate.
+        activation: The activation module, if there is one.
+        dropout: The dropout module, or the dropout rate.
     """
     return dropped(activated(gate, "relu", activation) * up, dropout)
 
@@ -63,11 +63,11 @@ def geglu(
     Shapes: gate and up (..., F) -> (..., F).
 
     Args:
-        gate: What is activated.
-        up: What it multiplies.
+        gate: The operand of the activation.
+        up: The factor of the activated gate.
         approximate: As `torch.nn.functional.gelu` takes it.
-        activation: The module that activates, if there is one.
-        dropout: The module that drops, or the share that is dropped.
+        activation: The activation module, if there is one.
+        dropout: The dropout module, or the dropout rate.
     """
     kind = "gelu_tanh" if approximate == "tanh" else "gelu"
     return dropped(activated(gate, kind, activation) * up, dropout)

@@ -31,9 +31,9 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        norm: The module that these three are of, if there is one: it is called.
-        linear: The layer that makes of x what is dropped, if there is one.
-        dropout: The module that drops, or the share that is dropped.
+        norm: The norm module with these three, if there is one: it is called.
+        linear: The linear layer before dropout, if there is one.
+        dropout: The dropout module, or the dropout rate.
     """
     x = x if linear is None else linear(x)
     total = dropped(x, dropout) + residual

@@ -34,11 +34,11 @@ def linear_cross_entropy(
         bias: The output layer's bias.
         layer: The output layer, if it is to be called.
         ignore_index: A label that does not count.
-        label_smoothing: The share that is spread over all classes.
-        softcap: Where there is one, logits become softcap * tanh(logits / softcap).
-        num_items: What the sum of losses is divided by; without it, the number of
-            labels that count.
-        upcast: Give a loss in float32, as of logits that are cast first.
+        label_smoothing: The share of a target that is spread over all classes.
+        softcap: If given, logits become softcap * tanh(logits / softcap).
+        num_items: The divisor of the sum of losses; by default the number of labels
+            that count.
+        upcast: Return a loss in float32, as for logits that are cast first.
     """
     logits = layer(hidden) if layer else nn.functional.linear(hidden, weight, bias)
     options = (ignore_index, label_smoothing, softcap)
@@ -57,14 +57,14 @@ def masked_lm_linear_cross_entropy(
     softcap: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """The loss of transformers' `ForMaskedLMLoss` of what the output layer gives.
+    """The loss of transformers' `ForMaskedLMLoss`, from the output layer's logits.
 
     Args:
         hidden: The output layer's input, (B, T, D).
         weight: The output layer's weight, (V, D).
         labels: (B, T).
-        num_items_in_batch: What the sum is divided by, where gradients are accumulated
-            over several batches; without it, the number of labels that count here.
+        num_items_in_batch: The divisor of the sum, if gradients are accumulated over
+            several batches; by default the number of labels that count here.
         ignore_index: The label of predictions that do not count.
         bias: The output layer's bias, (V,).
         layer: As in `linear_cross_entropy`.
@@ -96,15 +96,15 @@ def causal_lm_linear_cross_entropy(
     softcap: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """The loss of transformers' `ForCausalLMLoss` of what the output layer gives.
+    """The loss of transformers' `ForCausalLMLoss`, from the output layer's logits.
 
     Args:
         hidden: The output layer's input, (B, T, D).
         weight: The output layer's weight, (V, D).
-        labels: (B, T); a token's label is the next one.
+        labels: (B, T), not shifted: each token predicts the next one.
         num_items_in_batch: As in `masked_lm_linear_cross_entropy`.
         ignore_index: The label of predictions that do not count.
-        shift_labels: The labels as they stand beside their predictions, if that is done.
+        shift_labels: The labels, already shifted to their predictions, if given.
         bias: The output layer's bias, (V,).
         layer: As in `linear_cross_entropy`.
         softcap: As in `linear_cross_entropy`.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of one input.
+    """The outputs of several linear layers for one input.
 
     Shapes: x (..., D) -> (..., F) of each layer.
     """

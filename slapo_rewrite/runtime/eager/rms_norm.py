@@ -26,7 +26,7 @@ def rms_norm(
         x: The rows.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        offset: Added to the weight; 1 as Gemma has it.
+        offset: Added to the weight; 1 in Gemma.
         cast: When the normalised rows leave float32: "input" to x's dtype before they
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
@@ -54,11 +54,11 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        norm: The module that these are of, if there is one: it is called.
-        offset: Added to the weight; 1 as Gemma has it.
+        norm: The norm module with these, if there is one: it is called.
+        offset: Added to the weight; 1 in Gemma.
         cast: When the normalised rows leave float32: with the dtype of the "input", of
             the "weight" or of the "output".
-        dropout: The module that drops, or the share of x that is dropped.
+        dropout: The module or the rate of the dropout of x.
     """
     total = residual + dropped(x, dropout)
     if norm is not None:

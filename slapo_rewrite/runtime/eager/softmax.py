@@ -22,7 +22,7 @@ def masked_softmax(
     Args:
         x: Scores.
         mask: Numbers to add, if any; True adds 1.
-        scale: What scores are multiplied by first.
+        scale: The factor of the scores.
         keep: Which scores count, if not all.
     """
     return masked_softmax_reference(x, mask, scale, keep)

@@ -1,7 +1,7 @@
 """Activation functions inside kernels, in float32, and the same in PyTorch.
 
 Each function of `kind`: "relu", "silu", "gelu" (with the error function), "gelu_tanh" or
-"quick_gelu" (x sigmoid(1.702 x), as CLIP has it).
+"quick_gelu" (x sigmoid(1.702 x), as in CLIP).
 """
 
 import torch
@@ -22,22 +22,22 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
 
 
 def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
-    """What the module gives; without one, the activation in PyTorch's operations."""
+    """The module's result; without one, the activation in PyTorch's operations."""
     y: Tensor = activation(x) if activation else activation_reference(x, kind)
     return y
 
 
 @jit
 def exponential(x):
-    """exp(x), and 0 where it is below 2 ** -126: two instructions, where `tl.exp` has five."""
+    """exp(x), and 0 if it is below 2 ** -126: two instructions, while `tl.exp` has five."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def reciprocal(x):
-    """1 / x of positive numbers, within 4e-7 of it.
+    """1 / x for positive numbers, within 4e-7 of it.
 
-    Two instructions, where a division takes eight.
+    Two instructions, while a division takes eight.
     """
     root = tl.rsqrt(x)
     return root * root
@@ -107,7 +107,7 @@ def activate_and_slope(x, kind: tl.constexpr):
         return x * share, share + x * density
     else:
         z, dz = steepness(x, kind)
-        # 1 - sigmoid(z) is the sigmoid times this power, and does not cancel so.
+        # 1 - sigmoid(z) as the sigmoid times this power, without cancellation.
         power = exponential(tl.minimum(-z, 87.0))
         share = reciprocal(1.0 + power)
         y = x * share

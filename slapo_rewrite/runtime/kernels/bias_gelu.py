@@ -234,8 +234,8 @@ def bias_activation(
         x: What the bias is added to.
         bias: The bias.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        activation: The module of that kind, if it is one; called where it has hooks.
-        dropout: The module that drops, called likewise; or the share that is dropped.
+        activation: The module of that kind, if there is one; called if it has hooks.
+        dropout: The dropout module, called likewise; or the dropout rate.
     """
     p = drop_rate(dropout) if runs_triton(x, bias) else None
     if p is None or not (runs_forward_alone(activation) and one_each(bias, x)):
@@ -255,7 +255,7 @@ def linear_activation(
 ) -> Tensor:
     """dropout(activation(linear(x))); the rest is as in `bias_activation`.
 
-    The layer is called where hooks or an adapter were put on it.
+    The layer is called if it has hooks or an adapter.
     """
     y, bias = product_and_bias(x, linear)
     return bias_activation(y, bias, kind, activation=activation, dropout=dropout)

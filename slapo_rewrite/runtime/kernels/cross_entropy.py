@@ -54,7 +54,7 @@ def cross_entropy_reference(
 
 
 def loss_dtype(logits: Tensor, upcast: bool) -> torch.dtype:
-    """What PyTorch gives: float32 of logits that are cast or under autocast, else theirs."""
+    """The loss's dtype in PyTorch: float32 if cast or under autocast, else the logits'."""
     if logits.dtype == torch.float64:
         return torch.float64
     mixed = not logits.is_meta and torch.is_autocast_enabled(logits.device.type)
@@ -63,7 +63,7 @@ def loss_dtype(logits: Tensor, upcast: bool) -> torch.dtype:
 
 @jit
 def logits_of(row, columns, inside, softcap, has_softcap: tl.constexpr):
-    """Some logits of a row, capped; -inf where there are none."""
+    """Some logits of a row, capped; -inf outside of it."""
     x = tl.load(row + columns, mask=inside, other=float("-inf")).to(tl.float32)
     if has_softcap:
         x = tl.where(inside, softcap * tanh_tile(x * (1.0 / softcap)), float("-inf"))
@@ -72,9 +72,9 @@ def logits_of(row, columns, inside, softcap, has_softcap: tl.constexpr):
 
 @jit
 def whole_vectors(row, stride, v):
-    """Where a row's first 16 bytes that are aligned begin, and how many elements follow.
+    """A row's first element in aligned 16 bytes, and how many fill whole such vectors.
 
-    Those that are loaded and stored 16 bytes at a time: eight elements in half precision.
+    These are loaded and stored 16 bytes at a time: eight elements in half precision.
     Rows of an odd vocabulary begin anywhere; up to seven elements are left at each end.
     """
     first = ((8 - row * stride % 8) % 8).to(tl.int32)
@@ -83,7 +83,7 @@ def whole_vectors(row, stride, v):
 
 @jit
 def ends(first, many, v, block: tl.constexpr):
-    """The columns before and after a row's whole vectors, and which of them there are."""
+    """The columns before and after a row's whole vectors, and which of them exist."""
     i = tl.arange(0, block)
     return tl.where(i < first, i, i + many), i < v - many
 
@@ -145,7 +145,7 @@ def cross_entropy_forward_kernel(
     top = tl.max(largest, 0)
     against = tl.where(top == float("-inf"), 0.0, top)
     log = tl.log(tl.sum(total * exponential(largest - against), 0))
-    # No memory is read for a label that is no class: `flat_labels` has told of it.
+    # No memory is read for a label that is not a class: `flat_labels` has reported it.
     known = (label >= 0) & (label < v)
     x = tl.load(here + label, mask=known, other=float("nan")).to(tl.float32)
     if has_softcap:
@@ -175,7 +175,7 @@ def store_gradient(
     softcap,
     has_softcap: tl.constexpr,
 ):
-    """Writes the gradient of some logits of a row, times the scale, knowing some of them."""
+    """Writes the gradient of some logits of a row, times the scale; loads those `known`."""
     x = tl.load(logits, mask=known, other=0.0).to(tl.float32)
     slope = 1.0
     if has_softcap:
@@ -210,7 +210,7 @@ def cross_entropy_backward_kernel(
     row = (tl.program_id(0) // column_blocks).to(tl.int64)
     across = tl.program_id(0) % column_blocks
     label, top, log = tl.load(labels + row), tl.load(tops + row), tl.load(logs + row)
-    # Zeros in rows that do not count, whatever their logits are: those are not loaded.
+    # Zeros in rows that do not count; their logits, which may be NaN, are not loaded.
     counts = label != ignore_index
     factor = tl.where(counts, tl.load(scale).to(tl.float32) if has_scale else 1.0, 0.0)
     first, many = whole_vectors(row, stride, v)
@@ -291,12 +291,12 @@ def cross_entropy_backward(
     """The gradient of the logits, (M, V), in the memory of the logits if `in_place`.
 
     Args:
-        logits: (M, V), neighbouring in a row.
+        logits: (M, V), contiguous within a row.
         labels: (M,).
         statistics: (2, M), as the forward pass found them.
         scale: One number on the device, the gradient of the sum of losses.
         options: As in `cross_entropy`.
-        in_place: Whether the logits are given up.
+        in_place: Whether the logits may be overwritten.
     """
     (m, v), (ignore_index, label_smoothing, softcap) = logits.shape, options
     block_v = min(block_size(v), 4096)
@@ -334,7 +334,7 @@ def cross_entropy_backward(
 def loss_scale(
     labels: Tensor, ignore_index: int, num_items: Tensor | float | None
 ) -> Tensor:
-    """What the sum of losses is multiplied by, left on the device of the labels."""
+    """The factor of the sum of losses, left on the device of the labels."""
     if num_items is None:
         return (labels != ignore_index).sum().to(torch.float32).reciprocal()
     if isinstance(num_items, Tensor):
@@ -346,11 +346,11 @@ def loss_scale(
 def flat_labels(
     labels: Tensor, logits: Tensor, classes: int, ignore_index: int
 ) -> Tensor:
-    """Labels of as many rows as logits (or what they are made of) have, on their device.
+    """The labels, one per row of logits (or of hidden states), on the logits' device.
 
     Raises:
         ValueError: There are more or fewer.
-        RuntimeError: One is no class; on a GPU the device stops, as PyTorch has it.
+        RuntimeError: A label is not a class; on a GPU the device stops, as in PyTorch.
     """
     labels, rows = labels.reshape(-1), logits.shape[:-1].numel()
     if len(labels) != rows:
@@ -374,7 +374,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         in_place: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Keeps the logits and one number for each row."""
+        """Saves the logits and a few numbers per row."""
         labels = flat_labels(labels, logits, logits.shape[-1], options[0])
         losses, statistics = cross_entropy_forward(rows_of(logits), labels, options)
         scale = loss_scale(labels, options[0], num_items)
@@ -420,13 +420,13 @@ def cross_entropy(
         logits: Before any softmax.
         labels: Class indices.
         ignore_index: A label that does not count.
-        label_smoothing: The share that is spread over all classes.
-        softcap: Where there is one, logits become softcap * tanh(logits / softcap).
-        num_items: What the sum of losses is divided by; without it, the number of
-            labels that count.
+        label_smoothing: The share of a target that is spread over all classes.
+        softcap: If given, logits become softcap * tanh(logits / softcap).
+        num_items: The divisor of the sum of losses; by default the number of labels
+            that count.
         in_place: Let the backward pass write the gradient over the logits, which
-            nothing else may then use, and go back only once.
-        upcast: Give a loss in float32, as of logits that are cast first; else it has
+            nothing else may then use; it can run only once.
+        upcast: Return a loss in float32, as for logits that are cast first; else it has
             the logits' dtype, or float32 under autocast.
     """
     options = (ignore_index, label_smoothing, softcap)
@@ -441,7 +441,7 @@ def cross_entropy(
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Labels (..., T) beside the predictions of them: a token's label is the next one."""
+    """Labels (..., T) shifted to their predictions: each token predicts the next one."""
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -459,8 +459,8 @@ def masked_lm_cross_entropy(
         logits: (B, T, V).
         labels: (B, T).
         vocab_size: V.
-        num_items_in_batch: What the sum is divided by, where gradients are accumulated
-            over several batches; without it, the number of labels that count here.
+        num_items_in_batch: The divisor of the sum, if gradients are accumulated over
+            several batches; by default the number of labels that count here.
         ignore_index: The label of predictions that do not count.
     """
     return cross_entropy(
@@ -485,11 +485,11 @@ def causal_lm_cross_entropy(
 
     Args:
         logits: (B, T, V).
-        labels: (B, T); a token's label is the next one.
+        labels: (B, T), not shifted: each token predicts the next one.
         vocab_size: V.
         num_items_in_batch: As in `masked_lm_cross_entropy`.
         ignore_index: The label of predictions that do not count.
-        shift_labels: The labels as they stand beside their predictions, if that is done.
+        shift_labels: The labels, already shifted to their predictions, if given.
     """
     if shift_labels is None:
         shift_labels = shifted(labels, ignore_index)

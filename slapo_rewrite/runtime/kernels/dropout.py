@@ -9,13 +9,13 @@ from .launch import float32, jit, tl
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
-    Setting the generator's state back, as recomputation does, draws it again.
+    Restoring the generator's state, as recomputation does, draws it again.
     """
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def keep_scale(p: float) -> float:
-    """What dropout multiplies by, so that the mean stays."""
+    """The factor of kept elements, which preserves the mean."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 

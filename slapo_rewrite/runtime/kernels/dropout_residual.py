@@ -229,9 +229,9 @@ def dropout_residual(
     Args:
         x: What is added to the residual.
         residual: The stream that runs past the layers.
-        linear: The layer that makes of x what is dropped, called where hooks or an
-            adapter were put on it. Without it, x is dropped.
-        dropout: The module that drops, called likewise; or the share that is dropped.
+        linear: The linear layer before dropout, called if it has hooks or an adapter.
+            Without it, dropout applies to x.
+        dropout: The dropout module, called likewise; or the dropout rate.
     """
     x, input_bias = product_and_bias(x, linear)
     p = drop_rate(dropout) if runs_triton(x, residual, input_bias) else None

@@ -203,11 +203,11 @@ def gated(
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Args:
-        gate: What is activated.
-        up: What it multiplies.
+        gate: The operand of the activation.
+        up: The factor of the activated gate.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        activation: The module of that kind, if it is one; called where it has hooks.
-        dropout: The module that drops, called likewise; or the share that is dropped.
+        activation: The module of that kind, if there is one; called if it has hooks.
+        dropout: The dropout module, called likewise; or the dropout rate.
     """
     p = drop_rate(dropout) if runs_triton(gate, up) else None
     if p is None or not (runs_forward_alone(activation) and gate.shape == up.shape):

@@ -19,20 +19,20 @@ try:
 except ImportError:  # the PyTorch references run
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-# Kernels are what they are when they are defined.
+# Whether kernels are interpreted is fixed when they are defined.
 interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton."""
+    """`triton.jit`, or the unchanged function without Triton."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Has `backward` refuse to give what is to be differentiated again.
+    """Makes `backward` refuse to compute gradients that are differentiated again.
 
-    Torch's `once_differentiable` says so late, or never: where what it is given is a
-    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    Torch's `once_differentiable` refuses late, or never: if the incoming gradient is a
+    constant, like a loss's, or `torch.autograd.grad` does not reach it.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
@@ -53,7 +53,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @jit
 def float32(number):
-    """A number in float32, since `torch.compile` hands Python's over in float64."""
+    """A number in float32, since `torch.compile` passes Python's in float64."""
     return tl.cast(number, tl.float32)
 
 
@@ -82,7 +82,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def one_each(vector: Tensor | None, x: Tensor) -> bool:
-    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    """Whether a weight or bias has one number per feature, as kernels read it."""
     return vector is None or vector.shape == x.shape[-1:]
 
 
@@ -95,7 +95,7 @@ def linear_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, kernels start on the device of `x`."""
+    """A context in which kernels start on the device of `x`."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
@@ -107,14 +107,14 @@ def neighbouring(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """(..., D) as (M, D) with neighbouring columns, copied only where it must be."""
+    """(..., D) as (M, D) with neighbouring columns, copied only if necessary."""
     return neighbouring(neighbouring(x).reshape(-1, x.shape[-1]))
 
 
 def spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """What a kernel reads the rows of x from, and how far apart they are.
+    """A tensor with the rows of x for a kernel to read, and their stride.
 
-    That is x itself where it is contiguous, which spares the host making a view.
+    It is x itself if x is contiguous, which saves the host from making a view.
     """
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -148,7 +148,7 @@ def block_size(size: int) -> int:
 
 
 def row_tile(columns: int, elements: int = 2048) -> tuple[int, int, int]:
-    """Rows and columns that a program holds at a time, whole rows, and its warps.
+    """How many (whole) rows and columns a program holds at a time, and its warps.
 
     16 elements a thread are two loads of 16 bytes in half precision. A backward pass
     that sums over rows as well takes 1,024 elements or one row, 8 to 16 a thread. So
@@ -172,16 +172,16 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
 
 
 def stages_of(block: int, *tensors: Tensor | None) -> int:
-    """Two where a block of each tensor is loaded while the one before is worked on.
+    """Two to load a block of each tensor while the block before is worked on, or one.
 
-    Those wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
+    Blocks wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
     """
     held = block * sum(t.element_size() for t in tensors if t is not None)
     return 2 if held <= 2**16 else 1
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many the GPU of `x` has; one where kernels are interpreted."""
+    """How many multiprocessors the GPU of `x` has; one if kernels are interpreted."""
     if not x.is_cuda:
         return 1
     return torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -56,7 +56,7 @@ def layer_norm_forward_kernel(
     block_m: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """Writes y (M, D), mean and rstd (M,), and the sum (M, D) where there is one."""
+    """Writes y (M, D), mean and rstd (M,), and the sum (M, D) if there is one."""
     keep_scale, eps = float32(keep_scale), float32(eps)
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = tl.arange(0, block_d)
@@ -314,10 +314,10 @@ def layer_norm_backward(
 def norm_before(ctx: Any) -> Any:
     """The norm that gave the residual, if it can take the residual's gradient from here.
 
-    It then adds it to the gradient that it reads, where autograd would add the two up
-    in a pass of their own. None where that could be seen: by a hook of the tensor
-    between the two, `retain_grad`, or `torch.autograd.grad`, which is known by its not
-    running the nodes that write to parameters. Nor where `torch.compile` adds up.
+    It then adds it to the gradient that it reads, while autograd would add the two up
+    in a separate pass. None if that would be visible: by a hook of the tensor between
+    the two, `retain_grad`, or `torch.autograd.grad`, which does not run the nodes that
+    write to parameters. None as well if `torch.compile` adds them up.
     """
     if torch.compiler.is_compiling():
         return None
@@ -460,10 +460,10 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        norm: The module that these three are of, if there is one. It is called where
-            hooks or an adapter were put on it, as the next two are.
-        linear: The layer that makes of x what is dropped; the kernel adds its bias.
-        dropout: The module that drops, or the share that is dropped.
+        norm: The norm module with these three, if there is one. It is called if it has
+            hooks or an adapter, like the next two.
+        linear: The linear layer before dropout; the kernel adds its bias.
+        dropout: The dropout module, or the dropout rate.
     """
     x, input_bias = product_and_bias(x, linear)
     vectors = (weight, bias, input_bias)

@@ -24,7 +24,7 @@ from .plain import is_plain
 
 
 def chunk_rows(m: int, v: int) -> int:
-    """How many rows of logits are in memory at a time: 2 GiB of them in bfloat16.
+    """How many rows of logits are in memory at a time: 2 GiB in bfloat16.
 
     Every further part is another pass over the weight's gradient in float32; with these
     it moves less than the logits do. Chosen for an H100 or H200.
@@ -48,7 +48,7 @@ def linear_cross_entropy_chunks(
     options: Options,
     gradients: tuple[bool, bool, bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum of losses, and its gradients as far as they are wanted.
+    """The sum of losses, and those of its gradients that are wanted.
 
     The gradients of weight and bias are added up in float32.
     """
@@ -158,13 +158,13 @@ def linear_cross_entropy(
         weight: The output layer's weight.
         labels: Class indices, already shifted.
         bias: The output layer's bias.
-        layer: The output layer, which is called where hooks or an adapter were put on it.
+        layer: The output layer, which is called if it has hooks or an adapter.
         ignore_index: A label that does not count.
-        label_smoothing: The share that is spread over all classes.
-        softcap: Where there is one, logits become softcap * tanh(logits / softcap).
-        num_items: What the sum of losses is divided by; without it, the number of
-            labels that count.
-        upcast: Give a loss in float32, as in `cross_entropy`.
+        label_smoothing: The share of a target that is spread over all classes.
+        softcap: If given, logits become softcap * tanh(logits / softcap).
+        num_items: The divisor of the sum of losses; by default the number of labels
+            that count.
+        upcast: Return a loss in float32, as in `cross_entropy`.
     """
     options = (ignore_index, label_smoothing, softcap)
     dtype = None
@@ -209,8 +209,8 @@ def masked_lm_linear_cross_entropy(
         hidden: The output layer's input, (B, T, D).
         weight: The output layer's weight, (V, D).
         labels: (B, T).
-        num_items_in_batch: What the sum is divided by, where gradients are accumulated
-            over several batches; without it, the number of labels that count here.
+        num_items_in_batch: The divisor of the sum, if gradients are accumulated over
+            several batches; by default the number of labels that count here.
         ignore_index: The label of predictions that do not count.
         bias: The output layer's bias, (V,).
         layer: As in `linear_cross_entropy`.
@@ -247,10 +247,10 @@ def causal_lm_linear_cross_entropy(
     Args:
         hidden: The output layer's input, (B, T, D).
         weight: The output layer's weight, (V, D).
-        labels: (B, T); a token's label is the next one.
+        labels: (B, T), not shifted: each token predicts the next one.
         num_items_in_batch: As in `masked_lm_linear_cross_entropy`.
         ignore_index: The label of predictions that do not count.
-        shift_labels: The labels as they stand beside their predictions, if that is done.
+        shift_labels: The labels, already shifted to their predictions, if given.
         bias: The output layer's bias, (V,).
         layer: As in `linear_cross_entropy`.
         softcap: As in `linear_cross_entropy`.

@@ -15,7 +15,7 @@ from .plain import is_plain
 
 
 class LinearEachFunction(torch.autograd.Function):
-    """What each layer gives, of one input and each layer's weight and bias in turn."""
+    """The layers' outputs, from one input and each layer's weight and bias in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -52,17 +52,17 @@ class LinearEachFunction(torch.autograd.Function):
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of one input.
+    """The outputs of several linear layers for one input.
 
     Shapes: x (..., D) -> (..., F) of each layer.
-    Numerics: reassociated. Backwards each product adds to what those before it gave for
-        the input, where autograd would add them up in passes of their own.
+    Numerics: reassociated. Backwards each product adds to the input's gradient of those
+        before it, while autograd would add them up in separate passes.
     Source: `FusedDense` of github.com/Dao-AILab/flash-attention.
 
     Args:
         x: The input.
-        layers: The layers. They are called one by one where one of them does more than
-            `torch.nn.Linear`, has hooks, or autocast is on.
+        layers: The layers. They are called one by one if one of them does more than
+            `torch.nn.Linear` or has hooks, or if autocast is on.
     """
     plain = [layer for layer in layers if is_plain(layer)]
     parameters: list[Any] = [p for a in plain for p in (a.weight, a.bias)]

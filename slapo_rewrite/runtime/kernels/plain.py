@@ -1,7 +1,7 @@
-"""Modules of which kernels take what they compute by, and what makes them be called.
+"""Modules whose parameters kernels use, and when they are called instead.
 
-A hook, a parametrization, a `forward` of its own, or an adapter put around a module later
-makes it do more: it is called then, as ever. So is each where no kernel runs.
+A hook, a parametrization, its own `forward`, or an adapter that is put around a module
+later makes it do more: it is then called as usual. So is each one if no kernel runs.
 """
 
 import re
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .launch import linear_bias, runs_triton
 
-# Those whose call is a product and a bias, besides `torch.nn.Linear`.
+# Layers besides `torch.nn.Linear` whose call is a product and a bias.
 LINEAR = re.compile(r"(Conv1D|(Column|Row)Parallel(Linear|Conv1D))\.forward")
 
 
@@ -24,8 +24,8 @@ def is_plain(layer: nn.Module) -> bool:
 def runs_forward_alone(module: nn.Module | None) -> bool:
     """Whether a call runs the `forward` of the module's class and nothing else.
 
-    A module that kernels stand for holds no other: what does is an adapter around one, or
-    has a parametrization. None is no module, whose call cannot do more.
+    Modules that kernels replace have no submodules: one that has is an adapter around
+    one, or has a parametrization. None, for no module, does no more either.
     """
     if module is None:
         return True
@@ -36,11 +36,11 @@ def runs_forward_alone(module: nn.Module | None) -> bool:
 
 
 def linear_product(x: Tensor, layer: Any) -> Tensor:
-    """What a linear layer gives without its bias, which what follows adds.
+    """A linear layer's output without its bias, which the next operation adds.
 
     Shapes: x (..., D) -> (..., F).
-    Numerics: exact; where the layer does more than multiply and add, it is called, and
-        its bias is taken off.
+    Numerics: exact; if the layer does more than multiply and add, it is called, and its
+        bias is subtracted.
 
     Args:
         x: The input.
@@ -55,16 +55,16 @@ def linear_product(x: Tensor, layer: Any) -> Tensor:
 
 
 def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
-    """What a linear layer gives but for its bias, and the bias, for a kernel to add.
+    """A linear layer's output without its bias, and the bias, for a kernel to add.
 
     Shapes: x (..., D) -> (..., F) and (F,).
 
     Args:
         x: The input.
-        layer: The layer; x is what it gave already where this is None.
+        layer: The layer; None if x is its output already.
 
     Returns:
-        The product and the bias; all that the layer gives and None where it was called.
+        The product and the bias; the whole output and None if the layer was called.
     """
     if layer is None:
         return x, None
@@ -89,16 +89,16 @@ def adds_a_bias(layer: nn.Module) -> bool:
 
 
 def forward_of(layer: nn.Module) -> str:
-    """Which class's `forward` a layer runs, as `Conv1D.forward`; "" where it is no function.
+    """The class and name of a layer's `forward`, as `Conv1D.forward`; "" if not a function.
 
-    By its code, which `torch.compile` can read.
+    It is read from its code object, which `torch.compile` supports.
     """
     code = getattr(type(layer).forward, "__code__", None)
     return "" if code is None else code.co_qualname
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:
-    """The share that is dropped; None where a module has to be called for it."""
+    """The dropout rate; None if a module has to be called for it."""
     if not isinstance(dropout, nn.Module):
         return dropout
     if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
@@ -107,7 +107,7 @@ def drop_rate(dropout: nn.Module | float) -> float | None:
 
 
 def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
-    """Dropout in PyTorch's operations: the module's, or of a share."""
+    """Dropout in PyTorch's operations: by the module, or with a rate."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
     return nn.functional.dropout(x, dropout) if dropout else x

@@ -68,7 +68,7 @@ def rms_norm_forward_kernel(
     block_m: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """Writes y (M, D) and rstd (M,), and the sum (M, D) where there is one."""
+    """Writes y (M, D) and rstd (M,), and the sum (M, D) if there is one."""
     keep_scale, eps, offset = float32(keep_scale), float32(eps), float32(offset)
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = tl.arange(0, block_d)
@@ -347,7 +347,7 @@ def rms_norm(
         x: The rows.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        offset: Added to the weight; 1 as Gemma has it.
+        offset: Added to the weight; 1 in Gemma.
         cast: When the normalised rows leave float32: "input" to x's dtype before they
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
@@ -385,11 +385,11 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        norm: The module that these are of, if there is one. It is called where hooks or
-            an adapter were put on it, as `dropout` is.
-        offset: Added to the weight; 1 as Gemma has it.
+        norm: The norm module with these, if there is one. It is called if it has hooks
+            or an adapter, like `dropout`.
+        offset: Added to the weight; 1 in Gemma.
         cast: When the normalised rows leave float32, as in `rms_norm`.
-        dropout: The module that drops, or the share of x that is dropped.
+        dropout: The module or the rate of the dropout of x.
     """
     plain = not isinstance(eps, Tensor) and runs_triton(x, residual, weight)
     p = drop_rate(dropout) if plain and runs_forward_alone(norm) else None

@@ -38,7 +38,7 @@ def masked_softmax_reference(
 
 @jit
 def mask_rows(row, n, t, mask_batch, mask_head, mask_token):
-    """Where the mask has these rows of scores; divided in 32 bits, 64 are much slower."""
+    """Offsets of these rows in the mask; divided in 32 bits, 64 are much slower."""
     token, head, batch = row % t, row // t % n, row // t // n
     at = batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
     return at + token.to(tl.int64) * mask_token
@@ -70,8 +70,8 @@ def masked_softmax_forward_kernel(
     columns = tl.arange(0, block_s)[None, :]
     inside = (rows < m)[:, None] & (columns < s)
     score = tl.load(x + rows[:, None] * x_stride + columns, mask=inside, other=0.0)
-    # Rounded wherever the original rounds: a row that is masked whole, by the lowest
-    # number of its dtype, then gets the same weights.
+    # Rounded wherever the original rounds: a row that is masked completely, by the
+    # lowest number of its dtype, then gets the same weights.
     score = (score.to(tl.float32) * scale).to(x.dtype.element_ty).to(tl.float32)
     if mask_kind != "none":
         at = (
@@ -219,7 +219,7 @@ class MaskedSoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Keeps the result, which the product with the values keeps anyway."""
+        """Saves the result, which the product with the values saves anyway."""
         wide = None if mask is None else mask.expand(four_axes(x).shape)
         y = masked_softmax_forward(x, wide, scale)
         ctx.save_for_backward(y, mask)
@@ -253,9 +253,9 @@ def masked_softmax(
     Args:
         x: Scores.
         mask: Numbers to add, if any; True adds 1.
-        scale: What scores are multiplied by first; kernels take a number, no tensor.
-        keep: Which scores count, if not all. Where none of a row does, its weights are
-            not numbers.
+        scale: The factor of the scores; kernels take a number, not a tensor.
+        keep: Which scores count, if not all. If none of a row's scores count, its
+            weights are NaN.
     """
     given = mask if keep is None else keep
     kernel = (
