@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 BERT = transformers.models.bert.modeling_bert --schedule bert --set ckpt_ratio=0.5
 
-.PHONY: help demo example test test-long test-all test-release versions fuzz lint check check-all docs generated bench
+.PHONY: help demo example test test-long test-all test-release versions library fuzz lint check check-all docs generated bench
 
 help:
 	@echo 'make demo       rewrite BERT, show the diff, verify it in two processes'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test-all   run them, and the long ones: further models, world sizes and random pairs'
 	@echo 'make test-release  run all there are: models compiled, fresh environments, benchmarks'
 	@echo 'make versions   verify what ships on the oldest and newest torch and transformers, some 12 GB'
+	@echo 'make library    run what transformers tests of a model, on originals and on rewritten files'
 	@echo 'make fuzz       run random models and schedules against their originals, for SECONDS=600'
 	@echo 'make check      before a commit: lint, types and tests; of a part by TESTS=tests/rules'
 	@echo 'make check-all  before a release: lint, types and all tests'
@@ -64,6 +65,9 @@ test-release: $(READY)
 
 versions: $(READY)
 	$(BIN)/python -m tests.versions
+
+library: $(READY)
+	$(BIN)/python -m tests.library
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.soundness.fuzz --seconds $(SECONDS)

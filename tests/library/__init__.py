@@ -1,0 +1,1 @@
+"""transformers' own tests of models, run on rewritten files."""
