@@ -51,9 +51,9 @@ class Apply(Rebuilding, Rewriting):
     A rule is a computation and its replacement; `slapo-rewrite primitives` lists them. Later calls
     in the schedule see the changed source: a module whose call was replaced is no longer called,
     and cannot be scheduled any more. Calls of modules with hooks, a parametrization or a `forward`
-    of their own are never replaced. Later requests around a module's call take effect for linear
-    layers only: a norm, dropout or activation that is not called runs no hooks. `concrete_args` is
-    as for `find`.
+    of their own are never replaced. If a training script later adds hooks or an adapter to a module
+    that a kernel replaces, the output calls the module again; a rule's page says so where it is
+    true. `concrete_args` is as for `find`.
 
     The function that a rule calls has several backends, with the same call: `"triton"`, a kernel,
     which uses its PyTorch reference without a GPU; `"eager"`, the reference only; `"inductor"`, the

@@ -70,8 +70,8 @@ class Checkpoint(Primitive):
     for `torch.utils.checkpoint.create_selective_checkpoint_contexts`; random operations are always
     recomputed.
 
-    `budget` chooses among the selected layers, elements of lists: those are recomputed, as a whole
-    or modules inside them, with which a training step fits in so much memory at the least time.
+    `budget` chooses what to recompute among the selected layers, elements of lists, and the modules
+    inside them, so that a training step fits into so much memory at the least predicted time.
     A step has `micro_batches` micro-batches, each of `batch` rows of `sequence` tokens (those of
     `inputs(model)`, if nothing is given). It is trained in `precision` with DeepSpeed's Adam and
     stage `zero` of ZeRO over `replicas`. The budget is one GPU's. Without `ranks` this GPU holds
