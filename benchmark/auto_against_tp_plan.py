@@ -2,19 +2,19 @@
 
     python -m benchmark.auto_against_tp_plan --seconds 3600
 
-Model families of the installed transformers that have a `base_model_tp_plan`. It is written as a
-schedule: what the plan splits over outputs or inputs is split so, logits and the like are gathered,
-and `infer_sync` adds what has to be summed, of gradients a sum for each layer, as transformers
-does. It and `auto`'s are carried out on the model in its default configuration, and the collectives
-of a step are counted as `slapo-rewrite plan` counts them, without memory and without processes; of
-a model that needs values, those of a small one.
+For model families of the installed transformers that have a `base_model_tp_plan`, this plan is
+written as a schedule: layers are split over outputs or inputs as in the plan, logits and the like
+are gathered, and `infer_sync` adds the sums, with one sum of gradients for each layer, as in
+transformers. This schedule and `auto`'s are applied to the model in its default configuration, and
+the collectives of a step are counted as by `slapo-rewrite plan`, without memory and processes; for
+a model that needs values, those of a small one are counted.
 
-`auto` may split what the plan leaves whole, and sends more for it. So that is counted once more
-without what has no part in the plan; and once with gathered logits, as they are by the plan.
+`auto` may split layers that the plan leaves whole, and sends more for them. So it is counted again
+without layers that are not in the plan, and again with gathered logits, as in the plan.
 
-Each family runs in a process of its own, with a time limit. Its outcome stands in
-`results/auto_against_tp_plan.json`; a run goes on where the last one ended. A plan that cannot be
-written so, or a step that does not run without values, is said, and not counted.
+Each family runs in a separate process, with a time limit. Its result is in
+`results/auto_against_tp_plan.json`; a run continues where the last one ended. A plan that cannot be
+written like this, or a step that does not run without values, is reported, and not counted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How near is what `--schedule auto` splits to the best that can be split, by predicted step time?
+"""How close is the splitting of `--schedule auto` to the best one, by predicted step time?
 
     python -m benchmark.auto_exhaustive
 
-Ten models whose layers are few enough matrices that everything can be tried: each one whole, split
+In ten models the layers have so few matrices that all splits can be tried: each matrix whole, split
 over its outputs (in as many parts as a packed one may have) or over its inputs, in every
-combination, alike in all layers; with one sum for the gradients of what goes into a block, or with
-one for each matrix. What is legal is what the tool carries out. What is split outside of the layers
-is in all of them what `auto` splits there. Of each legal combination the step is counted and
-predicted as `slapo-rewrite plan` does, for the GPUs and the batch that `auto` assumes, but on as
-many ranks as all of these models can be split over.
+combination, the same in all layers; with one sum for the gradients of a block's input, or with one
+for each matrix. A combination is legal if the tool accepts it. Outside of the layers all of them
+split what `auto` splits. The step of each legal combination is counted and predicted as by
+`slapo-rewrite plan`, for the GPUs and the batch that `auto` assumes, but on as many ranks as all of
+these models can be split over.
 
 Writes `benchmark/results/auto_exhaustive.json`.
 """

@@ -1,11 +1,11 @@
-"""Is what `checkpoint(budget=...)` chooses ever slower than the best share of whole layers?
+"""Is the choice of `checkpoint(budget=...)` ever slower than the best share of whole layers?
 
     python -m benchmark.checkpoint_budget
 
-Four families at their published sizes, five budgets each, evenly between the least that a step can
-take and what it takes without recomputation. Seconds are those of a step's operators, predicted for
-one GPU; the best share is the smallest one of the first layers that fits. With 126 layers of Llama
-against 2, what the choice costs in CPU time.
+Four families at their published sizes, with five budgets each, spaced evenly between the least
+memory of a step and its memory without recomputation. Seconds are those of a step's operators,
+predicted for one GPU; the best share is the smallest share of first layers that fits. The CPU time
+of the choice is measured for Llama with 126 layers and with 2.
 
 Writes `benchmark/results/checkpoint_budget.json`.
 """

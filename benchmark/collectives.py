@@ -2,13 +2,13 @@
 
     python -m benchmark.collectives
 
-The collectives of a training step on fake tensors and in a fake process group, once with one layer
-and once with two: the difference is a layer's, the rest the embedding's, the head's and the
-loss's. Sizes are of the whole tensor, in units of batch x tokens x hidden size. Megatron-LM's are
-the least that splitting costs: in a layer an all-reduce behind attention and one behind the MLP,
-and as many backwards (arXiv 1909.08053); with sequence parallelism a reduce-scatter and an
-all-gather each instead, likewise (arXiv 2205.05198); around the layers one behind the embedding,
-one for the gradient of the head's input, and three numbers a token for the loss.
+Counts the collectives of a training step on fake tensors and in a fake process group, with one
+layer and with two: the difference belongs to a layer, the rest to embedding, head and loss. Sizes
+are of the whole tensor, in units of batch x tokens x hidden size. Megatron-LM's collectives are the
+minimum for splitting: in a layer an all-reduce after attention and one after the MLP, and as many
+in the backward pass (arXiv 1909.08053); with sequence parallelism a reduce-scatter and an
+all-gather for each of them (arXiv 2205.05198); around the layers one after the embedding, one for
+the gradient of the head's input, and three numbers per token for the loss.
 
 Writes `benchmark/results/collectives.json`.
 """

@@ -1,7 +1,7 @@
-"""Kernels as a GPU gets them, which needs none: their launches caught, compiled and read.
+"""Kernels as compiled for a GPU, without needing one: intercepts, compiles and reads launches.
 
-The public functions run on fake tensors. What they launch is handed to a function instead, which
-may compile it by Triton's own compiler, for any GPU.
+The public functions run on fake tensors. Their launches are passed to a function instead, which
+may compile them with Triton's own compiler, for any GPU.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Counts what a training step reads and writes, without running it.
+"""Counts the bytes that a training step reads and writes, without running it.
 
 A step runs on fake tensors: shapes and no values. Every operator that reaches the dispatcher is one
-call, and moves the bytes of the tensors that it is given and of those that it gives, each once.
-Views move none. What runs on a GPU in other operators than on a CPU is sent there: dropout, the
-softmax that widens, and scaled dot product attention, which counts as flash attention (queries,
-keys, values, result and one number a row, and not the scores).
+call, and moves the bytes of its input and output tensors, each once. Views move none. Operations
+that use other operators on a GPU than on a CPU are counted as on a GPU: dropout, the softmax that
+widens, and scaled dot product attention, which counts as flash attention (queries, keys, values,
+result and one number per row, but not the scores).
 
-Of a Triton kernel, those tensors count as read that its compiled code loads from, and those as
-written that it stores to (`memory_use`).
+For a Triton kernel, tensors count as read if its compiled code loads from them, and as written if
+it stores to them (`memory_use`).
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m benchmark.host_time [--only MODEL ...]
 
-Small models of 16 layers, forwards, backwards and with gradients clipped, on one thread: the
-original, and the bundled schedule's output as the first of one, two and eight ranks, of which the
-others need not be there (torch's `fake` backend: collectives cost their calls alone). Layers of 64
-are bound by what the host does, as layers are on a GPU that waits for it. Original and output take
-turns; ratios are of CPU times of one round, and their median counts. What is timed has to be split,
-and to compute the original's loss alone, or the script stops.
+Small models of 16 layers run forward, backward and gradient clipping on one thread: the original,
+and the bundled schedule's output as the first of one, two and eight ranks, of which the others need
+not exist (torch's `fake` backend: collectives cost only their calls). Layers of width 64 are bound
+by the host's work, like layers on a GPU that waits for it. Original and output take turns; ratios
+are of CPU times of one round, and their median counts. If the timed model is not split, or alone
+does not compute the original's loss, the script stops.
 
 Writes `benchmark/results/host_time.json`.
 """

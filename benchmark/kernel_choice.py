@@ -1,9 +1,9 @@
 """Measures every backend of each function that rules call: the tables in `rules/measured`.
 
-Microseconds forwards and backwards of the Triton kernel, of the reference compiled by
-`torch.compile`, and of the reference, on the first of the function's samples. Before that each is
-compared with the reference in float64: what is farther from it than twice the reference's own
-error, or fails, gets no figure, and is named.
+The figures are microseconds of the forward and backward pass of the Triton kernel, of the reference
+compiled by `torch.compile`, and of the reference, on the first of the function's samples. Before,
+each is compared with the reference in float64: a backend that fails, or differs by more than twice
+the reference's own error, gets no figure and is named.
 """
 
 from __future__ import annotations

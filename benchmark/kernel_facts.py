@@ -1,22 +1,22 @@
-"""What do the kernels' machine codes say of their speed? A prediction, which needs no GPU.
+"""How fast are the kernels by their machine code? A prediction, which needs no GPU.
 
     python -m benchmark.kernel_facts [--only swiglu]
 
 Every kernel is compiled by Triton's own compiler for three GPUs, in bfloat16, as its launcher would
 launch it there at sizes that people use, and its instructions are counted. The predicted time is
-the longest of what follows, wave by wave of the programs that run at a time:
+the longest of the following, for each wave of programs that run at the same time:
 
 - memory: the bytes of the tensors that it reads and writes, by the rate of a copy;
 - issue: one instruction of a warp a cycle on each of a multiprocessor's four schedulers;
 - integer, special: those of a unit that takes a warp's instruction in two or in eight cycles;
-- latency: one program from its first to its last instruction. It waits `LATENCY` cycles wherever it
-  needs what it has just begun to load, 30 at a barrier, and gets an instruction every other cycle.
+- latency: one program from its first to its last instruction. It waits `LATENCY` cycles before it
+  uses a value that it has just begun to load, 30 at a barrier, and issues every other cycle.
 
-The floor is what has to pass through memory (`benchmark.kernel_cases`) at that rate. The small sums
+The floor is the necessary memory traffic (`benchmark.kernel_cases`) at that rate. The small sums
 over programs that follow some backward passes in PyTorch are left out.
 
-Writes `benchmark/results/kernel_facts.json`. What was compiled once is taken from Triton's cache,
-so a run that was stopped goes on where it was.
+Writes `benchmark/results/kernel_facts.json`. Compiled kernels are taken from Triton's cache, so
+a run that was stopped continues where it was.
 """
 
 from __future__ import annotations

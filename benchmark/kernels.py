@@ -1,19 +1,19 @@
-"""How near does each kernel come to what the GPU's memory allows?
+"""How close does each kernel come to the limit of the GPU's memory?
 
     python -m benchmark.kernels [--only rms_norm] [--seconds 480]
     python -m benchmark.kernels --tiny --output FILE     tries this script out on a CPU
     python -m benchmark.kernels --choose [--device-name h100]
 
-Needs torch, triton and transformers; measures Liger where it is installed. In one process and for
-each kernel: eager, `torch.compile`, Liger, ours and eager once more, the last being the control:
-what differs by no more than the two eager runs is the same. Times are medians of replayed CUDA
-graphs, so that launching counts for none, or of plain calls for what waits for the device; inputs
-rotate over more bytes than the L2 cache holds. The roofline is measured in the same run, first and
-last: a copy of 4 GB and a bfloat16 matrix product of 8192; where the two differ by more than 3%,
-the run is called unsteady.
+Needs torch, triton and transformers; measures Liger if it is installed. In one process, for each
+kernel: eager, `torch.compile`, Liger, ours and eager again as the control: results that differ by
+no more than the two eager runs count as the same. Times are medians of replayed CUDA graphs, so
+that launches do not count, or of plain calls for code that waits for the device; inputs rotate over
+more bytes than the L2 cache holds. The roofline is measured in the same run, first and last: a copy
+of 4 GB and a bfloat16 matrix product of 8192; if the two differ by more than 3%, the run is called
+unsteady.
 
-Before timing, outputs and gradients are compared with float32, beside eager's own error, and ours
-run once with every wait for the device turned into an error.
+Before timing, outputs and gradients are compared with float32, next to eager's own error, and our
+kernel runs once with every wait for the device turned into an error.
 
 Writes `benchmark/results/kernels.json`. With `--choose` it measures every backend of the functions
 that rules call instead, by the same clock, and writes `rules/measured/DEVICE.json`, by which

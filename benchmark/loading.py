@@ -1,13 +1,13 @@
-"""What does a rank hold while a model is started, and how long does that take?
+"""How much memory does a rank need to start a model, and how long does it take?
 
     python -m benchmark.loading
 
 A tensor-parallel Llama in bfloat16, in fresh processes over gloo: initialised by `loading.build`
 and `deferred_init.build_deferred`, read by `load_pretrained` into a model on the meta device, and
 written by `save_pretrained`; beside them the original, constructed and by `from_pretrained`, in one
-process. What counts is private memory (the system's `RssAnon`, looked at every millisecond) beyond
-what there was before, and the CPU time of the thread that does it, each the most of any rank. Of
-several interleaved rounds the most memory counts, and the least time.
+process. It measures the increase of private memory (the system's `RssAnon`, read each millisecond)
+and the CPU time of the thread that does it, each as the maximum over the ranks. Of several
+interleaved rounds the most memory and the least time count.
 
 Writes `benchmark/results/loading.json`.
 """

@@ -1,9 +1,9 @@
-"""Does the simulator say what a pipeline's step takes, and what does it say of many GPUs?
+"""Does the simulator predict the time of a pipeline's step, and what does it predict for many GPUs?
 
     python -m benchmark.pipeline_simulation
 
-Simulated steps beside steps of DeepSpeed's engine in real processes; simulated tensor parallelism
-beside published times; cuts into stages beside DeepSpeed's; and a model on 8 to 1,024 GPUs, which
+Compares simulated steps with steps of DeepSpeed's engine in real processes, simulated tensor
+parallelism with published times, and cuts into stages with DeepSpeed's; a model on 8 to 1,024 GPUs
 is simulated only. Needs no GPU.
 
 Writes `benchmark/results/pipeline_simulation.json`.

@@ -1,13 +1,13 @@
-"""How near is the memory that `slapo-rewrite plan` predicts to what torch counts in a real step?
+"""How close is the memory that `slapo-rewrite plan` predicts to torch's count in a real step?
 
     python -m benchmark.plan_memory
 
 Small models of four families, rewritten, trained in float32 on the CPU: alone, on two ranks that
 share each layer, and on two replicas with DeepSpeed's ZeRO 1; with and without recomputation, with
 and without fusion, with one micro-batch and with two. The second step is measured, from its first
-operator to its last, by torch's `MemTracker`: the most bytes of all tensors that live at a time.
+operator to its last, by torch's `MemTracker`: the peak of the bytes of all live tensors.
 
-What is predicted is put together of two layers of each kind, counted without memory, as in `plan`.
+The prediction is composed from two layers of each kind, counted without memory, as in `plan`.
 
 Writes `benchmark/results/plan_memory.json`.
 """

@@ -1,12 +1,12 @@
-"""How near is the time of a step that `slapo-rewrite plan` predicts?
+"""How accurate is the time of a step that `slapo-rewrite plan` predicts?
 
     python -m benchmark.plan_time
 
-The training steps that `benchmark.train_step` timed on a GPU, as its result file has them: the
+Takes the training steps that `benchmark.train_step` timed on a GPU from its result file: the
 original with torch's attention, and the bundled schedule with `fuse=true`, each at the batch that
-all were timed at and at the largest that fits. Beside each what is predicted from the GPU's data
-sheet, without a GPU: the model's forward and backward pass, and an AdamW that reads and writes two
-bytes of each parameter, gradient and moment.
+all were timed at and at the largest that fits. Each is compared with the prediction from the GPU's
+data sheet, without a GPU: the model's forward and backward pass, and an AdamW that reads and writes
+two bytes of each parameter, gradient and moment.
 
 Writes `benchmark/results/plan_time.json`.
 """

@@ -1,11 +1,11 @@
-"""How much of a model file does a reader know already, once it is rewritten?
+"""How much of a rewritten model file does a reader of the original know already?
 
     python -m benchmark.readability
 
 For every output of `generated/`: the lines of the original that are kept, the hunks of the diff,
 the lines that are new, and those of the helper files beside it, Triton kernels among them. A
-relative import that was made absolute, since the file leaves its package, is not kept, and is left
-out of hunks and new lines.
+relative import that became absolute, since the file leaves its package, does not count as kept, and
+is left out of hunks and new lines.
 
 Writes `benchmark/results/readability.json`.
 """

@@ -1,13 +1,13 @@
-"""What do `release` and `step_in_backward` save of a training step's memory, and of a forward pass?
+"""How much memory of a training step and a forward pass do `release` and `step_in_backward` save?
 
     python -m benchmark.release_memory [MODEL ...] [WHAT ...]
 
 Models of published sizes, on the meta device in float32: the original, and rewritten by
-`s.release()`, by `s.step_in_backward()`, and by both. Of a training step (forward, backward, and
-AdamW, whose moments are there already, one parameter after the other), with nothing recomputed and
-with every layer, and of a forward pass in eval mode without gradients, with the head and without,
-torch's `MemTracker` gives the most bytes of all tensors that live at a time: weights, gradients,
-moments and batch are among them. In a forward pass the weights are left out.
+`s.release()`, by `s.step_in_backward()`, and by both. Torch's `MemTracker` gives the peak of the
+bytes of all live tensors, including weights, gradients, moments and batch: in a training step
+(forward, backward, and AdamW, with existing moments, one parameter after the other), without
+recomputation and with every layer recomputed, and in a forward pass in eval mode without gradients,
+with the head and without. In a forward pass the weights are left out.
 
 Writes `benchmark/results/release_memory.json`.
 """

@@ -2,21 +2,21 @@
 
     python -m benchmark.rewrite_time [--repetitions 7] [--depth-repetitions 30] [--only PART ...]
 
-CPU time of a command, `--diff` with nothing kept, over the floor: importing torch and the file of
-BERT in plain Python. All take turns, and each is compared with the floor of its own round, so that
-what else the machine does counts for both.
+CPU time of a command, `--diff` without its cache, over the floor: importing torch and the file
+of BERT in plain Python. All take turns, and each is compared with the floor of its own round, so
+that other load on the machine counts for both.
 
-CPU time of commands that need no rewrite: the least of all rounds.
+CPU time of commands that need no rewrite: the minimum over all rounds.
 
 CPU time of the whole command for BERT and Llama, split into starting (Python, torch, libcst,
-black), importing the model's package, building the module tree, rewriting and writing. Beside it,
-in the same run, what one pass over the same file costs at least: libcst's floor (parse, one visit,
-print) and black. Every repetition is a fresh process, and the kinds take turns.
+black), importing the model's package, building the module tree, rewriting and writing. In the same
+run, the least cost of one pass over the same file: libcst's floor (parse, one visit, print) and
+black. Every repetition is a fresh process, and the kinds take turns.
 
-Whether a deep model takes longer: Llama with 2, 32 and 126 layers, and with 2 once more to show
-the noise. Every repetition is a process forked after one rewrite, and the depths take turns.
+CPU time by depth: Llama with 2, 32 and 126 layers, and with 2 again to show the noise. Every
+repetition is a process forked after one rewrite, and the depths take turns.
 
-Figures are medians where nothing else is said. Writes `benchmark/results/rewrite_time.json`.
+Figures are medians unless stated otherwise. Writes `benchmark/results/rewrite_time.json`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How long is a training step at two tensor-parallel ranks, ours beside other ways to split it?
+"""How long is a training step at two tensor-parallel ranks, compared with other ways to split it?
 
     python -m benchmark.tensor_parallel
 
-A Llama in two gloo processes on the CPU, forwards and backwards: rewritten by the bundled schedule,
-and the original split by transformers' `tp_plan`, by torch's `parallelize_module` (a plan with the
-same layers) and by DeepSpeed's AutoTP. All start from one checkpoint, and each has to give the
-original's loss and to hold about half of the parameters. They take turns, in alternating order;
-ratios are of times of one round. The small model is bound by what the host does, as small layers
-are on a GPU.
+A Llama in two gloo processes on the CPU, forward and backward pass: rewritten by the bundled
+schedule, and the original split by transformers' `tp_plan`, by torch's `parallelize_module` (a plan
+with the same layers) and by DeepSpeed's AutoTP. All start from one checkpoint, and each must give
+the original's loss and hold about half of the parameters. They take turns, in alternating order;
+ratios are of times of one round. The small model is bound by the host's work, like small layers on
+a GPU.
 
 Writes `benchmark/results/tensor_parallel.json`.
 """

@@ -1,13 +1,13 @@
-"""What does a training step read and write, before and after rewriting?
+"""How many bytes does a training step read and write, before and after rewriting?
 
     python -m benchmark.traffic [--only BERT-large] [--breakdown VARIANT]
 
 Bytes and operator calls of forward and backward, dropout on, loss with labels, counted on fake
-tensors (`benchmark.counted`): no GPU, and the same figures at every run. Matrix products, but for
-what they add to their results, and the kernels of flash attention are counted apart, since no
-rewriting saves them; the scores that eager attention writes out are not.
+tensors (`benchmark.counted`): no GPU, and equal figures in every run. Matrix products, except for
+what they add to their results, and the kernels of flash attention are counted separately, since no
+rewrite saves them; the scores that eager attention writes out are not.
 
-The floor is what passes through memory once everything between matrix products is one kernel
+The floor is the traffic if everything between matrix products were one kernel
 (`floor_bytes`). Writes `benchmark/results/traffic.json`.
 """
 

@@ -4,19 +4,19 @@
     python -m benchmark.train_step --run DIR           where the GPU is; under nine minutes
     python -m benchmark.train_step --publish FILE      puts a result file into README.md
 
-Preparing writes the rewritten models, of the transformers that is imported: the machine with the
-GPU needs that version, torch and triton, and nothing else. For another version than the installed
-one, `pip install --target FOLDER transformers==VERSION`, and put the folder first in PYTHONPATH.
+`--prepare` writes the rewritten models of the imported transformers: the machine with the GPU needs
+this version, torch and triton, and nothing else. For another version than the installed one, run
+`pip install --target FOLDER transformers==VERSION`, and put the folder first in PYTHONPATH.
 
-In one process a model, and all of them from the same weights: eager attention, SDPA, SDPA with
-`torch.compile`, Liger where it is installed and knows the model, ours, ours with `torch.compile`,
-and SDPA once more, as the control: what differs by no more than twice the two SDPA runs do is the
-same. Rounds of 8 steps with fused AdamW go through the variants forwards and backwards in turn, on
-4 batches that rotate, timed by events on the device. Before that, loss and gradients are compared
-with float32; after it comes a pass for peak memory, and one at each variant's own largest batch.
-The roofline is measured first and last; where it moves by more than 3% the run makes no claim.
+Each model has one process, with variants from the same weights: eager attention, SDPA, SDPA with
+`torch.compile`, Liger if it is installed and knows the model, ours, ours with `torch.compile`, and
+SDPA again as the control: variants that differ by no more than twice the two SDPA runs count as
+equal. Rounds of 8 steps with fused AdamW go through the variants in alternating order, on 4 batches
+that rotate, timed by events on the device. Before, loss and gradients are compared with float32;
+afterwards come a pass for peak memory, and one at each variant's own largest batch. The roofline is
+measured first and last; if it changes by more than 3%, the run makes no claim.
 
-`--tiny` tries all of it out on a CPU. Writes `benchmark/results/train_step.json`.
+`--tiny` tries all of this out on a CPU. Writes `benchmark/results/train_step.json`.
 """
 
 from __future__ import annotations

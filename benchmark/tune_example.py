@@ -4,10 +4,10 @@
 
 The example GPT (`examples/train_gpt/gpt.py`) on two CPU processes: they share each layer or are
 replicas, none, half or all of its blocks are recomputed, and each takes 4, 8, 16 or 32 rows: 24
-points. Each trial rewrites, starts `torchrun`, trains for some seconds and reports rows a second.
+points. Each trial rewrites, starts `torchrun`, trains for some seconds and reports rows per second.
 
-All points are tried first; then the default strategy begins anew, with trials of its own, of which
-it may have eight. What it settles on is judged by what the first search measured there.
+All points are tried first; then the default strategy starts again, with at most eight trials of its
+own. Its choice is judged by the measurement of the first search at that point.
 
 Writes `benchmark/results/tune_example.json`.
 """

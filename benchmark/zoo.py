@@ -2,9 +2,9 @@
 
     python -m benchmark.zoo --seconds 3600 --jobs 2
 
-Each family runs in a process of its own, with a time limit. Its outcome stands in
-`results/zoo.json`; a run goes on where the last one ended, in an order drawn once, so that what is
-there is a sample of all. What is measured of each:
+Each family runs in a separate process, with a time limit. Its outcome is in `results/zoo.json`; a
+run continues where the last one ended, in an order drawn once, so that the results are always a
+sample of all families. Measured for each:
 
 - identity: an empty schedule gives the file back.
 - auto: `--schedule auto` finds a schedule; the output equals the original at world sizes 1 and 2,
@@ -12,8 +12,8 @@ there is a sample of all. What is measured of each:
 - checkpoint, fuse: the same file with `ckpt_ratio=1.0` and with `fuse=true`, at world size 1.
 - stages: with `pipeline_stages=2`, on two processes.
 
-What is refused, and what was not finished in time, stands there with the reason. With
-`--columns` families of `--only` are measured again in these alone.
+Refusals, and measurements that did not finish in time, are recorded with the reason. With
+`--columns` the families of `--only` are measured again in these columns only.
 """
 
 from __future__ import annotations
