@@ -29,15 +29,15 @@ def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
 
 @jit
 def exponential(x):
-    """exp(x), and 0 if it is below 2 ** -126: two instructions, while `tl.exp` has five."""
+    """exp(x), and 0 where it is below 2 ** -126: two instructions, where `tl.exp` has five."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def reciprocal(x):
-    """1 / x for positive numbers, within 4e-7 of it.
+    """1 / x of positive numbers, within 4e-7 of it.
 
-    Two instructions, while a division takes eight.
+    Two instructions, where a division takes eight.
     """
     root = tl.rsqrt(x)
     return root * root
@@ -107,7 +107,7 @@ def activate_and_slope(x, kind: tl.constexpr):
         return x * share, share + x * density
     else:
         z, dz = steepness(x, kind)
-        # 1 - sigmoid(z) as the sigmoid times this power, without cancellation.
+        # 1 - sigmoid(z) is the sigmoid times this power, and does not cancel so.
         power = exponential(tl.minimum(-z, 87.0))
         share = reciprocal(1.0 + power)
         y = x * share

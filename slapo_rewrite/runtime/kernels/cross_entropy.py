@@ -63,7 +63,7 @@ def loss_dtype(logits: Tensor, upcast: bool) -> torch.dtype:
 
 @jit
 def logits_of(row, columns, inside, softcap, has_softcap: tl.constexpr):
-    """Some logits of a row, capped; -inf outside of it."""
+    """Some logits of a row, capped; -inf where there are none."""
     x = tl.load(row + columns, mask=inside, other=float("-inf")).to(tl.float32)
     if has_softcap:
         x = tl.where(inside, softcap * tanh_tile(x * (1.0 / softcap)), float("-inf"))
@@ -72,9 +72,9 @@ def logits_of(row, columns, inside, softcap, has_softcap: tl.constexpr):
 
 @jit
 def whole_vectors(row, stride, v):
-    """A row's first element in aligned 16 bytes, and how many fill whole such vectors.
+    """Where a row's first 16 bytes that are aligned begin, and how many elements follow.
 
-    These are loaded and stored 16 bytes at a time: eight elements in half precision.
+    Those that are loaded and stored 16 bytes at a time: eight elements in half precision.
     Rows of an odd vocabulary begin anywhere; up to seven elements are left at each end.
     """
     first = ((8 - row * stride % 8) % 8).to(tl.int32)
@@ -83,7 +83,7 @@ def whole_vectors(row, stride, v):
 
 @jit
 def ends(first, many, v, block: tl.constexpr):
-    """The columns before and after a row's whole vectors, and which of them exist."""
+    """The columns before and after a row's whole vectors, and which of them there are."""
     i = tl.arange(0, block)
     return tl.where(i < first, i, i + many), i < v - many
 
@@ -145,7 +145,7 @@ def cross_entropy_forward_kernel(
     top = tl.max(largest, 0)
     against = tl.where(top == float("-inf"), 0.0, top)
     log = tl.log(tl.sum(total * exponential(largest - against), 0))
-    # No memory is read for a label that is not a class: `flat_labels` has reported it.
+    # No memory is read for a label that is no class: `flat_labels` has told of it.
     known = (label >= 0) & (label < v)
     x = tl.load(here + label, mask=known, other=float("nan")).to(tl.float32)
     if has_softcap:
@@ -175,7 +175,7 @@ def store_gradient(
     softcap,
     has_softcap: tl.constexpr,
 ):
-    """Writes the gradient of some logits of a row, times the scale; loads those `known`."""
+    """Writes the gradient of some logits of a row, times the scale, knowing some of them."""
     x = tl.load(logits, mask=known, other=0.0).to(tl.float32)
     slope = 1.0
     if has_softcap:
@@ -210,7 +210,7 @@ def cross_entropy_backward_kernel(
     row = (tl.program_id(0) // column_blocks).to(tl.int64)
     across = tl.program_id(0) % column_blocks
     label, top, log = tl.load(labels + row), tl.load(tops + row), tl.load(logs + row)
-    # Zeros in rows that do not count; their logits, which may be NaN, are not loaded.
+    # Zeros in rows that do not count, whatever their logits are: those are not loaded.
     counts = label != ignore_index
     factor = tl.where(counts, tl.load(scale).to(tl.float32) if has_scale else 1.0, 0.0)
     first, many = whole_vectors(row, stride, v)

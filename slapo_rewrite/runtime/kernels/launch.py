@@ -53,7 +53,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @jit
 def float32(number):
-    """A number in float32, since `torch.compile` passes Python's in float64."""
+    """A number in float32, since `torch.compile` hands Python's over in float64."""
     return tl.cast(number, tl.float32)
 
 

@@ -68,7 +68,7 @@ def rms_norm_forward_kernel(
     block_m: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """Writes y (M, D) and rstd (M,), and the sum (M, D) if there is one."""
+    """Writes y (M, D) and rstd (M,), and the sum (M, D) where there is one."""
     keep_scale, eps, offset = float32(keep_scale), float32(eps), float32(offset)
     rows = (tl.program_id(0) * block_m + tl.arange(0, block_m)).to(tl.int64)
     columns = tl.arange(0, block_d)

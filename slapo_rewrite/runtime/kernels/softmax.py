@@ -38,7 +38,7 @@ def masked_softmax_reference(
 
 @jit
 def mask_rows(row, n, t, mask_batch, mask_head, mask_token):
-    """Offsets of these rows in the mask; divided in 32 bits, 64 are much slower."""
+    """Where the mask has these rows of scores; divided in 32 bits, 64 are much slower."""
     token, head, batch = row % t, row // t % n, row // t // n
     at = batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
     return at + token.to(tl.int64) * mask_token
@@ -70,8 +70,8 @@ def masked_softmax_forward_kernel(
     columns = tl.arange(0, block_s)[None, :]
     inside = (rows < m)[:, None] & (columns < s)
     score = tl.load(x + rows[:, None] * x_stride + columns, mask=inside, other=0.0)
-    # Rounded wherever the original rounds: a row that is masked completely, by the
-    # lowest number of its dtype, then gets the same weights.
+    # Rounded wherever the original rounds: a row that is masked whole, by the lowest
+    # number of its dtype, then gets the same weights.
     score = (score.to(tl.float32) * scale).to(x.dtype.element_ty).to(tl.float32)
     if mask_kind != "none":
         at = (
