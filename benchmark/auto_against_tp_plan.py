@@ -218,7 +218,7 @@ def _small(project: Project, emitted: Emitted) -> Counter[str]:
 
 
 def outcomes(name: str) -> Iterator[dict[str, Any]]:
-    """What comes of one family; runs user code, so in a process of its own."""
+    """The outcome of one family; runs user code, so in a separate process."""
     from slapo_rewrite import errors
     from slapo_rewrite.auto.derive import derive
     from slapo_rewrite.auto.shard_groups import lines_of
@@ -269,7 +269,7 @@ def built(source: str, text: str) -> nn.Module:
 
 
 def counted(ours: Mapping[str, Schedule], plans: Sequence[Schedule]) -> dict[str, Any]:
-    """What each takes: in the full model, or where that does not run without values, a small one.
+    """The collectives of each: in the full model, or a small one if that needs values.
 
     Raises:
         RewriteError: All ways to write the plan are refused; the first one's.
@@ -295,7 +295,7 @@ def _counted(
 
 
 def _first(plans: Sequence[Schedule], is_small: bool) -> tuple[dict[str, float], float | None]:
-    """What the first one that is legal takes."""
+    """The collectives of the first legal plan."""
     from slapo_rewrite import errors
 
     refused: errors.RewriteError | None = None
@@ -334,7 +334,7 @@ def is_counted(found: Mapping[str, Any]) -> bool:
 
 
 def times(found: Mapping[str, Any], what: str = "auto") -> float:
-    """What `auto` sends over what the plan does.
+    """The ratio of the bytes that `auto` and the plan send.
 
     Args:
         found: A family's outcome.
@@ -408,7 +408,7 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 
 def results(done: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is kept: versions, and every outcome in the order of the families."""
+    """The results to write: versions, and every outcome in the order of the families."""
     packages = report.versions(("torch", "transformers"))
     return {"versions": packages, "families": [done[n] for n in with_plans() if n in done]}
 

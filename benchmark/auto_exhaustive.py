@@ -96,7 +96,7 @@ class Case:
         return self.oracle.refusal(self.lines(groups)) is None
 
     def seconds(self, groups: Sequence[Group]) -> float:
-        """What a step is predicted to take."""
+        """The predicted seconds of a step."""
         body = "".join(f"    {line}\n" for line in self.lines(groups))
         shape = StepShape(SEQUENCE, torch.bfloat16, is_gpu=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ def _parents(columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def outcome(case: Case) -> dict[str, Any]:
-    """What `auto` chooses, and the best of all."""
+    """The choice of `auto`, and the best combination."""
     tried = 0
     best: tuple[Group, ...] = ()
     seconds = case.seconds(())

@@ -51,7 +51,7 @@ SAID = {"bert": "BERT-base", "gpt2": "GPT-2", "llama": "Llama 3 8B", "t5": "T5-s
 
 
 def searched(family: str, build: Any, depth_seconds: list[float] | None = None) -> RecomputeSearch:
-    """What can be chosen for a model."""
+    """The search over what a model can recompute."""
     _, lists, rows, tokens = MODELS[family]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     tree = Tree(build_model(build, module))

@@ -61,7 +61,7 @@ class Launch:
         return {p.name for p in self.kernel.params if p.is_constexpr}
 
     def compiled(self, capability: int = 90, number: str = "fp32") -> Any:
-        """What Triton compiles for these arguments, specialised as a launch specialises them.
+        """The kernel that Triton compiles for these arguments, specialised as by a launch.
 
         Args:
             capability: The GPU's, times ten.
@@ -139,7 +139,7 @@ def kernel_modules() -> list[ModuleType]:
 
 
 def disassembled(binary: bytes, *flags: str) -> str:
-    """What cuobjdump says of a compiled kernel; it comes with Triton."""
+    """The output of cuobjdump, which comes with Triton, for a compiled kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -174,7 +174,7 @@ def parsed(text: str) -> list[tuple[int, str]]:
 
 
 def jump(line: str) -> int | None:
-    """Where an instruction jumps to."""
+    """The target address of a jump instruction."""
     found = re.search(r"\bBRA\S* .*?(0x[0-9a-f]+)", line)
     return int(found[1], 16) if found else None
 

@@ -113,7 +113,7 @@ def moved(function: Any, arguments: Sequence[Any], results: Any) -> int | None:
 
 
 def place(x: Tensor) -> tuple[Any, ...]:
-    """What tells one piece of memory from another."""
+    """A key that identifies a piece of memory."""
     return (x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), tuple(x.stride()))
 
 
@@ -297,7 +297,7 @@ def count(
     inputs: Callable[[], dict[str, Tensor]],
     kernels: ModuleType | None = None,
 ) -> list[Call]:
-    """What a training step does to memory: forwards with a loss, and backwards.
+    """The calls of a training step: the forward pass with a loss, and the backward pass.
 
     Args:
         build: Makes the model.

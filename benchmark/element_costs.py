@@ -19,7 +19,7 @@ from slapo_rewrite.model.results import tensors
 
 @dataclass
 class Cost:
-    """What an element of a model costs in one forward pass.
+    """The costs of a model's element in one forward pass.
 
     Of the bytes, those are whole that belong to tensors shaped like what goes from one element to
     the next: with tensor parallelism every rank has these, and a part of everything else.
@@ -46,7 +46,7 @@ class Cost:
 
 
 def costs_of(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> list[Cost]:
-    """What each element of a model costs, as `model.costs.costs_of` counts it, and more.
+    """The costs of each element of a model, as by `model.costs.costs_of`, and more.
 
     Args:
         model: On the meta device; in the dtype, and with the batch, that it is to be trained with.
@@ -119,7 +119,7 @@ class _Counter(TorchDispatchMode):
         return results
 
     def costs(self) -> list[Cost]:
-        """What was counted."""
+        """The counted costs."""
         between = {_rows(x) for results in self._results[:-1] for x in results}
 
         def whole(tensors: list[Tensor]) -> list[Tensor]:

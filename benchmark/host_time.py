@@ -158,7 +158,7 @@ def measure(
 
 
 def clip_whole(model: nn.Module) -> Any:
-    """As one process clips."""
+    """Clips gradients as in one process."""
     return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 

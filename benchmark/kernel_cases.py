@@ -120,7 +120,7 @@ def residual_llama_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Te
 def dropout_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, added: Tensor
 ) -> Tensor:
-    """What follows a linear layer, which adds its bias."""
+    """The operations after a linear layer, with its bias."""
     total = nn.functional.dropout(x + added, 0.1) + residual
     return nn.functional.layer_norm(total, total.shape[-1:], weight, bias)
 

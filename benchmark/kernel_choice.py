@@ -39,7 +39,7 @@ STEADY = 0.03  # how far two times of the same may lie apart
 
 
 class Timer(Protocol):
-    """What times calls; that of `benchmark.kernels`."""
+    """Times calls, like the clock of `benchmark.kernels`."""
 
     device: str
 
@@ -67,7 +67,7 @@ def forms(function: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def backends(function: str, compiled: bool) -> dict[str, Callable[..., Any]]:
-    """What is measured, by name."""
+    """The backends to measure, by name."""
     kernel, reference = forms(function)
     inductor = {"inductor": torch.compile(reference, dynamic=False)} if compiled else {}
     return {"eager": reference, "triton": kernel, **inductor, AGAIN: reference}
@@ -167,6 +167,6 @@ def table(device: str, versions: dict[str, Any], rows: list[Any]) -> str:
 
 
 def short_name(device: str) -> str:
-    """What schedules call a device: `NVIDIA H100 80GB HBM3 -> h100`."""
+    """The name of a device in schedules: `NVIDIA H100 80GB HBM3 -> h100`."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     return next((gpu for gpu in known_gpus() if gpu in words), "_".join(words))

@@ -56,7 +56,7 @@ SHOWN = "sm_90"
 
 @dataclass(frozen=True)
 class GPU:
-    """What the prediction takes a GPU to be.
+    """The properties of a GPU that the prediction uses.
 
     Attributes:
         capability: For the compiler.
@@ -103,7 +103,7 @@ def cases() -> list[tuple[Kernel, str, int]]:
 
 
 def launches(kernel: Kernel, axis: str, size: int, gpu: GPU) -> dict[str, Launch]:
-    """What a kernel launches forwards and backwards."""
+    """A kernel's launches in the forward and backward pass."""
     found: list[Launch] = []
     sized = Kernel(**{**vars(kernel), "sizes": {**kernel.sizes, axis: size}})
     with caught(kernel_modules(), found.append, gpu.multiprocessors), FakeTensorMode():
@@ -114,7 +114,7 @@ def launches(kernel: Kernel, axis: str, size: int, gpu: GPU) -> dict[str, Launch
 
 
 def floor_bytes(kernel: Kernel, axis: str, size: int) -> dict[str, float]:
-    """What has to pass through memory forwards and backwards."""
+    """The necessary memory traffic of the forward and backward pass."""
     assert kernel.passes is not None
     sizes = {**kernel.sizes, axis: size}
     one = 2 * math.prod(sizes[s] for s in kernel.shapes[0])
@@ -255,7 +255,7 @@ def measure(case: tuple[int, str, int]) -> tuple[str, str, dict[str, Any]]:
 
 
 def sources() -> dict[str, str]:
-    """What tells one state of the kernels from another: Triton's hash of each."""
+    """Identifies a state of the kernels: Triton's hash of each."""
     from triton.runtime.jit import JITFunction
 
     found = {}
@@ -291,7 +291,7 @@ def is_narrow(row: dict[str, Any]) -> bool:
 
 
 def remarks(results: dict[str, Any]) -> str:
-    """What holds of all GPUs: what spills, is narrow or, on another GPU, slower than its bar."""
+    """Remarks on all GPUs: spills, narrow access, and, on other GPUs, times above the bar."""
     lines = []
     for kernel, sizes in results["kernels"].items():
         for size, found in sizes.items():

@@ -178,7 +178,7 @@ def product_rate(clock: Clock, tiny: bool) -> float:
 
 
 def roofline(clock: Clock, tiny: bool) -> dict[str, float]:
-    """What memory and arithmetic allow, measured."""
+    """The measured limits of memory and arithmetic."""
     return {
         "copy_bytes_per_s": copy_rate(clock, tiny),
         "product_flops": product_rate(clock, tiny),
@@ -186,7 +186,7 @@ def roofline(clock: Clock, tiny: bool) -> dict[str, float]:
 
 
 def find_variants(kernel: Kernel, compiled: bool) -> dict[str, Callable[..., Any]]:
-    """What is measured, in order; Liger where it is installed."""
+    """The variants to measure, in order; with Liger if it is installed."""
     found: dict[str, Callable[..., Any]] = {"eager": kernel.eager}
     if compiled:
         found["compile"] = torch.compile(kernel.eager, dynamic=False)
@@ -238,7 +238,7 @@ def times(function: Callable[..., Any], sets: list[list[Tensor]], clock: Clock) 
 
 
 def waits(kernel: Kernel, inputs: list[Tensor], device: str) -> str | None:
-    """What of ours waits for the device, if anything; nothing is known without a GPU."""
+    """The error if our kernel waits for the device; None without a GPU."""
     if device != "cuda":
         return None
     backward(kernel.ours, inputs, [])  # compiles
@@ -246,7 +246,7 @@ def waits(kernel: Kernel, inputs: list[Tensor], device: str) -> str | None:
 
 
 def what_waits(call: Callable[[], Any]) -> str | None:
-    """What of a call, which has been compiled, waits for the device, if anything."""
+    """The error if a call, which is already compiled, waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -261,7 +261,7 @@ def what_waits(call: Callable[[], Any]) -> str | None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What was measured on, and with what."""
+    """The machine and the versions of a measurement."""
     found: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

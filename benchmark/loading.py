@@ -76,7 +76,7 @@ LARGE, SMALL = Size(35, 1024, 32_000), Size(1, 64, 128)
 
 @dataclass(frozen=True)
 class Use:
-    """What something needs.
+    """The memory and time of a call.
 
     Attributes:
         parameters: Bytes of the parameters that the rank holds in the end.
@@ -96,7 +96,7 @@ def private_memory() -> int:
 
 
 def used(call: Callable[[], nn.Module]) -> Use:
-    """What a call needs that starts a model, or works on one."""
+    """The memory and time of a call that starts a model, or works on one."""
     before = peak = private_memory()
     ended = threading.Event()
 
@@ -117,7 +117,7 @@ def used(call: Callable[[], nn.Module]) -> Use:
 
 
 def of_a_rank(way: str, folder: str, size: Size) -> Use:
-    """What one rank needs, once a small model has been through the same."""
+    """One rank's memory and time, after a small model has gone through the same."""
     sys.path.insert(0, folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
@@ -171,7 +171,7 @@ def prepare(folder: str, size: Size) -> None:
 
 
 def in_one_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own."""
+    """A function's result in a separate process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
@@ -179,7 +179,7 @@ def in_one_process(function: Callable[..., Any], *args: Any) -> Any:
 def measure(
     size: Size = LARGE, ways: dict[str, tuple[int, ...]] = WAYS, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """What each way needs with each number of ranks."""
+    """The memory and time of each way with each number of ranks."""
     found: dict[tuple[str, int], list[Use]] = {}
     with tempfile.TemporaryDirectory() as folder:
         in_one_process(prepare, folder, size)

@@ -141,7 +141,7 @@ def cuts() -> list[dict[str, Any]]:
 
 
 def link(span: int) -> Link:
-    """What connects ranks that lie at most so far apart."""
+    """The link between ranks that are at most this far apart."""
     return WITHIN if span <= IN_MACHINE else BETWEEN
 
 
@@ -317,7 +317,7 @@ def many_row(row: dict[str, Any]) -> list[Any]:
 
 
 def cell(of: dict[tuple[int, ...], dict[str, Any]], tensor: int, pipe: int) -> str:
-    """What a GPU does where there is memory for it; in italics where everything is recomputed."""
+    """A GPU's throughput if its memory suffices; in italics if everything is recomputed."""
     if tensor * pipe > SHOWN:
         return ""
     row = of.get((tensor, pipe, SHOWN // (tensor * pipe)))

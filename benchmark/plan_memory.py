@@ -49,7 +49,7 @@ WAYS = (ALONE, SPLIT, ZERO)
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
+    """A model and the way in which it is trained.
 
     Attributes:
         model: The family.
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def settings(self) -> list[str]:
-        """What `--set` is given."""
+        """The arguments of `--set`."""
         return [f"fuse={self.fused}", f"ckpt_ratio={self.ratio}"]
 
 

@@ -57,7 +57,7 @@ def schedule_of(step: Step, folder: Path) -> str:
 
 
 def predictor_of(step: Step, fused: bool, gpu: str, folder: Path) -> Predictor:
-    """What predicts a model's steps on one GPU."""
+    """The predictor of a model's steps on one GPU."""
     settings = [f"fuse={fused}", "tensor_parallel=false"]
     project = Project(step.source, schedule_of(step, folder))
     counted = counted_rewrite(project, settings, [1], StepShape(None, torch.bfloat16, True))[1]
@@ -66,7 +66,7 @@ def predictor_of(step: Step, fused: bool, gpu: str, folder: Path) -> Predictor:
 
 
 def predicted_seconds(predictor: Predictor, rows: int) -> float:
-    """Of a step of so many rows."""
+    """The predicted seconds of a step with this many rows."""
     (stage,) = predictor.stages(Way(rows=rows))
     parameters = sum(predictor.plain.names.values())
     update = STATE * parameters / predictor.hardware.device.bandwidth

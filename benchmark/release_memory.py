@@ -109,7 +109,7 @@ def schedule(s, release: bool = False, steps: bool = False, recomputed: bool = F
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A case to measure.
 
     Attributes:
         model: The family.
@@ -125,7 +125,7 @@ class Case:
 
     @property
     def settings(self) -> list[str]:
-        """What `--set` is given."""
+        """The arguments of `--set`."""
         return [
             f"release={self.way in ('release', 'both')}",
             f"steps={self.way in ('step_in_backward', 'both')}",
@@ -134,7 +134,7 @@ class Case:
 
 
 def cases(model: str, whats: Sequence[str]) -> Iterator[Case]:
-    """What is measured of a model."""
+    """The cases of a model."""
     for what, attentions in ATTENTION.items():
         if what in whats:
             for way in WAYS if what in SHOWN else WAYS[:2]:

@@ -92,7 +92,7 @@ def measure_floor(model: str) -> dict[str, float]:
 
 
 def fresh(function: Callable[[str], dict[str, float]], model: str) -> dict[str, float]:
-    """What a function measures in a process of its own."""
+    """The figures that a function measures in a separate process."""
     command = [sys.executable, "-m", "benchmark.rewrite_time", "--measure"]
     done = subprocess.run(
         [*command, function.__name__, model],
@@ -162,7 +162,7 @@ def depths(repetitions: int) -> dict[str, Any]:
 
 
 def forked(function: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What a function gives in a copy of this process."""
+    """A function's result in a fork of this process."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:

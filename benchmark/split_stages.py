@@ -43,7 +43,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Share:
-    """What each process of a stage does and holds.
+    """The work and memory of each process of a stage.
 
     Attributes:
         stage: What a micro-batch takes.
@@ -191,5 +191,5 @@ def step_of(
 
 
 def _on_each(size: float, whole: float, ranks: int) -> float:
-    """What each rank has of something of which a part is whole on all of them."""
+    """Each rank's size of data of which `whole` is on every rank, and the rest divided."""
     return whole + (size - whole) / ranks

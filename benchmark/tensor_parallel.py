@@ -52,7 +52,7 @@ class Size:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         return f"{self.layers} layers of {self.hidden}"
 
     def config(self) -> Any:

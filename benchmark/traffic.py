@@ -127,7 +127,7 @@ def module_of(step: Step, variant: Variant, folder: Path) -> tuple[ModuleType, M
 
 
 def calls_of(step: Step, variant: Variant) -> list[Call]:
-    """What a variant of a step does to memory."""
+    """The calls of a variant of a step."""
     with tempfile.TemporaryDirectory() as folder:
         module, kernels = module_of(step, variant, Path(folder))
         return count(lambda: step.build(module, variant.attention), lambda: step.inputs(0), kernels)

@@ -175,7 +175,7 @@ class Runner:
         self.done = 0
 
     def held_bytes(self) -> int:
-        """What it holds between steps."""
+        """The bytes that it holds between steps."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         for state in self.optimizer.state.values():
             tensors += [x for x in state.values() if isinstance(x, Tensor)]
@@ -202,7 +202,7 @@ class Runner:
             self.done += 1
 
     def seconds(self, steps: int = STEPS_A_ROUND) -> float:
-        """Of one step, over so many."""
+        """The seconds of one step, averaged over `steps`."""
         if self.device != "cuda":
             started = time.perf_counter()
             self.train(steps)
@@ -232,7 +232,7 @@ class Runner:
 
 
 def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of the loss, and of all gradients together, relative to their size."""
+    """The errors of the loss, and of all gradients together, relative to their size."""
     if missing := sorted(exact.keys() ^ found.keys()):
         raise ValueError(f"these have a gradient in one of two models only: {missing[:3]}")
     names = exact.keys() - {"loss"}
@@ -243,7 +243,7 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float
 
 
 def exact_gradients(step: Step, module: ModuleType, state: dict[str, Tensor], device: str) -> Any:
-    """What the original gives in float32."""
+    """The original's loss and gradients in float32."""
     with torch.device(device):
         model = step.build(module, "sdpa", torch.float32).eval()
     model.load_state_dict(state)
@@ -300,7 +300,7 @@ class Bench:
         }
 
     def variants(self) -> list[Variant]:
-        """Those that can run here."""
+        """The variants that can run here."""
         liger = importlib.util.find_spec("liger_kernel") is not None
         return [
             v
@@ -321,7 +321,7 @@ class Bench:
         return Runner(step or self.step, variant, module, self.state, self.device)
 
     def attempt(self, name: str, action: Callable[[], Any]) -> Any:
-        """What an action gives; None, and a note, where it fails: the others go on."""
+        """An action's result; None, and a note, if it fails: the others continue."""
         self.say(name)
         try:
             return action()
@@ -335,7 +335,7 @@ class Bench:
         print(f"{time.monotonic() - self.begun:6.1f} s: {what}", file=sys.stderr, flush=True)
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """Of eager attention and of ours, against float32, before anything is timed."""
+        """The errors of eager attention, SDPA and ours against float32, before any timing."""
         exact = exact_gradients(self.step, self.original, self.state, self.device)
 
         def wrong(variant: Variant) -> dict[str, float]:
@@ -430,13 +430,13 @@ def ratios(row: dict[str, Any], name: str) -> list[float]:
 
 
 def threshold(row: dict[str, Any]) -> float | None:
-    """What a speed-up must exceed to be claimed; None where the control did not run."""
+    """The speed-up to exceed for a claim; None if the control did not run."""
     control = ratios(row, CONTROL)
     return 1 + 2 * abs(statistics.median(control) - 1) if control else None
 
 
 def verdict(row: dict[str, Any], steady: bool) -> str:
-    """What may be said of ours against SDPA."""
+    """The claim that can be made of ours against SDPA."""
     mine, least = ratios(row, OURS), threshold(row)
     if not mine or least is None:
         return "not measured"

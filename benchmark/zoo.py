@@ -63,7 +63,7 @@ def families() -> list[str]:
 def outcomes(
     name: str, server: ForkServer, limit_s: float, columns: Sequence[str] = COLUMNS
 ) -> Iterator[dict[str, Any]]:
-    """What comes of one family, more of it each time; runs user code, so in a process of its own.
+    """The growing outcome of one family; runs user code, so in a separate process.
 
     Args:
         name: The modeling module.
@@ -214,7 +214,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 
 def results(done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is kept: versions, and every outcome in the order of the families."""
+    """The results to write: versions, and every outcome in the order of the families."""
     packages = report.versions(("torch", "transformers"))
     return {"versions": packages, "families": [done[n] for n in families() if n in done]}
 
@@ -257,12 +257,12 @@ def table(outcomes: Iterable[dict[str, Any]]) -> str:
 
 
 def _quarter_split(ran: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that came out right with a quarter or more of their parameters split."""
+    """The families that are right with a quarter or more of their parameters split."""
     return [found for found in ran if found["auto"] == RIGHT and found["share"] >= 0.25]
 
 
 def summary(outcomes: Iterable[dict[str, Any]]) -> str:
-    """What the README of the project says of them."""
+    """The sentence about them in the project's README."""
     ran = [found for found in outcomes if runs(found)]
     right = [found for found in ran if found["auto"] == RIGHT]
     quarter = _quarter_split(ran)
