@@ -211,7 +211,7 @@ def _lists(oracle: Oracle, flow: Flow, split: Found) -> tuple[dict[str, str], se
         for path, node in nodes.items()
         if (
             isinstance(node.live, (nn.ModuleList, nn.Sequential))
-            or (isinstance(node.live, nn.ModuleDict) and all(map(str.isdecimal, node.children)))
+            or (isinstance(node.live, nn.ModuleDict) and len({*map(type, node.live.values())}) == 1)
         )
         and (
             path in flow.apart

@@ -145,7 +145,9 @@ class ChangeSet:
             self._check_arguments(site, what.layer, held.keywords if held else (), causes)
         if isinstance(what, UseSubclass) and not named:
             what = replace(what, lookup=lookup_of(site, node))
-            if what.lookup is None:
+            is_made = bool(what.same_state) and site.kind != "alias"
+            what = replace(what, recast=is_made and not self.names_class(site, node))
+            if what.lookup is None and not what.recast:
                 self._check_class(site, node, causes)
         if isinstance(what, ReplaceModule | UseParallelLayer | UseSubclass) and not named:
             what = replace(what, given=self._value_called(site, node, what))
@@ -184,8 +186,8 @@ class ChangeSet:
 
     def _check_class(self, site: Site, node: Node, causes: Causes) -> None:
         """Raises unless the site calls the class itself, which a subclass can replace."""
-        if site.callee is None or site.variable or self.class_called(site, node) is not None:
-            return  # for a variable, its assignment is checked
+        if self.names_class(site, node):
+            return
         raise errors.UnfollowableConstruction(
             f"{node.shown} needs a subclass of `{node.cls.__name__}`, and what is called here is "
             "not that class itself",
@@ -193,6 +195,11 @@ class ChangeSet:
             cause=causes,
             hint=f"write the construction out: {node.cls.__name__}(...)",
         )
+
+    def names_class(self, site: Site, node: Node) -> bool:
+        """Whether another class can be named there; for a variable, its assignment is checked."""
+        has_callee = site.callee is not None and not site.variable
+        return not has_callee or self.class_called(site, node) is not None
 
     def name_of(self, cls: object, site: Site, node: Node) -> str:
         """The name of a class at the top level of the file; "" if the file does not name it."""

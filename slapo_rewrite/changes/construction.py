@@ -244,6 +244,10 @@ class UseSubclass(Construction):
     is_above: bool = False
     # How the site looks the original up, if it does not name it.
     lookup: Lookup | None = None
+    # What the original is called where this is defined, if it makes no other state, so that an
+    # object of the original can become one of it.
+    same_state: str = ""
+    recast: bool = False  # whether it does, since what makes it cannot be told the class
 
     is_parallel = False
 
@@ -256,6 +260,11 @@ class UseSubclass(Construction):
         """A call of the subclass, or of its class method."""
         if self.lookup is not None:
             return self._asked_for(self.lookup, _call_of(original), text)
+        if self.recast:
+            name = self.reference(text.imports, text.causes)
+            known = replace(self, name=self.same_state).reference(text.imports, text.causes)
+            helper = text.helper("given_classes", "as_subclass")
+            return expression(f"{helper}({{made}}, {known}, {name})", made=original)
         self.check_called(site, text)
         unknown = site.partial is None and not self.given
         if unknown and any(isinstance(s.value, ast.Call) for s in assigned(site)):

@@ -201,6 +201,11 @@ class Imports:
             }
         return name in self._locals
 
+    def beside(self, module: str, name: str) -> None:
+        """Imports what comes from a module from its copy in the output, of that name."""
+        if module in self.packages:
+            self.helpers.setdefault(name, set()).update(self.packages.pop(module))
+
     def taken_along(self, module: str) -> list[str]:
         """The names of a helper module that an existing import line must add; returned once."""
         name = module.removeprefix(".")

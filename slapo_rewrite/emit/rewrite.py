@@ -182,7 +182,7 @@ class _Emission:
             text, self.moved = apply_edits(self.definitions.text, edits)
             self.definitions = self.definitions.edited(text)
         self._refer()
-        self.copies = SiblingFiles(project.sources, self.outputs, self.lowered.edits)
+        self.copies = SiblingFiles(project.sources, self.outputs, self.lowered.edits, project.tree)
 
     def _step_inputs(self) -> dict[str, Any]:
         schedule, model = self.project.schedule, self.project.tree.root.live
@@ -304,7 +304,7 @@ class _Emission:
         # Helpers in a support folder are written with that folder.
         files = {name: text for name, text in draft.files.items() if Path(name).name == name}
         if not self.options.single_file:
-            files["__init__.py"] = init_text(draft.model_file, helpers)
+            files["__init__.py"] = init_text(draft.model_file, helpers, copies.registering())
         files |= {
             copies.name(f): f.as_stored(draft.texts[copies.name(f)]) for f in copies.files.values()
         }
@@ -404,8 +404,12 @@ def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> N
         )
 
 
-def init_text(name: str, helpers: dict[str, str]) -> str:
-    """The output package's own docstring."""
+def init_text(name: str, helpers: dict[str, str], registering: Sequence[str] = ()) -> str:
+    """The output package's own docstring, and imports of what registers its classes alone."""
     is_parallel = any(Path(helper).stem == "tensor_parallel" for helper in helpers)
     what = "tensor parallel" if is_parallel else "as scheduled"
-    return f'"""{name}, {what}; rewrite.diff shows what changed."""\n'
+    text = f'"""{name}, {what}; rewrite.diff shows what changed."""\n'
+    if registering:
+        noted = "  # noqa: F401 -- their classes are registered"
+        text += f"\nfrom . import {', '.join(sorted(registering))}{noted}\n"
+    return text

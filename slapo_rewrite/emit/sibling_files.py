@@ -3,7 +3,9 @@
 A file that the schedule changes is copied into the output. So is a file that has to use a changed
 class: it derives a class from one, instantiates one, or re-exports one. Files of the output import
 all definitions of a copied file, changed or not, from the copy: within the output there is one
-class of each name, so that `isinstance`, base classes and registries agree.
+class of each name, so that `isinstance` and base classes agree. A registry that makes modules of a
+changed class is copied too, with the files of the classes that it holds: the output has a registry
+of its own, in which its own classes are registered.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from slapo_rewrite import errors
+from slapo_rewrite.changes.construction import UseSubclass
 from slapo_rewrite.changes.imports import Imports
 from slapo_rewrite.changes.output_files import OutputFiles, is_torch
 from slapo_rewrite.code.dataflow import bound_in, names_in
@@ -23,19 +26,22 @@ from slapo_rewrite.code.import_lines import from_module, instead, is_remarked
 from slapo_rewrite.code.splice import Change, Edit
 from slapo_rewrite.code.text import imported_as
 from slapo_rewrite.directive import REDIRECTED, Directive, merged_causes
+from slapo_rewrite.emit.imported_names import Target, chased, imported_names
+from slapo_rewrite.emit.registries import registered
 from slapo_rewrite.model import construction_calls
 from slapo_rewrite.model.join import Sources, known_site
 from slapo_rewrite.model.tree import Node, Tree
-
-# A definition: the module that contains it, and its name there; '' for the module itself.
-Target = tuple[str, str]
 
 
 class SiblingFiles:
     """The rewritten files of the output, and the redirected imports between them."""
 
     def __init__(
-        self, sources: Sources, outputs: OutputFiles, edits: Mapping[str, Sequence[Edit]]
+        self,
+        sources: Sources,
+        outputs: OutputFiles,
+        edits: Mapping[str, Sequence[Edit]],
+        tree: Tree,
     ) -> None:
         self.sources, self.outputs, self.edits = sources, outputs, edits
         main = sources.main
@@ -46,7 +52,11 @@ class SiblingFiles:
             if own and file is not None:
                 self.files[name] = file
         self._affected: dict[Target, bool] = {}
-        if len(self.files) > 1:
+        self._registered = registered(sources, tree)
+        made_in = outputs.made_in(tree)
+        self._subclassed = {n.cls for n, made, _ in made_in if isinstance(made, UseSubclass)}
+        self._registries: set[str] = set()  # those that are copied
+        if len(self.files) > 1 or self._registered:
             self._close()
 
     def name(self, file: SourceFile) -> str:
@@ -59,10 +69,15 @@ class SiblingFiles:
         why = functools.cache(
             lambda file, name: self._why(file, name, before if file is main else ())
         )
-        for node in emitted.nodes.values():
+        made_in = self.outputs.made_in(tree)
+        recast = {
+            n.path: w for n, made, w in made_in if isinstance(made, UseSubclass) and made.recast
+        }
+        for path, node in emitted.nodes.items():
             for cls in node.cls.__mro__:
                 file = self.files.get(cls.__module__)
-                causes = why(file, cls.__name__) if file and cls.__name__ in file.classes else ()
+                is_named = file is not None and cls.__name__ in file.classes
+                causes = recast.get(path, why(file, cls.__name__)) if file and is_named else ()
                 if not causes:
                     continue
                 # Its owner may be of an original class already.
@@ -110,13 +125,34 @@ class SiblingFiles:
             self._affected.clear()
             added = False
             for file in list(self.files.values()):
-                used = [t[0] for _, t in _imported(self.sources, file) if self._sees(*t)]
-                for module in dict.fromkeys([*self._named_by(file), *used]):
+                used = [t[0] for _, t in imported_names(self.sources, file) if self._sees(*t)]
+                for module in dict.fromkeys([*self._named_by(file), *self._known(), *used]):
                     if module not in self.files:
                         found = self.sources.file_named(module)
                         assert found is not None
                         self.files[module] = found
                         added = True
+
+    def _known(self) -> Iterator[str]:
+        """The registries that have to know a class that changed, and the files of their classes."""
+        for cls, (homes, is_made) in self._registered.items():
+            changed = cls in self._subclassed or self._sees(cls.__module__, cls.__name__)
+            if is_made and changed:
+                self._registries |= homes
+        yield from self._registries
+        for cls, (homes, _) in self._registered.items():
+            if homes & self._registries:
+                yield cls.__module__
+
+    def registering(self) -> list[str]:
+        """The files that only their registering puts into the output, as they are called there."""
+        reached, waiting = set[str](), [self.sources.main.name]
+        while waiting:
+            if (module := waiting.pop()) not in reached:
+                reached.add(module)
+                imported = imported_names(self.sources, self.files[module])
+                waiting += [target for _, (target, _) in imported if target in self.files]
+        return [self._stem(module) for module in self.files.keys() - reached]
 
     def _named_by(self, file: SourceFile) -> list[str]:
         """The modules whose copies the edits of a file refer to."""
@@ -140,6 +176,8 @@ class SiblingFiles:
         return False
 
     def _is_changed(self, module: str, name: str) -> bool:
+        if module in self._registries:
+            return True
         if module not in self.files or not self.edits.get(module):
             return False
         file = self.files[module]
@@ -152,7 +190,7 @@ class SiblingFiles:
         file = self.sources.file_named(module) if module in self._near else None
         if file is None:
             return
-        definitions, imports = _definitions(file), dict(_imported(self.sources, file))
+        definitions, imports = _definitions(file), dict(imported_names(self.sources, file))
         node = definitions.get(name)
         used = names_in(node) if node else set[str]()
         for each in used if name else definitions.keys() | imports.keys():
@@ -192,6 +230,8 @@ class SiblingFiles:
             return absolute_imports(file)
         edits: list[Edit] = []
         imports = self.outputs.of_file(file).imports
+        for module in self.files:
+            imports.beside(module, self._stem(module))
         for node in ast.walk(file.tree):
             if isinstance(node, ast.ImportFrom):
                 more = imports if node in file.tree.body else None
@@ -210,14 +250,14 @@ class SiblingFiles:
         targets: list[str] = []
         if imports is None or is_remarked(file, node):
             idle = frozenset()  # as `idle_imports` does
-        by_star = self._changed_by_star(file, base) if node.names[0].name == "*" else ()
+        by_star = self._changed_by_star(file, node) if node.names[0].name == "*" else ()
         for alias in (*node.names, *map(ast.alias, by_star)):
             if (alias.asname or alias.name) in idle:
                 continue
             if alias.name == "*":
                 groups.setdefault(base, []).append(alias)
                 continue
-            module, name = _chased(self.sources, base, alias.name)
+            module, name = chased(self.sources, base, alias.name)
             if module not in self.files:
                 groups.setdefault(base, []).append(alias)
                 continue
@@ -248,14 +288,19 @@ class SiblingFiles:
         ]
         yield instead(file, node, lines).caused_by(causes, why)
 
-    def _changed_by_star(self, file: SourceFile, base: str) -> Iterator[str]:
+    def _changed_by_star(self, file: SourceFile, node: ast.ImportFrom) -> Iterator[str]:
         """The names of copied files that a file uses by a star import."""
+        base = file.resolve_import(node)
         module = sys.modules.get(base)
         shown = getattr(module, "__all__", None) or [
             n for n in vars(module or file) if not n.startswith("_")
         ]
-        for name in sorted(names_in(file.tree) & {*shown}):
-            if _chased(self.sources, base, name)[0] in self.files:
+        below = file.tree.body[file.tree.body.index(node) + 1 :]
+        again = {
+            a.asname or a.name for n in below if isinstance(n, ast.ImportFrom) for a in n.names
+        }
+        for name in sorted((names_in(file.tree) & {*shown}) - again):
+            if chased(self.sources, base, name)[0] in self.files:
                 yield name
 
     def _module_imports(self, file: SourceFile, node: ast.Import) -> Iterator[Edit]:
@@ -287,7 +332,7 @@ class SiblingFiles:
             return
         module = sys.modules.get(qualified)
         holder, _, name = qualified.rpartition(".")
-        target = _chased(self.sources, holder, name) if holder in sys.modules else None
+        target = chased(self.sources, holder, name) if holder in sys.modules else None
         if file.imports[root.id] in self.files:
             return  # the name itself means the copy
         if module is not None and qualified in self.files:
@@ -318,7 +363,7 @@ class SiblingFiles:
         own = merged_causes(*(e.causes for e in self.edits.get(module, ())))
         if own:
             return own
-        others = dict.fromkeys(m for _, (m, _) in _imported(self.sources, self.files[module]))
+        others = dict.fromkeys(m for _, (m, _) in imported_names(self.sources, self.files[module]))
         return merged_causes(*(self._causes(m, (*seen, module)) for m in others if m in self.files))
 
 
@@ -339,54 +384,6 @@ def _absolute(file: SourceFile, node: ast.ImportFrom) -> list[Edit]:
         )
     placed = from_module(file, node, file.resolve_import(node))
     return [placed.caused_by((), "import from outside the package")]
-
-
-def _imported(sources: Sources, file: SourceFile) -> Iterator[tuple[str, Target]]:
-    """The names that a file imports from Python files outside of torch, with their targets."""
-    for local, dotted in _bound_by_imports(file):
-        target = _target(sources, dotted)
-        if target is not None:
-            yield local, target
-
-
-def _target(sources: Sources, dotted: str) -> Target | None:
-    """The definition of an imported name; None for torch's, and for a package.
-
-    Attributes of a package are handled where they are used.
-    """
-    module, _, name = dotted.rpartition(".")
-    if is_torch(dotted) or hasattr(sys.modules.get(dotted), "__path__"):
-        return None
-    known = dotted in sys.modules or not module
-    target = (dotted, "") if known else _chased(sources, module, name)
-    return None if is_torch(target[0]) else target
-
-
-@functools.lru_cache(maxsize=256)
-def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
-    """The names that the imports of a file bind, each with the imported dotted name."""
-    modules = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]
-    dotted = [(name.partition(".")[0], name) for name in modules if "." in name]
-    return [*file.imports.items(), *dotted]
-
-
-def _chased(sources: Sources, module: str, name: str) -> Target:
-    """Follows re-exports to the definition of a name that is imported from a module."""
-    for _ in range(20):  # ends for circular imports as well
-        live = vars(sys.modules[module]).get(name) if module in sys.modules else None
-        if isinstance(live, type | types.FunctionType):
-            home, own = str(live.__module__), live.__name__
-            if vars(sys.modules.get(home, object)).get(own) is live:
-                return home, own
-        if f"{module}.{name}" in sys.modules:
-            return f"{module}.{name}", ""
-        file = sources.file_named(module)
-        if file is None or name not in file.imports:
-            return module, name
-        module, _, name = file.imports[name].rpartition(".")
-        if not module:
-            return name, ""
-    return module, name
 
 
 @functools.lru_cache(maxsize=256)

@@ -97,7 +97,7 @@ class SubclassChoice:
                 text = self.writer.subclass(new, definition, beyond, self.changes.indices)
                 edits += put(text, causes, f"`{name}`, for some instances")
         name = self._wrapped(cls, cls.__name__, name, wrappers, put, edits)
-        self._rename(definition.nodes, name, cls.__name__, every)
+        self._rename(definition.nodes, name, cls.__name__, every, "" if beyond else cls.__name__)
         return edits
 
     def of_foreign(self, cls: type, nodes: list[Node]) -> list[Edit]:
@@ -129,7 +129,7 @@ class SubclassChoice:
                 name = ast.unparse(called)
             elif (named := self.changes.name_of(cls, site, node)) and not here:
                 name = named
-            elif lookup_of(site, node):
+            elif lookup_of(site, node) or not (here or self.changes.names_class(site, node)):
                 name = self.imports.function(Function(cls.__name__, cls.__module__), every)
             elif site.callee is None and not here:
                 name = cls.__name__
@@ -139,8 +139,9 @@ class SubclassChoice:
             if known is cls and is_pretrained(cls) and is_of_library(cls):
                 mixed = f"{self.imports.helper('pretrained', LIBRARY, every)}, "
             put = functools.partial(self._class_before, site)
+            same = name
             name = self._wrapped(known, cls.__name__, name, wrappers, put, edits, mixed)
-            self._rename([node], name, cls.__name__, every)
+            self._rename([node], name, cls.__name__, every, same)
         return edits
 
     def _unnamed(self, node: Node, causes: Causes) -> errors.UnfollowableConstruction:
@@ -289,7 +290,9 @@ class SubclassChoice:
         around = next(s for s in self.file.tree.body if within(s, site.value))
         return [above(self.file, around, text).caused_by(causes, why)]
 
-    def _rename(self, nodes: list[Node], name: str, original: str, causes: Causes) -> None:
+    def _rename(
+        self, nodes: list[Node], name: str, original: str, causes: Causes, same_state: str
+    ) -> None:
         for node in nodes:
             if node.owner is None:
                 raise errors.Unsupported(
@@ -301,7 +304,7 @@ class SubclassChoice:
             self._check_super(node.cls, causes)
             places = self.files.making(node).changes
             used = self.files.use_at(places.file, self.file, name, original)
-            what: Change = used
+            what: Change = replace(used, same_state=same_state)
             made = places.made_at(node, places.site(node, causes)[0])
             # The site already constructs a replacement.
             if used.module and isinstance(made, ReplaceModule):

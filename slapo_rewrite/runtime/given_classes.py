@@ -1,4 +1,4 @@
-"""Makes modules of another class than the one in a given `functools.partial`."""
+"""Makes modules of another class than the one that a value holds or looks up."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,3 +19,13 @@ def with_class(
     if made.func is not original:
         return otherwise(maker)  # type: ignore[no-any-return]
     return partial(other, *made.args, **made.keywords)
+
+
+def as_subclass(made: Any, original: type, other: type) -> Any:
+    """Turns a module of class `original` into one of `other`, a subclass with the same state.
+
+    Modules of other classes are returned unchanged.
+    """
+    if type(made) is original:
+        made.__class__ = other
+    return made

@@ -437,7 +437,7 @@ KNOWS = "`layers.0` is a `Layer`, which changes, and is made here by what knows 
     [
         ('layers.*.block"].checkpoint()', KNOWS),
         ("layers.*\"].inline('block')", KNOWS),
-        ('layers.*"].checkpoint()', "what is called here is not that class itself"),
+        ('layers.*"].checkpoint()', KNOWS),
     ],
 )
 def test_what_makes_a_class_of_the_models_own_file(line, words, tmp_path):

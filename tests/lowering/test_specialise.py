@@ -503,7 +503,11 @@ class Net(nn.Module):
             "with_class(block_fn, Block, CheckpointedBlock)(dim) if i == 0 else block_fn(dim)",
         ),
         ("m.Net(Own)", "blocks.0", None),
-        ("m.Net(nn.Linear)", "blocks.0", None),
+        (
+            "m.Net(nn.Linear)",
+            "blocks.0",
+            "as_subclass(block_fn(dim), nn.Linear, CheckpointedLinear) if i == 0 else block_fn(dim",
+        ),
         ("m.Net()", "one", "layer = partial(CheckpointedBlock, act=torch.tanh)"),
         ("m.Net()", "two", "CheckpointedBlock.make(dim)"),
     ],
