@@ -272,7 +272,8 @@ class _Small:
     ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """A small model, and the weights that its constructor draws from a seed."""
         small_model.seed_torch(seed)
-        model = self.build(module or self.original)
+        with small_model.drawing_beside_torch(seed):
+            model = self.build(module or self.original)
         return model, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 

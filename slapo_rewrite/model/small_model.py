@@ -38,19 +38,26 @@ def seed_torch(seed: int) -> None:
 
 @contextlib.contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Seeds torch, Python and NumPy in the context, and restores their random states.
+    """Seeds torch, Python and NumPy in the context, and restores their random states."""
+    with torch.random.fork_rng(devices=[]), drawing_beside_torch(seed):
+        seed_torch(seed)
+        yield
 
-    Speech models of transformers draw their masks with NumPy.
+
+@contextlib.contextmanager
+def drawing_beside_torch(seed: int) -> Iterator[None]:
+    """Seeds Python and NumPy in the context, and restores their random states.
+
+    Speech models of transformers draw their masks with NumPy. Constructors of hyper connections
+    draw with Python which residual stream they begin with.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(devices=[]):
-            seed_torch(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed)
-            yield
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed)
+        yield
     finally:
         random.setstate(before[0])
         if numpy:

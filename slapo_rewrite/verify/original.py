@@ -194,7 +194,8 @@ class Original:
             lambda holder, name, part: self.put.append((type(holder), part))
         )
         try:
-            model = self.small(module).float().train()
+            with self.twin.drawing_beside_torch(seed):
+                model = self.small(module).float().train()
         finally:
             watched.remove()
         return model.double() if self.doubled else model

@@ -7,6 +7,7 @@ import copy
 import functools
 import hashlib
 import importlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class Built:
 
     args: tuple[Any, ...]  # positional arguments of its class
     kwargs: dict[str, Any]  # keyword arguments
-    random_state: Tensor  # of torch's generator before
+    random_state: tuple[Tensor, Any]  # of torch's generator before, and of Python's
     weights: Named  # its state dict after
     unsaved: Named  # its tensors that are in no state dict
 
@@ -87,7 +88,8 @@ class Staged(Original):
                 fill_unsaved(model, built.unsaved)
         self.join_group()
         self.stage("building the stages")
-        torch.set_rng_state(built.random_state)
+        torch.set_rng_state(built.random_state[0])
+        random.setstate(built.random_state[1])
         self.engine.build(pipeline, built.args, built.kwargs)
         held = self.engine.stage.float()
         self.switch_dropout_off(held)
@@ -109,7 +111,7 @@ class Staged(Original):
     def built_from(self, kind: type) -> Built:
         """Builds the small model, of class `kind`, from the rewritten module; tells how."""
         torch.manual_seed(SEED)
-        with _watched(kind) as built:
+        with _watched(kind) as built, self.twin.drawing_beside_torch(SEED):
             model = self.small(self.rewritten_module)
         return built[id(model)]
 
@@ -343,7 +345,8 @@ def _watched(kind: type) -> Iterator[dict[int, Built]]:
 
     @functools.wraps(original)  # keeps the signature, from which smaller arguments are found
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        given, random_state = copy.deepcopy((args, kwargs)), torch.get_rng_state()
+        given = copy.deepcopy((args, kwargs))
+        random_state = torch.get_rng_state(), random.getstate()
         original(self, *args, **kwargs)
         if type(self) is kind:
             weights = {n: t.clone() for n, t in self.state_dict().items()}

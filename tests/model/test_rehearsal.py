@@ -1,5 +1,6 @@
 """The rehearsal that runs before an output is written."""
 
+import random
 import threading
 import time
 import types
@@ -373,6 +374,20 @@ def test_a_model_that_does_not_run_is_warned_of_and_its_start_compared(tmp_path)
     assert any(f"{DOES_NOT_RUN}mat1 and mat2" in warning for warning in output.warnings)
     words = refused(tmp_path, DRAWING.replace("ASKED", "type(m) is nn.Linear"), schedule, "SR106")
     assert "in one process it starts otherwise: `up.weight` is off by" in words
+
+
+def test_a_constructor_may_draw_with_python():
+    """It draws the same each time, as of torch: hyper connections begin with any of the streams."""
+
+    def made(m: types.ModuleType) -> nn.Module:
+        model = m.Linear(2, 2)
+        nn.init.constant_(model.weight, random.random())
+        return model
+
+    small = _Small(types.SimpleNamespace(model=made), nn)  # type: ignore[arg-type]
+    before = random.getstate()
+    (_, one), (_, other) = small.drawn(), small.drawn()
+    assert torch.equal(one["weight"], other["weight"]) and random.getstate() == before
 
 
 def test_so_is_one_without_inputs(tmp_path):

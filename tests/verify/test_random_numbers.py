@@ -51,3 +51,15 @@ def test_what_forward_draws_is_the_same(tmp_path, drawn):
     source = f"{imports}{head}        x = x + {noise}\n        for block{tail}"
     report = verify(written(tmp_path, rewritten(tmp_path, source, SCHEDULE)).parent, [1])
     assert report.ok, report.render()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", [SCHEDULE, CUT], ids=["whole", "stages"])
+def test_what_a_constructor_draws_is_the_same(tmp_path, schedule):
+    """Beside torch too, in a parameter."""
+    made = "super().__init__()\n        self.gain = nn.Parameter(torch.tensor(random.random()))\n"
+    head, _, tail = f"import random\n{STACK}".rpartition("        super().__init__()\n")
+    source = f"{head}        {made}{tail}".replace("return x\n", "return x * self.gain\n")
+    world = Layout(2) if schedule is CUT else 1
+    report = verify(written(tmp_path, rewritten(tmp_path, source, schedule)).parent, [world])
+    assert report.ok, report.render()
