@@ -641,6 +641,10 @@ def test_layers_that_a_dictionary_numbers_are_checkpointed(tmp_path):
     assert "CheckpointedLayer(dim) if i < depth // 2 else Layer(dim)" in made
     source.write_text(NUMBERED.replace("0123", "abcd"))
     assert "ckpt_ratio" not in derive(str(source), str(file)).text
+    source.write_text(NUMBERED.replace("names[i]", 'f"layer_{i}"'))  # nothing counts these
+    (tmp_path / "s.py").write_text(derive(str(source), str(file)).text)
+    made = rewrite(str(source), str(tmp_path / "s.py"), ["ckpt_ratio=1.0"]).files["stack.py"]
+    assert "] = CheckpointedLayer(dim)\n" in made
 
 
 TABLES = """\
