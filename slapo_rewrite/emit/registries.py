@@ -52,7 +52,8 @@ def _registries(sources: Sources, cls: type) -> set[str]:
     if not used & file.imports.keys():
         return set()
     targets = (module for name, (module, _) in imported_names(sources, file) if name in used)
-    return {name for name in targets if _holds(vars(sys.modules[name]).values(), cls)}
+    known = {name: vars(sys.modules[name]) for name in targets if name in sys.modules}
+    return {name for name, space in known.items() if _holds(space.values(), cls)}
 
 
 def _holds(values: Iterable[object], cls: type, depth: int = 2) -> bool:

@@ -21,7 +21,7 @@ PLAIN = frozenset({bool, int, float, str})
 
 
 @contextlib.contextmanager
-def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> Iterator[None]:
+def left_alone(lists: Iterable[tuple[nn.Module, Sequence[nn.Module | None]]]) -> Iterator[None]:
     """Reduces lists to these modules, renumbered, in the context."""
     whole = []
     for listed, left in lists:

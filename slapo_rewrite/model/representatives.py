@@ -52,7 +52,8 @@ class Representatives:
         self._shared = {live for live, above in holders.items() if len(above) > 1}
         self._kept: dict[str, Node] = {}
         self._elements: dict[str, dict[str, Node]] = {}
-        self._runs: dict[str, list[Node]] = {}
+        # For each list, the layer in each place; None where the list holds None.
+        self._runs: dict[str, list[Node | None]] = {}
         # The attributes that hold an element's index: the module and the attribute's name.
         self._numbers: dict[str, list[tuple[nn.Module, str]]] = {}
         self._keep(tree.root)
@@ -70,7 +71,7 @@ class Representatives:
                 )
                 groups.setdefault((kind, below, is_shared and child.path), []).append(child)
             first = {child.name: group[0] for group in groups.values() for child in group}
-            self._runs[node.path] = [first[name] for name in children]
+            self._runs[node.path] = [first.get(name) for name in node.live._modules]
             children = {group[0].name: group[0] for group in groups.values()}
             self._elements[node.path] = children
             for group in groups.values():
@@ -107,11 +108,15 @@ class Representatives:
         second: it requires no gradient, or has another precision. It runs again for arguments that
         the others do not get.
         """
-        lists = [(self._kept[path].live, [n.live for n in run]) for path, run in self._runs.items()]
+        lists = [
+            (self._kept[path].live, [node.live if node else None for node in run])
+            for path, run in self._runs.items()
+        ]
         places: dict[nn.Module, Places] = {}
         for run in self._runs.values():
-            first = {node.path: number for number, node in reversed([*enumerate(run)])}
-            for number, node in enumerate(run):
+            there = [(number, node) for number, node in enumerate(run) if node is not None]
+            first = {node.path: number for number, node in reversed(there)}
+            for number, node in there:
                 if node.children and base_of(node.cls) is None:
                     own = places.setdefault(node.live, Places([], self._numbers[node.path]))
                     own.further.append(number - first[node.path])

@@ -62,6 +62,17 @@ def test_an_element_that_has_another_name_stands_for_itself():
     assert alike.siblings["layers.2"] == ("2",)
 
 
+def test_a_list_that_holds_none_keeps_its_places():
+    """A loop over it and a list of layers would end too soon, or give a layer another's."""
+    with torch.device("meta"), recorded():
+        net = Net(3)
+        net.extra = nn.ModuleList([None, Layer(4), None])
+        alike = Representatives(Tree(net), {})
+    extra = net.extra[1]
+    with alike.reduced(), alike.shortened():
+        assert [*net.extra] == [None, extra, None]
+
+
 def test_everything_is_put_back():
     tree, alike = made(3)
     paths, children = list(tree.nodes), list(tree.nodes["layers"].children)
