@@ -13,6 +13,7 @@ from slapo_rewrite.changes.change import Change
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, UseSubclass
 from slapo_rewrite.changes.elements import ElementList, IndexSets
 from slapo_rewrite.changes.places import AtSite, Place
+from slapo_rewrite.code.dataflow import uses_of
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.directive import Causes, Directive, merged_causes
 from slapo_rewrite.model.auto_classes import lookup_of
@@ -197,9 +198,9 @@ class ChangeSet:
         )
 
     def names_class(self, site: Site, node: Node) -> bool:
-        """Whether another class can be named there; for a variable, its assignment is checked."""
-        has_callee = site.callee is not None and not site.variable
-        return not has_callee or self.class_called(site, node) is not None
+        """Whether another class can be named there, or where the variable that it calls is set."""
+        named = any(uses_of(statement, node.cls.__name__) for statement in site.variable)
+        return named or site.callee is None or self.class_called(site, node) is not None
 
     def name_of(self, cls: object, site: Site, node: Node) -> str:
         """The name of a class at the top level of the file; "" if the file does not name it."""

@@ -112,7 +112,7 @@ def output(
     monkeypatch: pytest.MonkeyPatch,
     put: tuple[str, str, str],
     schedule: str,
-    name: str = "registry",
+    maker: str = "",
 ) -> Output:
     """The output for a model of a package whose file does not import that of its layers."""
     package = folder / f"registries_{folder.name}"
@@ -121,6 +121,9 @@ def output(
     build = "build" if is_function else "LAYERS.build"
     mlp = MLP.format(imported=put[0], put=put[1], below=put[2])
     net = NET.format(imported=f"from .registry import {build.partition('.')[0]}", build=build)
+    if maker:  # what is called is a variable's
+        net = net.replace("self.blocks", f"make, _ = {maker}, None\n        self.blocks", 1)
+        net = net.replace(f'{build}("mlp", 8) for', "make(8) for")
     (package / "__init__.py").write_text("from . import mlp, net\n")
     (package / "registry.py").write_text(FUNCTIONS if is_function else OBJECT)
     (package / "mlp.py").write_text(mlp)
@@ -156,4 +159,11 @@ def test_what_is_made_by_a_registry_becomes_a_checkpointed_subclass(tmp_path, mo
     """It gets no class, so that what it made becomes one of the subclass, if it is of its base."""
     made = output(tmp_path, monkeypatch, BY_FUNCTION, '    s["blocks.*"].checkpoint()\n')
     assert 'as_subclass(build("mlp", 8), Mlp, CheckpointedMlp)' in made.files["net.py"]
+    assert type(block_of(tmp_path, made)).__name__ == "CheckpointedMlp"
+
+
+def test_so_does_what_a_variable_makes(tmp_path, monkeypatch):
+    schedule = '    s["blocks.*"].checkpoint()\n'
+    maker = '__import__("functools").partial(build, "mlp")'
+    made = output(tmp_path, monkeypatch, BY_FUNCTION, schedule, maker)
     assert type(block_of(tmp_path, made)).__name__ == "CheckpointedMlp"
