@@ -40,8 +40,8 @@ __invert__
 _PLAIN = """
 clone contiguous detach to type type_as float half double bfloat16 long int short char byte bool
 cfloat cdouble chalf cpu cuda requires_grad_ detach_ positive conj resolve_conj resolve_neg isnan
-isinf isfinite isneginf isposinf isreal isclose signbit where frexp real imag polar complex zero_
-fill_ copy_ .data .real .imag native_dropout rrelu_with_noise special_airy_ai special_bessel_j0
+isinf isfinite isneginf isposinf isreal isclose signbit frexp real imag polar complex zero_ fill_
+copy_ .data .real .imag native_dropout rrelu_with_noise special_airy_ai special_bessel_j0
 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_digamma special_entr special_erf
 special_erfc special_erfcx special_erfinv special_exp2 special_expit special_expm1 special_gammainc
 special_gammaincc special_gammaln special_i0 special_i0e special_i1 special_i1e special_log1p
@@ -58,10 +58,10 @@ logaddexp logaddexp2 rsub _threshold
 _VIEWS = """
 view reshape flatten unflatten ravel expand transpose swapaxes swapdims t adjoint permute movedim
 moveaxis unsqueeze squeeze transpose_ unsqueeze_ squeeze_ t_ swapaxes_ .T .mT .H .mH chunk split
-split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes tensor_split hsplit vsplit dsplit
-unbind select narrow repeat tile broadcast_to as_strided __getitem__ cat concat concatenate stack
-atleast_1d atleast_2d atleast_3d one_hot view_as_real zeros_like ones_like empty_like full_like
-new_zeros new_ones new_empty new_full new_tensor __reversed__ view_as reshape_as
+split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes tensor_split unbind repeat tile
+broadcast_to as_strided __getitem__ cat concat concatenate stack atleast_1d atleast_2d atleast_3d
+one_hot view_as_real zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
+new_tensor __reversed__ view_as reshape_as
 """
 _LOSSES = """
 cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
@@ -70,8 +70,9 @@ poisson_nll_loss gaussian_nll_loss multilabel_soft_margin_loss multi_margin_loss
 triplet_margin_loss
 """
 _WHOLE = """
-dist trace linalg_det histc cov corrcoef take renorm nonzero unique masked_select cdist
-kron block_diag chain_matmul linalg_multi_dot bilinear cartesian_prod meshgrid searchsorted
+dist trace linalg_det histc cov corrcoef take renorm nonzero unique masked_select cdist kron
+block_diag chain_matmul linalg_multi_dot bilinear cartesian_prod meshgrid searchsorted hsplit vsplit
+dsplit linalg_matrix_rank
 """
 _POOLS = "max_poolNd avg_poolNd lp_poolNd adaptive_avg_poolNd adaptive_max_poolNd"
 
@@ -83,6 +84,7 @@ def rows() -> dict[str, Row]:
     table: tuple[tuple[str, Row], ...] = (
         (f"{_UNARY} {_BINARY} {in_place} {_DUNDER} {_PLAIN} expand_as", of.elementwise),
         (f"{_VIEWS} outer ger", of.free),  # an outer product sums nothing
+        ("where", of.where),
         # Along one axis.
         ("softmax log_softmax softmin special_softmax special_log_softmax", of.along(1)),
         ("cumsum cumprod logcumsumexp cummax cummin cumsum_ cumprod_", of.along(1)),
@@ -95,6 +97,7 @@ def rows() -> dict[str, Row]:
         ("normalize", of.along(2, 1)),
         ("gumbel_softmax", of.along(4, -1)),
         ("unfold", of.along(1, name="dimension", aligned=None)),
+        ("narrow select", of.along(1, aligned=None)),
         ("flip", of.flip),
         ("sort argsort", of.sort),
         ("rms_norm layer_norm", of.normalised),
@@ -110,7 +113,6 @@ def rows() -> dict[str, Row]:
         ("sum nansum", of.reduces(adds_up=True)),
         ("mean nanmean var std var_mean std_mean amax amin prod any all argmax", of.reduces()),
         ("argmin count_nonzero logsumexp special_logsumexp median nanmedian", of.reduces()),
-        ("linalg_matrix_rank", of.reduces()),
         ("aminmax", of.reduces(9)),
         ("norm linalg_norm linalg_vector_norm", of.reduces(2)),
         ("linalg_matrix_norm", of.reduces(2, of.LAST_TWO)),
@@ -171,7 +173,7 @@ sinh tan __rpow__ softplus softmax log_softmax softmin gumbel_softmax layer_norm
 local_response_norm lp_pool1d lp_pool2d lp_pool3d norm linalg_norm linalg_vector_norm
 linalg_matrix_norm normalize renorm cosine_similarity pairwise_distance dist cdist cumsum cumprod
 sum prod trapezoid logsumexp interpolate special_erfinv special_expm1 special_log1p
-special_logsumexp special_softmax special_log_softmax
+special_logsumexp special_softmax special_log_softmax __rdiv__
 """
 # Operations on no list of torch's that need the precision as well: other sums and means, and
 # operations that torch supports in float32 and float64 only.
@@ -223,7 +225,7 @@ def gives_one_tensor(name: str) -> bool:
 
 @functools.cache
 def _one_tensor() -> frozenset[str]:
-    names = f"{_UNARY} {_BINARY} {_PLAIN} {_VIEWS} {_CREATED}".split()
+    names = f"{_UNARY} {_BINARY} {_PLAIN} {_VIEWS} {_CREATED} narrow select".split()
     return frozenset(names).difference(_OTHERWISE.split())
 
 

@@ -57,6 +57,8 @@ class Treatment:
     # The number of first operands that must be sharded along the same axes; -1 for the first and
     # the third, with indices between them.
     paired: int = 0
+    # The names of each operand's axes: axes of one name must be sharded alike.
+    names: tuple[Sequence[str], ...] = ()
 
 
 Row = Callable[[Call], Treatment]
@@ -124,6 +126,11 @@ def fixed(call: Call, *axes: int, aligned: int | None = 0) -> Treatment:
     return Treatment(({a % rank for a in axes if -rank <= a < rank},), aligned=aligned)
 
 
+def where(call: Call) -> Treatment:
+    """`where`: elementwise; with a condition alone it returns the places."""
+    return ELEMENTWISE if len(call.args) + len(call.kwargs) > 1 else all_of_each(call)
+
+
 def all_of_each(call: Call) -> Treatment:
     """An operation that needs all axes of all operands in full."""
     return Treatment(tuple(set(range(rank)) for rank in call.ranks))
@@ -155,6 +162,8 @@ def convolution(call: Call, spatial: int, transposed: bool = False) -> Treatment
         # Each group has channels of its own; a shard's groups cannot be distinguished.
         return Treatment((windows | {channel}, kernel | {0, 1}))
     contracted = 0 if transposed else 1
+    if len(call.ranks) > 2:  # a bias is added to the sum
+        return Treatment((windows | {channel}, kernel | {contracted}))
     return Treatment((windows, kernel), ({channel}, {contracted}))
 
 
@@ -210,7 +219,7 @@ def matrices(call: Call) -> Treatment:
 def vecdot(call: Call) -> Treatment:
     """`linalg.vecdot`: sums over one axis of both."""
     axis = call.kwargs.get("dim", -1)
-    return Treatment(summed=tuple({axis % rank} for rank in call.ranks[:2]))
+    return Treatment(summed=tuple({axis % rank} for rank in call.ranks[:2]), aligned=0)
 
 
 def tensordot(call: Call) -> Treatment:
@@ -218,11 +227,14 @@ def tensordot(call: Call) -> Treatment:
     given = call.get("dims", 2, 2)
     first, second = call.ranks[:2]
     if isinstance(given, int):
-        return Treatment(summed=(set(range(first - given, first)), set(range(given))))
+        given = range(first - given, first), range(given)
     if not isinstance(given, (tuple, list)):
         return all_of_each(call)
-    ours, theirs = ([a] if isinstance(a, int) else list(a) for a in given)
-    return Treatment(summed=({a % first for a in ours}, {a % second for a in theirs}))
+    ours, theirs = ([a] if isinstance(a, int) else [*a] for a in given)
+    names = [f"{a}" for a in range(first)], [f"other {a}" for a in range(second)]
+    for mine, other in zip(ours, theirs, strict=True):
+        names[1][other] = names[0][mine]
+    return Treatment(summed=({a % first for a in ours}, {a % second for a in theirs}), names=names)
 
 
 def einsum(call: Call) -> Treatment:
@@ -241,7 +253,7 @@ def einsum(call: Call) -> Treatment:
         over.append(twice)
         gone = {axis for axis, n in enumerate(letters) if len(n) == 1 and n not in after}
         summed.append(gone - twice)
-    return Treatment(tuple(over), tuple(summed))
+    return Treatment(tuple(over), tuple(summed), names=tuple(named))
 
 
 def _letters(term: str, rank: int) -> list[str]:
@@ -263,8 +275,12 @@ def attention(call: Call) -> Treatment:
 
 
 def embedding(call: Call) -> Treatment:
-    """`embedding`: needs all rows of the table; `bucketize`: needs all bounds."""
-    return Treatment((set(), {0}))
+    """`embedding`: needs all rows of the table; `bucketize`: needs all bounds.
+
+    All of each operand where `embedding` renorms rows or counts them.
+    """
+    plain = call.get("max_norm", 3) is None and not call.get("scale_grad_by_freq", 5)
+    return Treatment((set(), {0})) if plain else all_of_each(call)
 
 
 @_row
@@ -321,7 +337,7 @@ def sort(call: Call) -> Treatment:
 def distance(call: Call, position: int, default: int | None) -> Treatment:
     """A comparison of two operands along one axis, which it needs in full."""
     axis = call.get("dim", position, default)
-    return Treatment(tuple(call.axes(axis, n) for n in range(min(2, len(call.ranks)))))
+    return Treatment(tuple(call.axes(axis, n) for n in range(min(2, len(call.ranks)))), aligned=0)
 
 
 def grouped(call: Call) -> Treatment:

@@ -100,18 +100,20 @@ _SHAPE_ONLY = {
 # Operations whose second operand only gives a dtype or sizes.
 _TYPED = {"to", "type_as", "view_as", "reshape_as"}
 
+# Operations that line up or stack their operands.
+_JOINING = {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
 # Operations that only rearrange, cast or sum their operand: of a partial sum they give a partial
 # sum.
-_KEEPING = {
+_KEEPING = _JOINING | {
     "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "swapdims",
     "movedim", "moveaxis", "contiguous", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze",
     "to", "type", "type_as", "float", "half", "bfloat16", "double", "chunk", "split",
     "split_with_sizes", "tensor_split", "unbind", "__getitem__", "narrow", "select", "expand",
     "expand_as", "broadcast_to", "clone", "dropout", "dropout1d", "dropout2d", "neg", "negative",
-    "__neg__", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "sum", "mean",
-    "index_select", "gather", "repeat_interleave", "repeat", "tile", "roll", "flip", "tril", "triu",
-    "t", "adjoint", ".T", ".mT", ".H", ".mH", ".data", "detach", "requires_grad_", "identity",
-    "pad", "masked_fill", "cumsum", "diagonal", "unfold", "atleast_2d", "atleast_3d",
+    "__neg__", "sum", "mean", "index_select", "gather", "repeat_interleave", "repeat", "tile",
+    "roll", "flip", "tril", "triu", "t", "adjoint", ".T", ".mT", ".H", ".mH", ".data", "detach",
+    "requires_grad_", "identity", "pad", "masked_fill", "cumsum", "diagonal", "unfold",
+    "atleast_2d", "atleast_3d",
 }  # fmt: skip
 # Operations that add to some elements of their first operand.
 ADDED_INTO = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
@@ -303,7 +305,7 @@ class Flow:
         if partial is None and part is None:
             result = self.joined(name, inputs, states)
             for output, axes in zip(outputs, split, strict=True):
-                self.set(output, self._repeated(name, inputs, axes) if axes else result)
+                self.set(output, self._repeated(name, inputs) if axes else result)
             return
         if partial is not None:
             self._check_linear(name, states, inputs, args, kwargs, outputs, partial)
@@ -319,7 +321,7 @@ class Flow:
         replicated_shard = all(s.replicated_shard for s in states if s.kind != REPLICATE)
         adds_up = partial is not None or summed
         if part is not None and how is not None and not replicated:
-            self._check_split(name, adds_up, how, whole, sharded, outputs, split, part)
+            self._check_split(name, adds_up, how, whole, sharded, split, part)
         read = states[0].read if all(s.read for s in states) else None
         result = State(PARTIAL if adds_up else SHARD, source, replicated_shard, axis, read=read)
         if any(output.requires_grad for output in outputs):
@@ -399,7 +401,7 @@ class Flow:
                 state.source,
             )
 
-    def _repeated(self, name: str, inputs: Sequence[torch.Tensor], split: Sequence[int]) -> State:
+    def _repeated(self, name: str, inputs: Sequence[torch.Tensor]) -> State:
         """The state of a whole value that is repeated as often as a rank has elements."""
         self.meet_shards(inputs, f"`{name}`", None)
         return State(SHARD)
@@ -411,7 +413,6 @@ class Flow:
         how: Treatment,
         whole: Sequence[Shape],
         sharded: Sequence[list[int]],
-        outputs: Sequence[torch.Tensor],
         split: Sequence[list[int]],
         part: State,
     ) -> None:
@@ -425,6 +426,10 @@ class Flow:
             back = {a - e for axes, e in zip(sharded, ends, strict=False) for a in axes if a < e}
             for shape, axes, end in zip(whole, sharded, ends, strict=False):
                 fine &= all(b + end < 0 or shape[b + end] == 1 or b + end in axes for b in back)
+        alike: dict[str, bool] = {}
+        for names, shape, axes in zip(how.names, whole, sharded, strict=False):
+            for axis, size in enumerate(shape):
+                fine &= size == 1 or alike.setdefault(names[axis], axis in axes) == (axis in axes)
         if not fine:
             axes = next((a for a in split if a), [])
             raise MeetsWhole(
@@ -503,7 +508,8 @@ class Flow:
     ) -> None:
         """Raises if an operation on a partial sum does not give a partial sum of its result."""
         count = sum(s.kind == PARTIAL for s in states)
-        floating = sum(t.is_floating_point() or t.is_complex() for t in inputs)
+        # Integers are indices, but where they are lined up with the rest.
+        floating = sum(t.is_floating_point() or t.is_complex() or name in _JOINING for t in inputs)
         plain = any(_numbers(args, kwargs))  # adding 0 is harmless: Python's `sum` starts with it
         beside = [s.kind for s in states if s.kind != PARTIAL]
         written = _WRITING.get(name)
@@ -525,6 +531,7 @@ class Flow:
                 name in _DIVIDING
                 and count == 1
                 and states[0].kind == PARTIAL
+                and args[0] is inputs[0]  # not a number
                 and kwargs.get("rounding_mode") is None
             )
         ) and all(t.is_floating_point() or t.is_complex() for t in outputs)

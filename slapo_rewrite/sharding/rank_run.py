@@ -49,7 +49,7 @@ from slapo_rewrite.sharding.rank_checks import (
     sizes_in,
 )
 from slapo_rewrite.sharding.rank_state import Run
-from slapo_rewrite.sharding.trace import Entry
+from slapo_rewrite.sharding.trace import Entry, in_order
 from slapo_rewrite.sharding.tracked_sizes import shapes
 from slapo_rewrite.sharding.types import (
     CALL,
@@ -84,7 +84,9 @@ class RankRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return self._carry_out(func, args, with_values(func, args, kwargs or {}))
+            return self._carry_out(
+                func, *in_order(func, args, with_values(func, args, kwargs or {}))
+            )
         except CannotFollow as error:
             error.place = error.place or self.run.place()
             raise

@@ -76,7 +76,7 @@ def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if entry.inputs[0][axis] != tensor.shape[axis]:
         _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
         if not isinstance(count, int):
-            raise _picked(run, tensor, axis, entry.inputs[0][axis])
+            raise CannotFollow("this cuts a split axis by numbers", run.origins.get(id(tensor)))
     return args, kwargs, None
 
 
@@ -92,35 +92,9 @@ def glu(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     return args, kwargs, {axis: piece_of(packed, [whole // 2] * 2, 0)}
 
 
-def pick(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`narrow` and `select`: not along a split axis."""
-    tensor = args[0]
-    axis = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensor.dim()
-    if entry.inputs[0][axis] != tensor.shape[axis]:
-        raise _picked(run, tensor, axis, entry.inputs[0][axis])
-    return args, kwargs, None
-
-
-def pick_across(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
-    """`hsplit`, `vsplit`, `dsplit`, whose axis depends on the tensor's rank: not of a part."""
-    for axis, (whole, here) in enumerate(zip(entry.inputs[0], args[0].shape, strict=True)):
-        if whole != here:
-            raise _picked(run, args[0], axis, whole)
-    return args, kwargs, None
-
-
-def _picked(run: Run, tensor: torch.Tensor, axis: int, whole: int) -> CannotFollow:
-    return CannotFollow(
-        f"this picks from a split axis, which has {tensor.shape[axis]} of {whole} elements on a "
-        "rank",
-        run.origins.get(id(tensor)),
-        "gather the value before, or split it with `split` or `chunk`",
-    )
-
-
 def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
     """`cat` along a split axis: all operands must be parts; the result packs their blocks."""
-    given = list(args[0] if args else kwargs["tensors"])
+    given = list(args[0])
     axis = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % given[0].dim()
     split = [t.shape[axis] != w[axis] for t, w in zip(given, entry.inputs, strict=True)]
     if not any(split):

@@ -8,6 +8,7 @@ values, which the meta device does not have, get the same answer here as in the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_testing_overrides
 
 from slapo_rewrite.groups import grouped
 from slapo_rewrite.model.calls import around_layer, calls_watched
@@ -182,7 +183,7 @@ class Trace(TorchFunctionMode):
         span.call.inputs, span.call.outputs = shapes(args), shapes(output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = with_values(func, args, kwargs or {})
+        args, kwargs = in_order(func, args, with_values(func, args, kwargs or {}))
         if (answer := self.answers.to(func, args, self.says)) is not None:
             return answer
         spelled = self._spelled(func, args, kwargs)
@@ -221,6 +222,16 @@ class Trace(TorchFunctionMode):
         one_by_one = ([layer] for layer in layers)
         found = (spelled_call(own, func, args, kwargs, self.editable) for own in one_by_one)
         return [spelled[0] for spelled in found if spelled is not None]
+
+
+def in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call in its signature's order, the first one without its name."""
+    if not kwargs or (args and len(kwargs) == 1) or func not in get_testing_overrides():
+        return args, kwargs
+    told = inspect.signature(get_testing_overrides()[func]).parameters
+    order = ["input" if name == "self" else name for name in told]
+    kwargs = {n: kwargs[n] for n in dict.fromkeys([*order, *kwargs]) if n in kwargs}
+    return args or (kwargs.pop(next(iter(kwargs))),), kwargs
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -73,7 +73,7 @@ def fits(whole: list[Shape], here: list[Shape]) -> bool:
 
 
 def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
-    """The numbers in nested lists, tuples and mappings, in order; not those of a `torch.Size`.
+    """The numbers in nested lists, tuples and mappings, in order.
 
     With `of_tensors`, a zero-dimensional tensor that is not on the meta device counts as a number.
     """
@@ -85,7 +85,7 @@ def numbers(value: Any, of_tensors: bool = True) -> Iterator[float]:
     elif isinstance(value, (dict, Mapping)):  # `dict` first: checking `Mapping` is slow
         for item in value.values():
             yield from numbers(item, of_tensors)
-    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from numbers(item, of_tensors)
 

@@ -1,8 +1,8 @@
 """Every row of `slapo_rewrite.operations`, held against the operation itself.
 
 Each example is carried out on whole tensors, and for every way to split its operands over two ranks
-on the parts. Where the check takes a split for right, the parts' results put together (or added up,
-where it says that they are summands) must be the whole result.
+on the parts, or on summands of them. Where the check takes this for right, the ranks' results put
+together (or added up, where it says that they are summands) must be the whole result.
 """
 
 import itertools
@@ -105,6 +105,15 @@ x.clone().addcdiv_(x, y) | x.broadcast_to(2, 4, 6, 8) | x.view_as(y) | x.reshape
 x.swapaxes(0, 1) | x.swapdims(1, 2) | x.moveaxis(0, 2) | x.clone().transpose_(0, 1)
 x.clone().swapaxes_(0, 1) | m.clone().t_() | m.t() | m.H | x.to(torch.complex64).imag
 torch.imag(x.to(torch.complex64)) | x.clone().scatter_reduce_(1, i, y, 'sum')
+F.conv1d(x, torch.ones(4, 6, 3, dtype=x.dtype), w) | F.embedding(i, m, max_norm=0.5)
+F.conv_transpose1d(x, torch.ones(6, 4, 3, dtype=x.dtype), w) | torch.div(2.0, x) | 2 / x
+torch.div(x, 2.0) | torch.div(x, 2, rounding_mode="floor") | torch.where(x > 0.5) | x.where(b, y)
+torch.einsum("abcd,abcd->bcd", q, q + 1) | torch.einsum("abcd,abcd->abc", q, q[:, :1] + 1)
+torch.tensordot(q, q + 1, ([0], [0])) | torch.tensordot(q, q.mT, ([0, -2], [0, 3]))
+torch.linalg.vecdot(q, q + 1, dim=0) | torch.linalg.vecdot(q, q[:, :, :1] + 1)
+F.cosine_similarity(q, q[:, :, :1] + 1, dim=-1) | torch.cat([x, i], -1) | torch.stack([x, i])
+torch.hstack([x, i]) | torch.cat([x, y]) | x.ravel() * 2 | x.masked_fill(b, 1.0) | 0 * x
+F.pad(x, (0, 1), value=1.0) | x + 0 | torch.add(x, y, alpha=2) | x.sub(y, alpha=0.5)
 x.new_zeros(4, 6, 8) | x.new_ones(4, 6, 8) | x.new_tensor(1.0) | x.new_full((4, 6, 8), 2.0)
 torch.full_like(x, 2.0) | F.threshold(x, 0.1, 0.2)
 """
@@ -189,9 +198,23 @@ def put_together(parts, whole):
 
 
 def splits(given):
-    """Every way to split some of the operands, each along one axis or not at all."""
-    choices = [[None, *(a for a, n in enumerate(t.shape) if n % 2 == 0)] for t in given]
+    """Every way to split some of the operands, each along one axis, in summands or not at all."""
+    choices = [
+        [None, *[SUM] * t.is_floating_point(), *(a for a, n in enumerate(t.shape) if n % 2 == 0)]
+        for t in given
+    ]
     return [split for split in itertools.product(*choices) if any(a is not None for a in split)]
+
+
+SUM = "sum"
+
+
+def local(tensor, axis, rank):
+    """What a rank has of a tensor."""
+    if axis == SUM:
+        one = torch.linspace(-1, 1, tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        return tensor - one if rank else one
+    return tensor.clone() if axis is None else tensor.chunk(2, axis)[rank].clone()
 
 
 def check(func, args, kwargs, given):
@@ -202,10 +225,7 @@ def check(func, args, kwargs, given):
     for split in splits(given):
         ranks = []
         for rank in range(2):
-            here = [
-                t.clone() if a is None else t.chunk(2, a)[rank].clone()
-                for t, a in zip(given, split, strict=True)
-            ]
+            here = [local(t, a, rank) for t, a in zip(given, split, strict=True)]
             new = iter(here)
             local_args = with_tensors(args, new)
             local_kwargs = with_tensors(kwargs, new)
@@ -224,7 +244,7 @@ def check(func, args, kwargs, given):
         flow = Flow()
         for tensor, axis in zip(here, split, strict=True):
             if axis is not None:
-                flow.set(tensor, State(SHARD, "layer"))
+                flow.set(tensor, State(PARTIAL if axis == SUM else SHARD, "layer"))
         try:
             flow.operate(
                 *(name, here, shapes, local_args, local_kwargs, output),
@@ -239,8 +259,9 @@ def check(func, args, kwargs, given):
             got: torch.Tensor | None = one
             if state.kind != REPLICATE:
                 got = one + two if state.kind == PARTIAL else put_together([one, two], want)
+            rounded = 0.02 if want.dtype in (torch.half, torch.bfloat16) else 1e-8
             assert got is not None and torch.allclose(
-                got.to(torch.complex128), want.to(torch.complex128), equal_nan=True
+                *(t.to(torch.complex128) for t in (got, want)), atol=rounded, equal_nan=True
             ), f"`{name}` of operands split along {split} is taken for right, and is not"
     return accepted
 

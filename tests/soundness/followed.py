@@ -113,5 +113,58 @@ FOLLOWED = {
         block("", SUMMED.format("y + 0 * z + z"), INFERRED),
         REFUSED,
     ),
+    "elements counted in a tensor": (
+        block(
+            "", "h = self.up(x)\n        return self.down(h * torch.tensor(h.shape)[-1])", INFERRED
+        ),
+        REFUSED,
+    ),
+    "one element picked by a rank's size": (
+        block(
+            "",
+            """h = self.up(x)
+        return self.down(h * x.select(1, h.size(-1) // 12)[:, None, :1])""",
+            INFERRED,
+        ),
+        REFUSED,
+    ),
+    "a bound named before its value": (
+        block(
+            'self.register_buffer("f", torch.linspace(-1, 1, 24))',
+            """h = self.up(x)
+        return self.down(h * torch.bucketize(boundaries=self.f, input=h))""",
+            ['s["inner.mlp"].shard("f", 0)', *INFERRED],
+        ),
+        REFUSED,
+    ),
+    "a factor named before its value": (
+        block(
+            "self.w = nn.Parameter(torch.randn(8, 24))",
+            """h = self.up(x).flatten(0, 1)
+        return torch.mm(mat2=self.w.T, input=h).view(x.shape)""",
+            ['s["inner.mlp"].shard("w", 1)', *INFERRED],
+        ),
+        RIGHT,
+    ),
+    "all elements in a row": (
+        block(
+            "",
+            """h = self.up(x)
+        a, b = h.ravel().chunk(2)
+        return self.down(torch.cat([b, a]).view(h.shape))""",
+            INFERRED,
+        ),
+        RIGHT,
+    ),
+    "gradients scaled by how often a row is asked for": (
+        block(
+            "self.t = nn.Parameter(torch.randn(5, 1))",
+            """h = self.up(x)
+        rows = (h * 10).long().abs() % 5
+        return self.down(h + F.embedding(rows, self.t, scale_grad_by_freq=True).squeeze(-1))""",
+            INFERRED,
+        ),
+        REFUSED,
+    ),
     "such a sum given out": (block("", SUMMED.format("y + 0 * z, z"), INFERRED), REFUSED),
 }

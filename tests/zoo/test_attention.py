@@ -377,10 +377,13 @@ def test_functions_of_torch_regroup_as_methods_do(taken, tmp_path):
         ("torch.stack(torch.split(t, self.head_dim, -1), 1)", "pieces are heads"),
         ("torch.stack(t.tensor_split(self.num_heads, -1), 1)", "pieces are heads"),
         ("torch.stack(t.tensor_split((4, 8, 12), -1), 1)", "pieces are heads"),
-        ("torch.stack([t.narrow(-1, 4 * i, 4) for i in range(4)], 1)", "picks from a split axis"),
+        (
+            "torch.stack([t.narrow(-1, 4 * i, 4) for i in range(4)], 1)",
+            "`narrow` runs over an axis",
+        ),
         (
             "(t + t.select(-1, 0)[..., None]).view(B, T, self.num_heads, -1).transpose(1, 2)",
-            "picks from a split axis",
+            "`select` runs over an axis",
         ),
     ],
 )
