@@ -35,7 +35,6 @@ bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift masked_fill lerp a
 _DUNDER = """
 __rsub__ __rdiv__ __floordiv__ __rfloordiv__ __rmod__ __rpow__ __and__ __iand__ __or__ __ior__
 __xor__ __ixor__ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__
-__invert__
 """
 _PLAIN = """
 clone contiguous detach to type type_as float half double bfloat16 long int short char byte bool
@@ -51,7 +50,7 @@ special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
 special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
 special_spherical_bessel_j0 broadcast_tensors angle gelu mish silu relu6 softplus softsign
 tanhshrink hardshrink softshrink hardsigmoid hardswish log_sigmoid maximum minimum fmax fmin
-logaddexp logaddexp2 rsub _threshold
+logaddexp logaddexp2 rsub _threshold __invert__
 """
 # Operations that only rearrange elements: the sharded axis of the result is inferred from its
 # shape, and operations that take a size have rules of their own (`sharding`).

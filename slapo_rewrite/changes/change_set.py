@@ -150,6 +150,9 @@ class ChangeSet:
             what = replace(what, recast=is_made and not self.names_class(site, node))
             if what.lookup is None and not what.recast:
                 self._check_class(site, node, causes)
+        called = ast.walk(site.callee or ast.Pass()) if isinstance(what, ReplaceModule) else ()
+        if any(isinstance(n, ast.Call | ast.IfExp) for n in called):
+            self._check_class(site, node, causes)
         if isinstance(what, ReplaceModule | UseParallelLayer | UseSubclass) and not named:
             what = replace(what, given=self._value_called(site, node, what))
         self.made.setdefault((owner.path, at), {})[node.path] = what
@@ -190,11 +193,10 @@ class ChangeSet:
         if self.names_class(site, node):
             return
         raise errors.UnfollowableConstruction(
-            f"{node.shown} needs a subclass of `{node.cls.__name__}`, and what is called here is "
-            "not that class itself",
+            f"{node.shown} may be of another class: what is called here is not that class itself",
             at=self.file.at(site.value),
             cause=causes,
-            hint=f"write the construction out: {node.cls.__name__}(...)",
+            hint="call the class by its name, or a variable that holds it and nothing else",
         )
 
     def names_class(self, site: Site, node: Node) -> bool:

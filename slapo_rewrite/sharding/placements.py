@@ -100,7 +100,7 @@ _SHAPE_ONLY = {
 # Operations whose second operand only gives a dtype or sizes.
 _TYPED = {"to", "type_as", "view_as", "reshape_as"}
 
-# Operations that line up or stack their operands.
+# Operations that line up or stack their operands, of which integers are no indices.
 _JOINING = {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
 # Operations that only rearrange, cast or sum their operand: of a partial sum they give a partial
 # sum.
@@ -508,7 +508,6 @@ class Flow:
     ) -> None:
         """Raises if an operation on a partial sum does not give a partial sum of its result."""
         count = sum(s.kind == PARTIAL for s in states)
-        # Integers are indices, but where they are lined up with the rest.
         floating = sum(t.is_floating_point() or t.is_complex() or name in _JOINING for t in inputs)
         plain = any(_numbers(args, kwargs))  # adding 0 is harmless: Python's `sum` starts with it
         beside = [s.kind for s in states if s.kind != PARTIAL]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.rewriting import changed_lines, refused, rewritten
 
 MODEL = """\
@@ -133,6 +135,15 @@ def test_what_no_import_shows_is_imported(tmp_path):
 def test_without_arguments_the_hint_asks_for_them(tmp_path):
     text = refused(tmp_path, NET, NET_SCHEDULE + '    s["act"].replace(nn.GELU)\n', "SR103")
     assert 'replace(..., args="...")' in text and "source_0.py:9" in text
+
+
+@pytest.mark.parametrize("called", ["(nn.ReLU if act == 'relu' else nn.Tanh)", "chosen(act)"])
+def test_what_a_call_or_a_condition_chooses_is_refused(called, tmp_path):
+    """It may choose another class in another configuration, which would be replaced as well."""
+    source = NET.replace("ACTIVATIONS[act]", f"{called}()")
+    source += '\n\ndef chosen(act):\n    return {"relu": nn.ReLU, "tanh": nn.Tanh}[act]\n'
+    text = refused(tmp_path, source, NET_SCHEDULE + '    s["act"].replace(nn.GELU)\n', "SR103")
+    assert "may be of another class" in text and "source_0.py:9" in text
 
 
 def test_a_schedule_that_exits(tmp_path):
