@@ -28,7 +28,8 @@ def import_source(file: SourceFile) -> types.ModuleType:
 
     It can import files beside it, as if it were run in its own folder.
     """
-    folder = file.path.absolute().parents[file.package.count(".") + 1 if file.package else 0]
+    path = Path(os.path.abspath(file.path))  # as code is known by: without `..`
+    folder = path.parents[file.package.count(".") + 1 if file.package else 0]
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # at the end, so that it hides no module
     try:
@@ -37,7 +38,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
                 module = importlib.import_module(file.name)
             if Path(str(module.__file__)).resolve() == file.path.resolve():
                 return module
-        spec = importlib.util.spec_from_file_location(file.name, file.path)
+        spec = importlib.util.spec_from_file_location(file.name, path)
         assert spec is not None and spec.origin is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[file.name] = module

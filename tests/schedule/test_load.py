@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from slapo_rewrite import errors
+from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.fusion.match_rules import below
 from slapo_rewrite.schedule.load import ScheduleFile, bundled, convert, locate
 
@@ -113,3 +114,10 @@ def test_a_schedule_that_another_one_takes_the_place_of_is_told(tmp_path):
     file.write_text("\n".join(lines))
     (said,) = ScheduleFile.load(str(file)).shadowed()
     assert said == "line 2: this `schedule` is not run: line 3 defines another one"
+
+
+def test_the_source_may_lie_above_the_folder_that_the_tool_is_run_in(monkeypatch):
+    """Code is known by the name of its file, which is another one with `..` in it."""
+    monkeypatch.chdir("tests/outputs")
+    text = rewrite("../models/gpt.py", "../models/gpt_schedule.py").files["gpt.py"]
+    assert "RowParallelLinear(config.n_embd, config.n_embd)" in text
