@@ -534,6 +534,10 @@ def check_copies_of_one_ranks_part():
     for layer in (tp.ColumnParallelLinear(12, 12), tp.RowParallelLinear(12, 12)):
         layer.load_state_dict({"weight": torch.eye(12), "bias": torch.zeros(12)})
         layer(torch.zeros(2, layer.weight.shape[1]))  # alike but for where the ones are
+    torch.manual_seed(0)
+    table = tp.VocabParallelEmbedding(8 * tp.world_size() + 1, 20)  # rank 0 has a row more
+    with pytest.raises(RuntimeError, match="all ranks have the same part"):
+        table(torch.arange(4))
 
 
 def check_clip_grad_norm():
