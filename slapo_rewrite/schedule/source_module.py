@@ -40,8 +40,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
                 return module
         spec = importlib.util.spec_from_file_location(file.name, path)
         assert spec is not None and spec.origin is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[file.name] = module
+        sys.modules[file.name] = module = importlib.util.module_from_spec(spec)
         # Compiles the text that was read: cached bytecode is compared by size and seconds only.
         code = compile(file.text, spec.origin, "exec", dont_inherit=True)
         with chdir("."):
