@@ -156,11 +156,14 @@ class Pipeline:
         )
         if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
             norm = norm.full_tensor()
-        norm = norm.to(stages[0].device, torch.float32)
+        kind = torch.promote_types(norm.dtype, torch.float32)
+        # Of one type, for all stages: some may have no gradients.
+        norm = norm.to(stages[0].device, torch.float64)
         for group in (stages[0].group, *self.further_groups()):
             norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
             dist.all_gather(norms, norm, group)
             norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        norm = norm.to(kind)
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm  # type: ignore[no-any-return]
 

@@ -4,10 +4,12 @@ import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
@@ -23,6 +25,7 @@ from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.locate import locate
 from slapo_rewrite.emit.rewrite import rewrite
 from slapo_rewrite.model.small_model import loss_of, step_inputs
+from slapo_rewrite.runtime.torch_pipeline import UnshardedPipeline
 from slapo_rewrite.schedule.source_module import import_source
 from tests.marks import release
 from tests.processes import run
@@ -321,3 +324,27 @@ def test_torch_schedules_train_as_one_process_does(layouts, tmp_path):
             if full is not None:
                 torch.testing.assert_close(full, weights, rtol=1e-4, atol=1e-5)
         assert any(results[number][0] for results in ranks)
+
+
+def check_clipping(dtype: torch.dtype) -> None:
+    """One layer on each rank, of which the second is not trained."""
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(3, 3, dtype=dtype)
+    own = torch.nn.Linear(3, 3, dtype=dtype)
+    own.load_state_dict(whole.state_dict())
+    for model in (whole, own):
+        model(torch.ones(2, 3, dtype=dtype)).square().sum().backward()
+    if dist.get_rank() == 1:
+        own.zero_grad()
+    pipeline = UnshardedPipeline((), {}, "")
+    stage: Any = SimpleNamespace(submod=own, device="cpu", group=dist.group.WORLD)
+    norm = pipeline.clip_grad_norm_([stage], 0.1)
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(norm, want)
+        torch.testing.assert_close(own.weight.grad, whole.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_are_as_precise_as_the_gradients(dtype):
+    run(check_clipping, 2, dtype)
