@@ -48,8 +48,9 @@ class _LogSumAndTarget(torch.autograd.Function):
         return logits.scatter_add_(-1, column, at_target), None, None
 
 
-# What engines do with the outputs of a step.
-PASSED_BY = "__get__ __repr__ clone detach dim float is_floating_point register_hook to"
+# What engines and loops do with the outputs of a step, which looks at no element.
+PASSED_BY = """__get__ __len__ __reduce_ex__ __repr__ clone cpu detach dim float
+is_floating_point numel register_hook size to"""
 
 
 class PartOfLogits(Tensor):
@@ -57,7 +58,7 @@ class PartOfLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, *given: Any) -> Any:
-        """Refuses what would be worked out of this part alone."""
+        """Refuses all computations from this part alone."""
         if func.__name__ not in PASSED_BY.split():
             raise RuntimeError(
                 "in training with labels each rank returns its part of the logits: gather "
@@ -79,7 +80,7 @@ def whole_logits(
         logits: V' classes on `axis`; if there are V of them, they are returned as is.
         head: The layer that computed them.
         axis: The axis of the classes.
-        when: Else they stay parts, of which nothing more is to be worked out.
+        when: If False, returns this rank's part, from which nothing can be computed.
     """
     shard = Shard(axis, vocabulary_of(head))
     if shard.is_full(logits):

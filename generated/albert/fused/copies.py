@@ -13,15 +13,15 @@ from .shards import named_world, world_size
 ALIKE = 1e-4  # relative; sums in another order on a GPU differ by less
 SMALL = 1e-4  # of the largest gradient; smaller ones may be rounding errors
 # By process group: how often layers have run, which is the same on all ranks (a rank
-# may skip steps of its optimizer); and the norms of gradients and, as training begins,
-# of values, and of what an optimizer has loaded for parts, at the first optimizer step
-# since the ranks last compared them.
+# may skip optimizer steps); and norms, from the first optimizer step since the ranks
+# last compared them, of gradients, of values when training begins, and of the states
+# that an optimizer has loaded for parts.
 runs: dict[Any, int] = {}
 norms: dict[Any, tuple[list[tuple[float, float]], float]] = {}
 
 
 def note_copies(parameters: Iterable[Any], states: Any, is_new: bool) -> None:
-    """Before an optimizer's step: records norms of what is not split, and of states."""
+    """Before an optimizer's step: records norms of unsplit parameters and of states."""
     group, loaded = named_world().group or dist.group.WORLD, 0.0
     copies = [p for p in parameters if not hasattr(p, "model_parallel")]
     trained = [p for p in copies if p.grad is not None]
@@ -45,13 +45,13 @@ def _norm(x: Any) -> float:
 
 
 def compare_gradients() -> None:
-    """When a layer runs: now and then, the ranks compare the norms that were recorded.
+    """When a layer runs: compares the recorded norms over the ranks, now and then.
 
     Raises:
-        RuntimeError: Values differ as training begins, or all gradients do; or the
-            optimizer has loaded the same for all parts.
+        RuntimeError: Values differ when training begins, or all gradients differ, or
+            the optimizer has loaded the same state for all parts.
     """
-    # Recomputation in a backward pass runs layers again, and minds operations of ours.
+    # Recomputation runs layers again in a backward pass; extra operations disturb it.
     if torch._C._current_graph_task_id() != -1:
         return
     group = named_world().group or dist.group.WORLD

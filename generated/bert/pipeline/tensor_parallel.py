@@ -70,7 +70,7 @@ def gather(x: Tensor, shard: Shard) -> Tensor:
 
 
 def single_rank_only(layer: Any = None) -> Any:
-    """Returns `layer`; refuses, at more than one rank, what the model had not when split.
+    """Returns `layer`; refuses it at several ranks, as the model had none when split.
 
     Raises:
         NotImplementedError: There are several ranks.

@@ -136,7 +136,7 @@ def scatter(x: Tensor, axis: int) -> Tensor:
 
 
 def single_rank_only(layer: Any = None) -> Any:
-    """Returns `layer`; refuses, at more than one rank, what the model had not when split.
+    """Returns `layer`; refuses it at several ranks, as the model had none when split.
 
     Raises:
         NotImplementedError: There are several ranks.

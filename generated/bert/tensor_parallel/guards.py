@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .copies import compare_gradients, note_copies
 from .shards import are_alike, named_world, parts_in, rank, world_size
 
-# Optimizers that update every element by itself: a part as it would be in the whole.
+# Optimizers that update each element separately, and so a part as within the whole.
 BY_ELEMENT = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
@@ -35,7 +35,7 @@ def watch_registrations() -> tuple[Any, ...]:
 
 
 def look_at_optimizer(optimizer: Any, *_: object) -> None:
-    """Before an optimizer's step: checks that it can train the parts of weights."""
+    """Before an optimizer's step: checks that it can train parts of weights."""
     if torch.compiler.is_compiling() or world_size() == 1:
         return
     is_new = vars(optimizer).get("known_state") is not optimizer.state
@@ -104,7 +104,7 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
 
 
 def refuse_replicas(holder: Any) -> None:
-    """Refuses data parallelism that copies parts over others, or takes their norm."""
+    """Refuses data parallelism that copies parts over others or clips by their norm."""
     replicas, ranks = vars(holder).get("process_group"), dist.get_process_group_ranks
     if not isinstance(replicas, dist.ProcessGroup):
         return
@@ -156,7 +156,7 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
         shard.check_group()
         return
     weight, is_compiling = layer.weight, torch.compiler.is_compiling()
-    # The id, since a copied layer has a copy of what the first one knew.
+    # The id, since a copied layer also has a copy of the first one's `known_parts`.
     here = id(layer), size, world.ranks, world.supposed, weight.shape, layer.training
     if not is_compiling and layer.known_parts == here:  # as in each run but the first
         compare_gradients()
@@ -179,14 +179,17 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     weight = weight.detach()
     if not weight.numel() or weight.min() == weight.max():
         weight = weight.new_tensor([rank()])  # constants may be the same
-    table, norm = weight.reshape(len(weight), -1), weight.float().norm().double()
+    table = weight.reshape(len(weight), -1)
+    if shard.axis == 0:  # of parts of several sizes the last numbers differ
+        table = table[: max(1, min(shard.sizes()) - 1)]
+    norm = table.float().norm().double()
     sums = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
     if are_alike(torch.cat([norm.reshape(1), *sums])):
         raise RuntimeError(
             "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
             "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
-            "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins "
-            "with `loading.build`"
+            "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins, "
+            "and draws weights anew, in `loading.build`"
         )
 
 
@@ -227,7 +230,7 @@ def note_whose_parts(
                 "`from_pretrained` reads whole tensors, and this rank holds parts: use "
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
-        # The checkpoint calls the first; the second keeps all out of pickles.
+        # Checkpoints call the first; the second keeps these attributes out of pickles.
         refuse = partial(_refuse_parts, prefix + name)
         vars(part).update(__create_write_items__=refuse, __getstate__=dict)
         if part is given:  # safetensors asks this, and FSDP2 where it gathers
@@ -235,7 +238,7 @@ def note_whose_parts(
 
 
 def _refuse_parts(name: str, *_: object) -> None:
-    """Stops what would save one rank's parts as the whole."""
+    """Raises instead of saving one rank's parts as the whole."""
     raise RuntimeError(
         f"`{name}` would be written as this rank's part only: write, or give as "
         "`state_dict=`, `loading.full_state_dict(model)`, which all ranks call, or use "

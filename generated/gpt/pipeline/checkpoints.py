@@ -19,11 +19,11 @@ def layer_files(
 
     Args:
         folder: The folder of the checkpoints.
-        tag: That of the checkpoint; without it, the latest.
+        tag: The checkpoint's tag; without it, the latest checkpoint.
         count: How many stages there are.
 
     Raises:
-        ValueError: The checkpoint is of another number of stages.
+        ValueError: The checkpoint has another number of stages.
     """
     folder = Path(folder)
     folder /= tag or (folder / "latest").read_text().strip()
@@ -42,10 +42,10 @@ def read_layer(file: Path, model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         file: The file.
-        model: The model as on that rank.
+        model: The model as built on that rank.
 
     Raises:
-        ValueError: A tensor is of another size in the model.
+        ValueError: A tensor has another size in the model.
     """
     named: dict[str, Tensor] = torch.load(
         file, map_location="cpu", mmap=True, weights_only=True
@@ -66,7 +66,7 @@ def joined(
     """The original's state dict, from the files of a model's stages.
 
     Args:
-        files: Those of each stage, one for each tensor-parallel rank.
+        files: The files of each stage, one for each tensor-parallel rank.
         make: Makes the model.
 
     Raises:
@@ -115,7 +115,7 @@ def write_layers(
     Args:
         folder: The folder of the checkpoints.
         full: The original's state dict.
-        stages: Make the stages.
+        stages: Functions that make the stages.
         rank: The tensor-parallel rank.
 
     Raises:

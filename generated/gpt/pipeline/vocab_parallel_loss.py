@@ -49,7 +49,11 @@ class _LogSumAndTarget(torch.autograd.Function):
         return logits.scatter_add_(-1, column, at_target), None, None
 
 
-def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
+def whole_logits(
+    logits: Tensor,
+    head: nn.Module,
+    axis: int = -1,
+) -> Tensor:
     """Gathers the logits of all V classes on every rank.
 
     Args:
@@ -58,7 +62,9 @@ def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
         axis: The axis of the classes.
     """
     shard = Shard(axis, vocabulary_of(head))
-    return logits if shard.is_full(logits) else gather(logits, shard)
+    if shard.is_full(logits):
+        return logits
+    return gather(logits.as_subclass(Tensor), shard)
 
 
 def vocabulary_of(head: Any) -> int:

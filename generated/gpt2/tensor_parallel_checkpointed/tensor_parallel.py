@@ -71,7 +71,7 @@ def gather(x: Tensor, shard: Shard) -> Tensor:
 
 
 def single_rank_only(layer: Any = None) -> Any:
-    """Returns `layer`; refuses, at more than one rank, what the model had not when split.
+    """Returns `layer`; refuses it at several ranks, as the model had none when split.
 
     Raises:
         NotImplementedError: There are several ranks.
@@ -168,7 +168,7 @@ def clip_grad_norm_(
 
 
 def gather_if_sharded(y: Tensor, shard: Shard | None) -> Tensor:
-    """The ranks' outputs put together, where a layer is to give that."""
+    """Gathers the ranks' outputs, if a layer is to return the whole output."""
     return y if shard is None else gather(y, shard)
 
 

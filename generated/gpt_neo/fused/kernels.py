@@ -26,20 +26,20 @@ try:
 except ImportError:  # the PyTorch references run
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-# Kernels are what they are when they are defined.
+# Whether kernels are interpreted is fixed when they are defined.
 interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton."""
+    """`triton.jit`, or the unchanged function without Triton."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Has `backward` refuse to give what is to be differentiated again.
+    """Makes `backward` refuse to compute gradients that are differentiated again.
 
-    Torch's `once_differentiable` says so late, or never: where what it is given is a
-    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    Torch's `once_differentiable` refuses late, or never: if the incoming gradient is a
+    constant, like a loss's, or `torch.autograd.grad` does not reach it.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
@@ -89,7 +89,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def one_each(vector: Tensor | None, x: Tensor) -> bool:
-    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    """Whether a weight or bias has one number per feature, as kernels read it."""
     return vector is None or vector.shape == x.shape[-1:]
 
 
@@ -102,7 +102,7 @@ def linear_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, kernels start on the device of `x`."""
+    """A context in which kernels start on the device of `x`."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
@@ -114,14 +114,14 @@ def neighbouring(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """(..., D) as (M, D) with neighbouring columns, copied only where it must be."""
+    """(..., D) as (M, D) with neighbouring columns, copied only if necessary."""
     return neighbouring(neighbouring(x).reshape(-1, x.shape[-1]))
 
 
 def spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """What a kernel reads the rows of x from, and how far apart they are.
+    """A tensor with the rows of x for a kernel to read, and their stride.
 
-    That is x itself where it is contiguous, which spares the host making a view.
+    It is x itself if x is contiguous, which saves the host from making a view.
     """
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -150,7 +150,7 @@ def block_size(size: int) -> int:
 
 
 def row_tile(columns: int, elements: int = 2048) -> tuple[int, int, int]:
-    """Rows and columns that a program holds at a time, whole rows, and its warps.
+    """How many (whole) rows and columns a program holds at a time, and its warps.
 
     16 elements a thread are two loads of 16 bytes in half precision. A backward pass
     that sums over rows as well takes 1,024 elements or one row, 8 to 16 a thread. So
@@ -174,16 +174,16 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
 
 
 def stages_of(block: int, *tensors: Tensor | None) -> int:
-    """Two where a block of each tensor is loaded while the one before is worked on.
+    """Two to load a block of each tensor while the block before is worked on, or one.
 
-    Those wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
+    Blocks wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
     """
     held = block * sum(t.element_size() for t in tensors if t is not None)
     return 2 if held <= 2**16 else 1
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many the GPU of `x` has; one where kernels are interpreted."""
+    """How many multiprocessors the GPU of `x` has; one if kernels are interpreted."""
     if not x.is_cuda:
         return 1
     return torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -218,7 +218,7 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
 
 
 def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
-    """What the module gives; without one, the activation in PyTorch's operations."""
+    """The module's result; without one, the activation in PyTorch's operations."""
     y: Tensor = activation(x) if activation else activation_reference(x, kind)
     return y
 
@@ -304,13 +304,13 @@ def activate_and_slope(x, kind: tl.constexpr):
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
-    Setting the generator's state back, as recomputation does, draws it again.
+    Restoring the generator's state, as recomputation does, draws it again.
     """
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def keep_scale(p: float) -> float:
-    """What dropout multiplies by, so that the mean stays."""
+    """The factor of kept elements, which preserves the mean."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -332,10 +332,10 @@ def kept(seed, rows, first, p, block_d: tl.constexpr):
     return bits >= tl.minimum(float32(p) * 4294967296.0, 4294967040.0).to(tl.uint32)
 
 
-# Modules of which kernels take what they compute by, and what makes them be called.
+# Modules whose parameters kernels use, and when they are called instead.
 
 
-# Those whose call is a product and a bias, besides `torch.nn.Linear`.
+# Layers besides `torch.nn.Linear` whose call is a product and a bias.
 LINEAR = re.compile(r"(Conv1D|(Column|Row)Parallel(Linear|Conv1D))\.forward")
 
 
@@ -347,8 +347,8 @@ def is_plain(layer: nn.Module) -> bool:
 def runs_forward_alone(module: nn.Module | None) -> bool:
     """Whether a call runs the `forward` of the module's class and nothing else.
 
-    A module that kernels stand for holds no other: what does is an adapter around one, or
-    has a parametrization. None is no module, whose call cannot do more.
+    Modules that kernels replace have no submodules: one that has is an adapter around
+    one, or has a parametrization. None, for no module, does no more either.
     """
     if module is None:
         return True
@@ -359,16 +359,16 @@ def runs_forward_alone(module: nn.Module | None) -> bool:
 
 
 def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
-    """What a linear layer gives but for its bias, and the bias, for a kernel to add.
+    """A linear layer's output without its bias, and the bias, for a kernel to add.
 
     Shapes: x (..., D) -> (..., F) and (F,).
 
     Args:
         x: The input.
-        layer: The layer; x is what it gave already where this is None.
+        layer: The layer; None if x is its output already.
 
     Returns:
-        The product and the bias; all that the layer gives and None where it was called.
+        The product and the bias; the whole output and None if the layer was called.
     """
     if layer is None:
         return x, None
@@ -393,16 +393,16 @@ def adds_a_bias(layer: nn.Module) -> bool:
 
 
 def forward_of(layer: nn.Module) -> str:
-    """Which class's `forward` a layer runs, as `Conv1D.forward`; "" where it is no function.
+    """The class and name of a layer's `forward`, as `Conv1D.forward`; "" if not a function.
 
-    By its code, which `torch.compile` can read.
+    It is read from its code object, which `torch.compile` supports.
     """
     code = getattr(type(layer).forward, "__code__", None)
     return "" if code is None else code.co_qualname
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:
-    """The share that is dropped; None where a module has to be called for it."""
+    """The dropout rate; None if a module has to be called for it."""
     if not isinstance(dropout, nn.Module):
         return dropout
     if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
@@ -411,7 +411,7 @@ def drop_rate(dropout: nn.Module | float) -> float | None:
 
 
 def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
-    """Dropout in PyTorch's operations: the module's, or of a share."""
+    """Dropout in PyTorch's operations: by the module, or with a rate."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
     return nn.functional.dropout(x, dropout) if dropout else x
@@ -627,8 +627,8 @@ def bias_activation(
         x: What the bias is added to.
         bias: The bias.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        activation: The module of that kind, if it is one; called where it has hooks.
-        dropout: The module that drops, called likewise; or the share that is dropped.
+        activation: The module of that kind, if there is one; called if it has hooks.
+        dropout: The dropout module, called likewise; or the dropout rate.
     """
     p = drop_rate(dropout) if runs_triton(x, bias) else None
     if p is None or not (runs_forward_alone(activation) and one_each(bias, x)):
@@ -648,7 +648,7 @@ def linear_activation(
 ) -> Tensor:
     """dropout(activation(linear(x))); the rest is as in `bias_activation`.
 
-    The layer is called where hooks or an adapter were put on it.
+    The layer is called if it has hooks or an adapter.
     """
     y, bias = product_and_bias(x, linear)
     return bias_activation(y, bias, kind, activation=activation, dropout=dropout)
@@ -958,10 +958,10 @@ def layer_norm_backward(
 def norm_before(ctx: Any) -> Any:
     """The norm that gave the residual, if it can take the residual's gradient from here.
 
-    It then adds it to the gradient that it reads, where autograd would add the two up
-    in a pass of their own. None where that could be seen: by a hook of the tensor
-    between the two, `retain_grad`, or `torch.autograd.grad`, which is known by its not
-    running the nodes that write to parameters. Nor where `torch.compile` adds up.
+    It then adds it to the gradient that it reads, while autograd would add the two up
+    in a separate pass. None if that would be visible: by a hook of the tensor between
+    the two, `retain_grad`, or `torch.autograd.grad`, which does not run the nodes that
+    write to parameters. None as well if `torch.compile` adds them up.
     """
     if torch.compiler.is_compiling():
         return None
@@ -1087,10 +1087,10 @@ def residual_layer_norm(
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        norm: The module that these three are of, if there is one. It is called where
-            hooks or an adapter were put on it, as the next two are.
-        linear: The layer that makes of x what is dropped; the kernel adds its bias.
-        dropout: The module that drops, or the share that is dropped.
+        norm: The norm module with these three, if there is one. It is called if it has
+            hooks or an adapter, like the next two.
+        linear: The linear layer before dropout; the kernel adds its bias.
+        dropout: The dropout module, or the dropout rate.
     """
     x, input_bias = product_and_bias(x, linear)
     vectors = (weight, bias, input_bias)
@@ -1112,7 +1112,7 @@ def residual_layer_norm(
 
 
 class LinearEachFunction(torch.autograd.Function):
-    """What each layer gives, of one input and each layer's weight and bias in turn."""
+    """The layers' outputs, from one input and each layer's weight and bias in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -1149,17 +1149,17 @@ class LinearEachFunction(torch.autograd.Function):
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of one input.
+    """The outputs of several linear layers for one input.
 
     Shapes: x (..., D) -> (..., F) of each layer.
-    Numerics: reassociated. Backwards each product adds to what those before it gave for
-        the input, where autograd would add them up in passes of their own.
+    Numerics: reassociated. Backwards each product adds to the input's gradient of those
+        before it, while autograd would add them up in separate passes.
     Source: `FusedDense` of github.com/Dao-AILab/flash-attention.
 
     Args:
         x: The input.
-        layers: The layers. They are called one by one where one of them does more than
-            `torch.nn.Linear`, has hooks, or autocast is on.
+        layers: The layers. They are called one by one if one of them does more than
+            `torch.nn.Linear` or has hooks, or if autocast is on.
     """
     plain = [layer for layer in layers if is_plain(layer)]
     parameters: list[Any] = [p for a in plain for p in (a.weight, a.bias)]
@@ -1372,7 +1372,7 @@ class MaskedSoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Keeps the result, which the product with the values keeps anyway."""
+        """Saves the result, which the product with the values saves anyway."""
         wide = None if mask is None else mask.expand(four_axes(x).shape)
         y = masked_softmax_forward(x, wide, scale)
         ctx.save_for_backward(y, mask)
@@ -1406,9 +1406,9 @@ def masked_softmax(
     Args:
         x: Scores.
         mask: Numbers to add, if any; True adds 1.
-        scale: What scores are multiplied by first; kernels take a number, no tensor.
-        keep: Which scores count, if not all. Where none of a row does, its weights are
-            not numbers.
+        scale: The factor of the scores; kernels take a number, not a tensor.
+        keep: Which scores count, if not all. If none of a row's scores count, its
+            weights are NaN.
     """
     given = mask if keep is None else keep
     kernel = (

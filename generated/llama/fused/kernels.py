@@ -24,20 +24,20 @@ try:
 except ImportError:  # the PyTorch references run
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-# Kernels are what they are when they are defined.
+# Whether kernels are interpreted is fixed when they are defined.
 interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton."""
+    """`triton.jit`, or the unchanged function without Triton."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Has `backward` refuse to give what is to be differentiated again.
+    """Makes `backward` refuse to compute gradients that are differentiated again.
 
-    Torch's `once_differentiable` says so late, or never: where what it is given is a
-    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    Torch's `once_differentiable` refuses late, or never: if the incoming gradient is a
+    constant, like a loss's, or `torch.autograd.grad` does not reach it.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
@@ -87,12 +87,12 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def one_each(vector: Tensor | None, x: Tensor) -> bool:
-    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    """Whether a weight or bias has one number per feature, as kernels read it."""
     return vector is None or vector.shape == x.shape[-1:]
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, kernels start on the device of `x`."""
+    """A context in which kernels start on the device of `x`."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
@@ -104,14 +104,14 @@ def neighbouring(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """(..., D) as (M, D) with neighbouring columns, copied only where it must be."""
+    """(..., D) as (M, D) with neighbouring columns, copied only if necessary."""
     return neighbouring(neighbouring(x).reshape(-1, x.shape[-1]))
 
 
 def spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """What a kernel reads the rows of x from, and how far apart they are.
+    """A tensor with the rows of x for a kernel to read, and their stride.
 
-    That is x itself where it is contiguous, which spares the host making a view.
+    It is x itself if x is contiguous, which saves the host from making a view.
     """
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -145,7 +145,7 @@ def block_size(size: int) -> int:
 
 
 def row_tile(columns: int, elements: int = 2048) -> tuple[int, int, int]:
-    """Rows and columns that a program holds at a time, whole rows, and its warps.
+    """How many (whole) rows and columns a program holds at a time, and its warps.
 
     16 elements a thread are two loads of 16 bytes in half precision. A backward pass
     that sums over rows as well takes 1,024 elements or one row, 8 to 16 a thread. So
@@ -169,16 +169,16 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
 
 
 def stages_of(block: int, *tensors: Tensor | None) -> int:
-    """Two where a block of each tensor is loaded while the one before is worked on.
+    """Two to load a block of each tensor while the block before is worked on, or one.
 
-    Those wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
+    Blocks wait in shared memory; one if they do not fit in 64 KiB, which every GPU has.
     """
     held = block * sum(t.element_size() for t in tensors if t is not None)
     return 2 if held <= 2**16 else 1
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many the GPU of `x` has; one where kernels are interpreted."""
+    """How many multiprocessors the GPU of `x` has; one if kernels are interpreted."""
     if not x.is_cuda:
         return 1
     return torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -213,7 +213,7 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
 
 
 def activated(x: Tensor, kind: str, activation: nn.Module | None) -> Tensor:
-    """What the module gives; without one, the activation in PyTorch's operations."""
+    """The module's result; without one, the activation in PyTorch's operations."""
     y: Tensor = activation(x) if activation else activation_reference(x, kind)
     return y
 
@@ -299,13 +299,13 @@ def activate_and_slope(x, kind: tl.constexpr):
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
-    Setting the generator's state back, as recomputation does, draws it again.
+    Restoring the generator's state, as recomputation does, draws it again.
     """
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def keep_scale(p: float) -> float:
-    """What dropout multiplies by, so that the mean stays."""
+    """The factor of kept elements, which preserves the mean."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -327,7 +327,7 @@ def kept(seed, rows, first, p, block_d: tl.constexpr):
     return bits >= tl.minimum(float32(p) * 4294967296.0, 4294967040.0).to(tl.uint32)
 
 
-# Modules of which kernels take what they compute by, and what makes them be called.
+# Modules whose parameters kernels use, and when they are called instead.
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -338,8 +338,8 @@ def is_plain(layer: nn.Module) -> bool:
 def runs_forward_alone(module: nn.Module | None) -> bool:
     """Whether a call runs the `forward` of the module's class and nothing else.
 
-    A module that kernels stand for holds no other: what does is an adapter around one, or
-    has a parametrization. None is no module, whose call cannot do more.
+    Modules that kernels replace have no submodules: one that has is an adapter around
+    one, or has a parametrization. None, for no module, does no more either.
     """
     if module is None:
         return True
@@ -350,7 +350,7 @@ def runs_forward_alone(module: nn.Module | None) -> bool:
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:
-    """The share that is dropped; None where a module has to be called for it."""
+    """The dropout rate; None if a module has to be called for it."""
     if not isinstance(dropout, nn.Module):
         return dropout
     if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
@@ -359,7 +359,7 @@ def drop_rate(dropout: nn.Module | float) -> float | None:
 
 
 def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
-    """Dropout in PyTorch's operations: the module's, or of a share."""
+    """Dropout in PyTorch's operations: by the module, or with a rate."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
     return nn.functional.dropout(x, dropout) if dropout else x
@@ -546,11 +546,11 @@ def gated(
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Args:
-        gate: What is activated.
-        up: What it multiplies.
+        gate: The operand of the activation.
+        up: The factor of the activated gate.
         kind: "relu", "silu", "gelu", "gelu_tanh" or "quick_gelu".
-        activation: The module of that kind, if it is one; called where it has hooks.
-        dropout: The module that drops, called likewise; or the share that is dropped.
+        activation: The module of that kind, if there is one; called if it has hooks.
+        dropout: The dropout module, called likewise; or the dropout rate.
     """
     p = drop_rate(dropout) if runs_triton(gate, up) else None
     if p is None or not (runs_forward_alone(activation) and gate.shape == up.shape):
@@ -574,7 +574,7 @@ def swiglu(
 
 
 class LinearEachFunction(torch.autograd.Function):
-    """What each layer gives, of one input and each layer's weight and bias in turn."""
+    """The layers' outputs, from one input and each layer's weight and bias in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -611,17 +611,17 @@ class LinearEachFunction(torch.autograd.Function):
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of one input.
+    """The outputs of several linear layers for one input.
 
     Shapes: x (..., D) -> (..., F) of each layer.
-    Numerics: reassociated. Backwards each product adds to what those before it gave for
-        the input, where autograd would add them up in passes of their own.
+    Numerics: reassociated. Backwards each product adds to the input's gradient of those
+        before it, while autograd would add them up in separate passes.
     Source: `FusedDense` of github.com/Dao-AILab/flash-attention.
 
     Args:
         x: The input.
-        layers: The layers. They are called one by one where one of them does more than
-            `torch.nn.Linear`, has hooks, or autocast is on.
+        layers: The layers. They are called one by one if one of them does more than
+            `torch.nn.Linear` or has hooks, or if autocast is on.
     """
     plain = [layer for layer in layers if is_plain(layer)]
     parameters: list[Any] = [p for a in plain for p in (a.weight, a.bias)]
@@ -956,7 +956,7 @@ def rms_norm(
         x: The rows.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        offset: Added to the weight; 1 as Gemma has it.
+        offset: Added to the weight; 1 in Gemma.
         cast: When the normalised rows leave float32: "input" to x's dtype before they
             are multiplied (Llama), "weight" to the weight's dtype before (T5),
             "output" to x's dtype after (Gemma).
@@ -994,11 +994,11 @@ def residual_rms_norm(
         residual: The stream that runs past the layers.
         weight: The scale, or None for none.
         eps: Added to the mean of the squares.
-        norm: The module that these are of, if there is one. It is called where hooks or
-            an adapter were put on it, as `dropout` is.
-        offset: Added to the weight; 1 as Gemma has it.
+        norm: The norm module with these, if there is one. It is called if it has hooks
+            or an adapter, like `dropout`.
+        offset: Added to the weight; 1 in Gemma.
         cast: When the normalised rows leave float32, as in `rms_norm`.
-        dropout: The module that drops, or the share of x that is dropped.
+        dropout: The module or the rate of the dropout of x.
     """
     plain = not isinstance(eps, Tensor) and runs_triton(x, residual, weight)
     p = drop_rate(dropout) if plain and runs_forward_alone(norm) else None

@@ -24,15 +24,15 @@ class Pipeline:
     """The stages of a model, for the schedules of `torch.distributed.pipelining`.
 
     Args:
-        stages: Their classes.
-        inputs: The arguments of the model that stages are given, by their names there.
-        label: The one that the loss is given.
+        stages: The classes of the stages.
+        inputs: The model's arguments that stages take, by their names there.
+        label: The model's argument that the loss takes.
         shared: For each parameter that several stages hold, its name there, by stage.
-        unread: The arguments of the model that it never reads.
+        unread: The model's arguments that it never reads.
     """
 
-    # What depends on whether ranks share a stage: how they are laid out, which of a
-    # stage's parameters a rank counts, and what other groups hold more of the model.
+    # These depend on whether ranks share a stage: how ranks are laid out, which of a
+    # stage's parameters a rank counts, and over which further groups it sums a norm.
     lay_out: Callable[[DeviceMesh], None]
     counted: Callable[[nn.Module], list[nn.Parameter]]
     further_groups: Callable[[], list[Any]]
@@ -51,17 +51,16 @@ class Pipeline:
     def build(self, *args: Any, mesh: DeviceMesh, **kwargs: Any) -> list[PipelineStage]:
         """The stages of this rank, each a `torch.distributed.pipelining.PipelineStage`.
 
-        Each rank makes the weights of its own stages only, the same as the whole model
-        would have from the same seed; so ranks are to be seeded alike. From then on
-        each draws random numbers of its own, for dropout, but for those of one
-        tensor-parallel group.
+        Each rank makes the weights of its own stages only, which are those of the whole
+        model from the same seed: seed all ranks alike. Afterwards each rank draws its
+        own random numbers, for dropout, except within a tensor-parallel group.
 
         Args:
-            *args: Those of the model's class.
-            mesh: A mesh. Along its axis `pp` ranks hold the stages of one model, round
-                and round where there are fewer of them; along `tp` they divide its
-                weights, where the model was written for that.
-            **kwargs: Those of the model's class.
+            *args: The arguments of the model's class.
+            mesh: The device mesh. The ranks along its axis `pp` hold the stages of one
+                model, in turn if there are fewer ranks than stages; those along `tp`
+                divide its weights, if the model was written for that.
+            **kwargs: The arguments of the model's class.
 
         Raises:
             ValueError: The stages cannot be laid out on the mesh.
@@ -96,14 +95,14 @@ class Pipeline:
 
         Args:
             stages: What `build` returns, wrapped for data parallelism or not.
-            kind: A class: `Schedule1F1B`, say, or where a rank has several stages
+            kind: A class, such as `Schedule1F1B`; if a rank has several stages, such as
                 `ScheduleInterleaved1F1B`, for which torch needs `fully_shard` where it
                 takes no `DistributedDataParallel`.
             n_microbatches: How many equal parts a batch is divided into.
-            **options: Those of the class.
+            **options: Further arguments of the class.
 
         Raises:
-            ValueError: The class is for one stage on a rank, and there are several.
+            ValueError: The class runs one stage per rank, and there are several.
         """
         return Schedule(stages, kind, n_microbatches, self.shared, **options)
 
@@ -111,7 +110,7 @@ class Pipeline:
         """The model's arguments as a schedule takes them, on every rank the same.
 
         Raises:
-            TypeError: They are others than the stages were written for.
+            TypeError: These are not the arguments that the stages were written for.
         """
         read = inputs.keys() - {*self.unread}
         check_names(read, {*self.inputs.values(), self.label})
@@ -125,9 +124,8 @@ class Pipeline:
 
         Args:
             stages: What `build` returns, wrapped for data parallelism or not.
-            first_rank_only: Give it to the first process alone, on its CPU; the others
-                get an empty dictionary, and none but the first holds more than its
-                stages.
+            first_rank_only: Gather it on the CPU of the first process only; the others
+                get an empty dictionary, and hold no more than their stages.
         """
         named: dict[str, Tensor] = {}
         for stage in stages:
@@ -146,7 +144,7 @@ class Pipeline:
     ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients.
 
-        That would scale by the norm of a rank's own stages, and what several hold would
+        It would scale by the norm of a rank's own stages, and shared parameters would
         drift apart. Every rank calls this one, with the stages that `build` returned.
         """
         copies = [{n: at[n] for n in at if n > min(at)} for at in self.shared]
@@ -159,11 +157,14 @@ class Pipeline:
         )
         if hasattr(norm, "full_tensor"):  # FSDP2 divides gradients over the replicas
             norm = norm.full_tensor()
-        norm = norm.to(stages[0].device, torch.float32)
+        kind = torch.promote_types(norm.dtype, torch.float32)
+        # Of one type, for all stages: some may have no gradients.
+        norm = norm.to(stages[0].device, torch.float64)
         for group in (stages[0].group, *self.further_groups()):
             norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
             dist.all_gather(norms, norm, group)
             norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        norm = norm.to(kind)
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm  # type: ignore[no-any-return]
 
@@ -180,7 +181,7 @@ class ShardedPipeline(Pipeline):
             set_group(dist.new_group(alone, use_local_synchronization=True))
 
     def counted(self, stage: nn.Module) -> list[nn.Parameter]:
-        """Parts; and on the first rank, what every rank has a copy of."""
+        """Split parameters, and on the first rank those that every rank has whole."""
         for module in stage.modules():
             if hasattr(module, "sharded_parameters"):  # FSDP2 has put others in
                 mark_parts(module)
@@ -193,9 +194,9 @@ class ShardedPipeline(Pipeline):
 
 
 def draw_apart(mesh: DeviceMesh) -> None:
-    """Lets each rank draw random numbers of its own from now on, for dropout.
+    """Makes each rank draw its own random numbers from now on, for dropout.
 
-    Ranks that differ on the axis `tp` alone go on drawing the same ones.
+    Ranks that differ on the axis `tp` only keep drawing the same ones.
     """
     seeds = torch.randint(2**62, mesh.mesh.shape, device="cpu")
     axes = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
@@ -207,8 +208,8 @@ def own_numbers(mesh: DeviceMesh, count: int) -> range:
     """The numbers of the stages that this rank holds.
 
     Args:
-        mesh: The mesh. With fewer ranks on its axis `pp` than there are stages, the
-            stages go round: with two ranks the first holds the stages 0 and 2.
+        mesh: The mesh. With fewer ranks on its axis `pp` than there are stages, they
+            are dealt out in turn: with two ranks the first holds the stages 0 and 2.
         count: How many stages there are.
 
     Raises:
@@ -230,7 +231,7 @@ def own_numbers(mesh: DeviceMesh, count: int) -> range:
 
 
 def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
-    """Lets what a stage is given have gradients that torch sends to the stage before.
+    """Gives a stage's inputs gradients that torch sends to the stage before.
 
     It sends no others, and some versions wait for all of them.
     """
@@ -238,9 +239,9 @@ def with_sendable_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:
 
 
 def with_outputs_apart(module: nn.Module, given: object, outputs: Any) -> Any:
-    """Hands on other tensors than the stage has saved for its backward pass.
+    """Passes on other tensors than the stage has saved for its backward pass.
 
-    Torch detaches them in place where a schedule divides that pass (zero bubble).
+    Torch detaches outputs in place if a schedule divides that pass (zero bubble).
     """
     several = outputs if isinstance(outputs, tuple) else (outputs,)
     apart: Any = SendableGradients.apply
@@ -248,13 +249,13 @@ def with_outputs_apart(module: nn.Module, given: object, outputs: Any) -> Any:
 
 
 class SameSizes:
-    """Refuses outputs of another shape than a stage's first, which the next expects."""
+    """Refuses outputs of other shapes than the first, which the next stage expects."""
 
     def __init__(self) -> None:
         self.sizes: list[torch.Size] = []
 
     def __call__(self, module: nn.Module, given: object, outputs: Any) -> None:
-        """Is called with what a stage was given, and what it hands on."""
+        """Checks the shapes of a stage's outputs."""
         several = outputs if isinstance(outputs, tuple) else (outputs,)
         sizes = [tensor.shape for tensor in several]
         self.sizes = self.sizes or sizes
@@ -266,10 +267,10 @@ class SameSizes:
 
 
 def spare_buffers(module: nn.Module) -> None:
-    """Lets the next call of a module leave its buffers and attributes as they are.
+    """Makes the next call of a module leave its buffers and attributes unchanged.
 
-    A new schedule's first call only finds out sizes, of numbers that mean nothing, which
-    batch norms would count, and a step counter as well.
+    A new schedule's first call only determines sizes, from meaningless numbers, which
+    batch norms and step counters would count.
     """
     buffers = EarlierBuffers(module)
     attributes = [(vars(each), dict(vars(each))) for each in module.modules()]
@@ -299,18 +300,18 @@ def unwrapped(stage: PipelineStage) -> Any:
 class Schedule:
     """Runs a schedule of `torch.distributed.pipelining` over this rank's stages.
 
-    Torch fixes the sizes of what stages hand on at a schedule's first step. For a batch
-    of other sizes the schedule is made anew, which costs one more micro-batch.
+    Torch fixes the sizes of stages' outputs at a schedule's first step. For a batch of
+    other sizes the schedule is made again, which costs one more micro-batch.
 
     Args:
         stages: The stages of this rank, wrapped for data parallelism or not.
         kind: The schedule's class.
         n_microbatches: How many parts a batch is divided into, by rows.
         shared: For each parameter that several stages hold, its name there, by stage.
-        **options: More that the class is made with.
+        **options: Further arguments of the class.
 
     Raises:
-        ValueError: The schedule is for one stage on a rank, and there are several.
+        ValueError: The schedule runs one stage per rank, and there are several.
     """
 
     def __init__(
@@ -337,13 +338,13 @@ class Schedule:
         """Adds the gradients of the mean of all micro-batches' losses.
 
         Those of shared parameters are added up over the stages. Every rank on the axis
-        `pp` gives it all of the batch.
+        `pp` passes the whole batch.
 
         Args:
             **batch: What `batch` returns.
 
         Returns:
-            Each micro-batch's loss where the last stage is, elsewhere nothing.
+            Each micro-batch's loss on the last stage's rank, elsewhere an empty list.
         """
         losses: list[Tensor] = []
         schedule = self.fitting(batch, trains=True)
@@ -369,8 +370,8 @@ class Schedule:
             **batch: What `batch` returns. Without labels there are no losses.
 
         Returns:
-            The last stage's outputs of the whole batch, and each micro-batch's loss,
-            where the last stage is; elsewhere None and nothing.
+            The last stage's outputs of the whole batch, and each micro-batch's loss, on
+            the last stage's rank; elsewhere None and an empty list.
         """
         losses: list[Tensor] = []
         wanted = None if batch["target"] is None else losses
@@ -378,11 +379,11 @@ class Schedule:
         return schedule.eval(**batch, losses=wanted), losses
 
     def fitting(self, batch: Mapping[str, Any], trains: bool) -> Any:
-        """The schedule of torch's for batches like this one.
+        """Torch's schedule for batches like this one.
 
         Raises:
-            ValueError: The batch cannot be divided, or has no labels to train with; or the
-                schedule is for stages that lie on other ranks.
+            ValueError: The batch cannot be divided, or has no labels to train with, or
+                the schedule expects the stages on other ranks.
         """
         target = batch["target"]
         if target is None and trains:

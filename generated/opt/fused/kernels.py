@@ -24,20 +24,20 @@ try:
 except ImportError:  # the PyTorch references run
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-# Kernels are what they are when they are defined.
+# Whether kernels are interpreted is fixed when they are defined.
 interpreted = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton."""
+    """`triton.jit`, or the unchanged function without Triton."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Has `backward` refuse to give what is to be differentiated again.
+    """Makes `backward` refuse to compute gradients that are differentiated again.
 
-    Torch's `once_differentiable` says so late, or never: where what it is given is a
-    constant, as the gradient of a loss is, or `torch.autograd.grad` does not pass it.
+    Torch's `once_differentiable` refuses late, or never: if the incoming gradient is a
+    constant, like a loss's, or `torch.autograd.grad` does not reach it.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
@@ -87,7 +87,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def one_each(vector: Tensor | None, x: Tensor) -> bool:
-    """Whether a weight or bias is one number for each feature, as kernels read it."""
+    """Whether a weight or bias has one number per feature, as kernels read it."""
     return vector is None or vector.shape == x.shape[-1:]
 
 
@@ -100,7 +100,7 @@ def linear_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, kernels start on the device of `x`."""
+    """A context in which kernels start on the device of `x`."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
@@ -112,14 +112,14 @@ def neighbouring(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """(..., D) as (M, D) with neighbouring columns, copied only where it must be."""
+    """(..., D) as (M, D) with neighbouring columns, copied only if necessary."""
     return neighbouring(neighbouring(x).reshape(-1, x.shape[-1]))
 
 
 def spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """What a kernel reads the rows of x from, and how far apart they are.
+    """A tensor with the rows of x for a kernel to read, and their stride.
 
-    That is x itself where it is contiguous, which spares the host making a view.
+    It is x itself if x is contiguous, which saves the host from making a view.
     """
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -159,7 +159,7 @@ def flat_tile(rows: int, columns: int) -> tuple[int, int, int, int]:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many the GPU of `x` has; one where kernels are interpreted."""
+    """How many multiprocessors the GPU of `x` has; one if kernels are interpreted."""
     if not x.is_cuda:
         return 1
     return torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -185,13 +185,13 @@ def reducing_programs(
 def draw_seed(x: Tensor) -> Tensor:
     """A seed from the generator of x's device, left there: (1,), int64.
 
-    Setting the generator's state back, as recomputation does, draws it again.
+    Restoring the generator's state, as recomputation does, draws it again.
     """
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def keep_scale(p: float) -> float:
-    """What dropout multiplies by, so that the mean stays."""
+    """The factor of kept elements, which preserves the mean."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -213,10 +213,10 @@ def kept(seed, rows, first, p, block_d: tl.constexpr):
     return bits >= tl.minimum(float32(p) * 4294967296.0, 4294967040.0).to(tl.uint32)
 
 
-# Modules of which kernels take what they compute by, and what makes them be called.
+# Modules whose parameters kernels use, and when they are called instead.
 
 
-# Those whose call is a product and a bias, besides `torch.nn.Linear`.
+# Layers besides `torch.nn.Linear` whose call is a product and a bias.
 LINEAR = re.compile(r"(Conv1D|(Column|Row)Parallel(Linear|Conv1D))\.forward")
 
 
@@ -228,8 +228,8 @@ def is_plain(layer: nn.Module) -> bool:
 def runs_forward_alone(module: nn.Module | None) -> bool:
     """Whether a call runs the `forward` of the module's class and nothing else.
 
-    A module that kernels stand for holds no other: what does is an adapter around one, or
-    has a parametrization. None is no module, whose call cannot do more.
+    Modules that kernels replace have no submodules: one that has is an adapter around
+    one, or has a parametrization. None, for no module, does no more either.
     """
     if module is None:
         return True
@@ -240,16 +240,16 @@ def runs_forward_alone(module: nn.Module | None) -> bool:
 
 
 def product_and_bias(x: Tensor, layer: Any) -> tuple[Tensor, Tensor | None]:
-    """What a linear layer gives but for its bias, and the bias, for a kernel to add.
+    """A linear layer's output without its bias, and the bias, for a kernel to add.
 
     Shapes: x (..., D) -> (..., F) and (F,).
 
     Args:
         x: The input.
-        layer: The layer; x is what it gave already where this is None.
+        layer: The layer; None if x is its output already.
 
     Returns:
-        The product and the bias; all that the layer gives and None where it was called.
+        The product and the bias; the whole output and None if the layer was called.
     """
     if layer is None:
         return x, None
@@ -274,16 +274,16 @@ def adds_a_bias(layer: nn.Module) -> bool:
 
 
 def forward_of(layer: nn.Module) -> str:
-    """Which class's `forward` a layer runs, as `Conv1D.forward`; "" where it is no function.
+    """The class and name of a layer's `forward`, as `Conv1D.forward`; "" if not a function.
 
-    By its code, which `torch.compile` can read.
+    It is read from its code object, which `torch.compile` supports.
     """
     code = getattr(type(layer).forward, "__code__", None)
     return "" if code is None else code.co_qualname
 
 
 def drop_rate(dropout: nn.Module | float) -> float | None:
-    """The share that is dropped; None where a module has to be called for it."""
+    """The dropout rate; None if a module has to be called for it."""
     if not isinstance(dropout, nn.Module):
         return dropout
     if not (isinstance(dropout, nn.Dropout) and runs_forward_alone(dropout)):
@@ -292,7 +292,7 @@ def drop_rate(dropout: nn.Module | float) -> float | None:
 
 
 def dropped(x: Tensor, dropout: nn.Module | float) -> Tensor:
-    """Dropout in PyTorch's operations: the module's, or of a share."""
+    """Dropout in PyTorch's operations: by the module, or with a rate."""
     if isinstance(dropout, nn.Module):
         return dropout(x)  # type: ignore[no-any-return]
     return nn.functional.dropout(x, dropout) if dropout else x
@@ -504,9 +504,9 @@ def dropout_residual(
     Args:
         x: What is added to the residual.
         residual: The stream that runs past the layers.
-        linear: The layer that makes of x what is dropped, called where hooks or an
-            adapter were put on it. Without it, x is dropped.
-        dropout: The module that drops, called likewise; or the share that is dropped.
+        linear: The linear layer before dropout, called if it has hooks or an adapter.
+            Without it, dropout applies to x.
+        dropout: The dropout module, called likewise; or the dropout rate.
     """
     x, input_bias = product_and_bias(x, linear)
     p = drop_rate(dropout) if runs_triton(x, residual, input_bias) else None
@@ -521,7 +521,7 @@ def dropout_residual(
 
 
 class LinearEachFunction(torch.autograd.Function):
-    """What each layer gives, of one input and each layer's weight and bias in turn."""
+    """The layers' outputs, from one input and each layer's weight and bias in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -558,17 +558,17 @@ class LinearEachFunction(torch.autograd.Function):
 
 
 def linear_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of one input.
+    """The outputs of several linear layers for one input.
 
     Shapes: x (..., D) -> (..., F) of each layer.
-    Numerics: reassociated. Backwards each product adds to what those before it gave for
-        the input, where autograd would add them up in passes of their own.
+    Numerics: reassociated. Backwards each product adds to the input's gradient of those
+        before it, while autograd would add them up in separate passes.
     Source: `FusedDense` of github.com/Dao-AILab/flash-attention.
 
     Args:
         x: The input.
-        layers: The layers. They are called one by one where one of them does more than
-            `torch.nn.Linear`, has hooks, or autocast is on.
+        layers: The layers. They are called one by one if one of them does more than
+            `torch.nn.Linear` or has hooks, or if autocast is on.
     """
     plain = [layer for layer in layers if is_plain(layer)]
     parameters: list[Any] = [p for a in plain for p in (a.weight, a.bias)]

@@ -29,7 +29,7 @@ _world = World()
 
 
 def set_group(group: dist.ProcessGroup | None) -> None:
-    """Names the tensor-parallel process group. Call it before the model is built.
+    """Sets the tensor-parallel process group. Call it before the model is built.
 
     Without it the group is the default one where `torch.distributed` is initialised,
     and a world of one where it is not. A model runs in the group that was named when

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from .loading import shards, take_tensors
 from .shards import Shard, rank, world_of, world_size
 
-# What these say of a tensor, or make beside it, does not depend on its values.
+# Functions whose results do not depend on a tensor's values.
 OF_SIZES = {"size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"}
 OF_SIZES |= {"__len__", "__hash__", "untyped_storage", "requires_grad_"}
-# What these give lies in the tensor's own memory.
+# Functions whose results share the tensor's memory.
 VIEWS = {"__get__", "__getitem__", "detach", "view", "view_as", "t", "transpose"}
 VIEWS |= {"narrow", "select", "unbind", "split", "chunk", "squeeze", "unsqueeze"}
-# These write to a tensor; of its earlier values the first leave nothing.
+# Functions that write to a tensor; only `FILLS` replace all of its values.
 FILLS = {"normal_", "uniform_", "kaiming_uniform_", "constant_", "fill_", "zero_"}
 FILLS |= {"copy_"}
 CHANGES = {"__setitem__", "mul_", "add_", "sub_", "div_", "clamp_", "clip_"}
@@ -34,16 +34,16 @@ CHANGES |= {"__imul__", "__iadd__", "__isub__", "__itruediv__", "erfinv_"}
 
 
 class Unfollowed(Exception):
-    """A constructor does something with a parameter that cannot be recorded."""
+    """Raised if a constructor's use of a parameter cannot be recorded."""
 
 
 class Step(NamedTuple):
     """A recorded call that writes to a parameter, and may read others.
 
     Attributes:
-        name: The function's.
-        used: The parameters' numbers.
-        filled: The number of the one of whose earlier values nothing is left, if any.
+        name: The function's name.
+        used: The numbers of these parameters.
+        filled: The number of the parameter whose values it all replaces, if any.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Following(TorchFunctionMode):
     Vectors are not followed: they take little memory, and constructors read some.
 
     Attributes:
-        parameters: Those that are followed; their places are their numbers.
-        stored: What each is stored in, and of how many bytes.
-        numbers: Their numbers, by what they are stored in.
+        parameters: The followed parameters, in the order of their numbers.
+        stored: The storage of each, and its size in bytes.
+        numbers: Their numbers, by their storage.
         failed: Whether a parameter could not be followed.
     """
 
@@ -92,7 +92,7 @@ class Following(TorchFunctionMode):
             self.after(Step("register", frozenset([number]), None))
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """The numbers of those tensors that are followed, or share memory with one."""
+        """The numbers of the followed parameters whose memory the tensors use."""
         stored = {tensor.untyped_storage() for tensor in tensors}
         return frozenset(self.numbers[s] for s in stored & self.numbers.keys())
 
@@ -103,7 +103,7 @@ class Following(TorchFunctionMode):
             raise Unfollowed
 
     def give_memory(self, numbers: Iterable[int]) -> list[torch.UntypedStorage]:
-        """Gives memory to those parameters that have none, and returns what it is in."""
+        """Gives memory to those parameters without, and returns their storages."""
         given = []
         for storage, size in (self.stored[number] for number in numbers):
             if not storage.nbytes():
@@ -144,7 +144,7 @@ class Following(TorchFunctionMode):
         raise NotImplementedError
 
     def after(self, step: Step) -> None:
-        """Goes on after a step."""
+        """Is called after each step."""
         raise NotImplementedError
 
 
@@ -152,7 +152,7 @@ class Recording(Following):
     """Runs a constructor without memory for parameters; records what it does to them.
 
     Attributes:
-        steps: That.
+        steps: The recorded calls.
     """
 
     def __init__(self) -> None:
@@ -160,11 +160,11 @@ class Recording(Following):
         self.steps: list[Step] = []
 
     def run(self, func: Any, target: Tensor, args: Any, kwargs: Any) -> Any:
-        """Leaves it out."""
+        """Skips the call."""
         return target
 
     def after(self, step: Step) -> None:
-        """Notes it, and leaves no memory to the parameters."""
+        """Records the step, and frees the memory of its parameters."""
         self.steps.append(step)
         for number in step.used:
             self.stored[number][0].resize_(0)
@@ -174,15 +174,15 @@ class Replaying(Following):
     """Runs a constructor whose parameters have memory while their values are needed.
 
     Args:
-        plan: What it does.
-        done: Is called with the number of a parameter and itself when its values are
-            final, and says whether it is kept.
+        plan: The recording of the constructor's earlier run.
+        done: Is called with the number of a parameter and the parameter when its values
+            are final, and returns whether to keep it.
     """
 
     def __init__(self, plan: Recording, done: Callable[[int, Tensor], bool]) -> None:
         super().__init__()
         self.done, self.steps, self.freed = done, iter(plan.steps), 0
-        # What comes next for each parameter of a step; those of the last step first.
+        # For each step, the next one of each of its parameters; the last step first.
         self.next: list[dict[int, Step | None]] = []
         following: dict[int, Step] = {}
         for step in reversed(plan.steps):
@@ -190,11 +190,11 @@ class Replaying(Following):
             following |= dict.fromkeys(step.used, step)
 
     def run(self, func: Any, target: Tensor, args: Any, kwargs: Any) -> Any:
-        """Runs it."""
+        """Runs the call."""
         return func(*args, **kwargs)
 
     def after(self, step: Step) -> None:
-        """Takes the memory of parameters whose values are not needed any more."""
+        """Frees the memory of parameters whose values are no longer needed."""
         self.require(step == next(self.steps, None))
         for number, coming in self.next.pop().items():
             if coming is None:
@@ -232,17 +232,17 @@ def construct(
 ) -> Any:
     """The model that `make()` returns, with those of its parameters that are wanted.
 
-    The others have their shapes and no memory, and are not to be used. Buffers, vectors
-    and other tensors are all there. While the model is made each parameter has memory as
-    long as its values are needed. A constructor that reads the values of parameters,
-    however, is run as ever, and the whole model has memory.
+    The others have their shapes but no memory, and must not be used. Buffers, vectors
+    and other tensors are all there. While the model is made, a parameter has memory
+    only as long as its values are needed. A constructor that reads the values of
+    parameters, however, runs as usual, and the whole model has memory.
 
     Args:
         make: Makes the model. It is called several times, at first without values, then
             from the same state of torch's random numbers.
-        wanted: Gives the tensors that are wanted of a model.
-        take: Is called with each of these and its place among them as soon as its values
-            are final. Parameters are not kept then.
+        wanted: Returns the wanted tensors of a model.
+        take: Is called with the position of each of these and the tensor, as soon as
+            its values are final. Parameters are then not kept.
     """
     if torch.get_default_device().type == "meta":
         return make()
@@ -278,7 +278,7 @@ def construct(
 
 
 def places_of(plan: Recording, tensors: list[Tensor]) -> dict[int, list[int]]:
-    """Where parameters stand among tensors, by number, unless others share their memory."""
+    """Positions of parameters in `tensors`, by number, unless others share their memory."""
     places: dict[int, list[int]] = {}
     for place, tensor in enumerate(tensors):
         for number in plan.numbers_of([tensor]):
@@ -293,7 +293,7 @@ def places_of(plan: Recording, tensors: list[Tensor]) -> dict[int, list[int]]:
 def construct_parts(
     make: Callable[[], nn.Module], wanted: Callable[[Any], Iterable[Tensor]]
 ) -> Any:
-    """The same for parts of a model; they have memory, but no values yet."""
+    """Like `construct`, for parts of a model; they have memory, but no values yet."""
     if world_size() == 1 or torch.get_default_device().type == "meta":
         return construct(make, wanted)
     # A constructor may run layers, whose parts have no values as yet.
@@ -351,7 +351,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def random_states() -> list[tuple[Callable[[Any], Any], Any]]:
-    """The random states of torch, Python and NumPy, each with what sets it."""
+    """The random states of torch, Python and NumPy, each with its setter."""
     devices = {torch.device("cpu"), torch.get_default_device()}
     generators = [default_generator(device) for device in devices]
     states: list[tuple[Callable[[Any], Any], Any]] = [
