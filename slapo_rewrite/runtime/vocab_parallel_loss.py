@@ -38,9 +38,9 @@ class _LogSumAndTarget(torch.autograd.Function):
         # `once_differentiable` would not refuse this for constant gradients.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "the gradient of a loss of split logits has none of its own, as "
-                "create_graph=True wants it: gather them, by the schedule's "
-                'sync("fwd_post", "all_gather", axis=-1) at the layer that gives them'
+                "a loss of split logits has no second derivative, which create_graph=True "
+                'needs: gather the logits with sync("fwd_post", "all_gather", axis=-1) in '
+                "the schedule, at the layer that computes them"
             )
         softmax, column, elsewhere = ctx.saved_tensors
         at_target = at_target.masked_fill(elsewhere, 0).unsqueeze(-1)
@@ -61,9 +61,9 @@ class PartOfLogits(Tensor):
         """Refuses all computations from this part alone."""
         if func.__name__ not in PASSED_BY.split():
             raise RuntimeError(
-                "in training with labels each rank returns its part of the logits: gather "
-                "them by `vocab_parallel_loss.whole_logits(logits, head)` on all ranks, or "
-                "write the output with `--set parallel_loss=false`"
+                "in training with labels each rank returns only its part of the logits: "
+                "gather them with `vocab_parallel_loss.whole_logits(logits, head)` on all "
+                "ranks, or write the output with `--set parallel_loss=false`"
             )
         return super().__torch_function__(func, types, *given)  # type: ignore[no-untyped-call]
 
@@ -86,8 +86,9 @@ def whole_logits(
     if shard.is_full(logits):
         return logits
     if not when:  # for when
-        is_compiling = torch.compiler.is_compiling()
-        return logits if is_compiling else logits.as_subclass(PartOfLogits)
+        # Neither the compiler's tensors nor fake ones can be of another class.
+        is_plain = type(logits) is Tensor and not torch.compiler.is_compiling()
+        return logits.as_subclass(PartOfLogits) if is_plain else logits
     return gather(logits.as_subclass(Tensor), shard)
 
 

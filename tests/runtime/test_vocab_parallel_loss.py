@@ -139,17 +139,17 @@ def check_refusals():
     training = whole_logits(part, HEAD, when=False)
     assert training.float().clone().shape == part.shape and repr(training.detach())
     for worked_out in (torch.argmax, torch.log_softmax, torch.sum):
-        with pytest.raises(RuntimeError, match="gather them by `vocab_parallel_loss"):
+        with pytest.raises(RuntimeError, match="gather them with `vocab_parallel_loss"):
             worked_out(training, -1)
     with pytest.raises(RuntimeError, match="set parallel_loss=false"):
         training[..., :1]
     assert torch.equal(whole_logits(training.to(torch.float64), HEAD).exp(), logits.exp())
     assert torch.equal(loss(logits, targets), F.cross_entropy(logits, targets))
-    with pytest.raises(RuntimeError, match="has come in the place of this rank's part"):
+    with pytest.raises(RuntimeError, match="has replaced this rank's part"):
         causal_lm_loss(torch.cat([part, part], -1), targets, VOCABULARY)
     with pytest.raises(TypeError, match="not probabilities"):
         loss(part, logits.softmax(-1))
-    with pytest.raises(RuntimeError, match="as create_graph=True wants it: gather them"):
+    with pytest.raises(RuntimeError, match="which create_graph=True needs: gather the"):
         trained = part.detach().requires_grad_()
         torch.autograd.grad(loss(trained, targets), trained, create_graph=True)
     for wrong in (VOCABULARY, -1):
