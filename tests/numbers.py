@@ -109,7 +109,7 @@ def _whole(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not axes:
         return part
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part.detach().as_subclass(torch.Tensor))
+    dist.all_gather_object(parts, part.detach())
     return torch.cat(parts, *axes)
 
 

@@ -149,18 +149,16 @@ class _Gathers:
     def write(self, name: str, axis: int, head: str) -> None:
         """Gathers one variable."""
 
-        def line(when: str = "") -> str:
+        def line() -> str:
             gather = self.text.helper(MODULE, "whole_logits")
-            where = when + ("" if axis == -1 else f", axis={axis}")
+            where = "" if axis == -1 else f", axis={axis}"
             return f"{name} = {gather}({name}, {head}{where})"
 
         def gather_behind(node: ast.stmt, *conditions: str) -> None:
-            when = " or ".join([*conditions, *evaluation])
-            evaluation.clear()
             # Before a `return` that computes the loss, which accepts whole logits as well.
             returned = isinstance(node, ast.Return)
             insert = self.text.insert_before if returned else self.text.insert_after
-            insert(node, f"if {when}:\n    {line()}" if returned else line(f", when={when}"), why)
+            insert(node, f"if {' or '.join(conditions)}:\n    {line()}", why)
 
         why, method = GATHERED, self.method
         is_read = any(_reads_after(method, name, self.statement))
@@ -171,10 +169,12 @@ class _Gathers:
         for branch in reversed(self.branches):
             if isinstance(branch.node, ast.IfExp):
                 if is_read:
-                    gather_behind(self.statement, self._opposite(branch))
+                    gather_behind(self.statement, self._opposite(branch), *evaluation)
+                    evaluation = []
                 continue
             if evaluation and isinstance(self.statement, ast.Return):
-                gather_behind(self.statement)
+                gather_behind(self.statement, *evaluation)
+                evaluation = []
             other = branch.node.orelse if branch.taken else branch.node.body
             stored = [s for s in other if name in bound_in(s)]
             loaded = name in read_in(*other)
@@ -182,7 +182,8 @@ class _Gathers:
             if not read or not (stored or _bound_before(method, name, branch.node)):
                 continue
             if not stored and not loaded and self._can_wait(branch.node, name):
-                gather_behind(branch.node, self._opposite(branch))
+                gather_behind(branch.node, self._opposite(branch), *evaluation)
+                evaluation = []
             elif stored:
                 self.text.insert_after(stored[-1], line(), why)
             elif other and self._is_elif(other):
@@ -197,7 +198,7 @@ class _Gathers:
             else:
                 self._add_else(branch.node, line())
         if evaluation:
-            gather_behind(self.statement)
+            gather_behind(self.statement, *evaluation)
         around = [b.node for b in self.branches if isinstance(b.node, ast.If)]
         for leaving in returns(method):
             early = leaving.lineno < self.statement.lineno and not any(

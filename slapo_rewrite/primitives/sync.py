@@ -162,7 +162,8 @@ s["head"].sync("bwd_post", "all_reduce")
 +        self.head = ColumnParallelLinear(width, vocabulary, bias=False)
 -            loss = F.cross_entropy(logits, labels)
 +            loss = vocab_parallel_cross_entropy(logits, labels, head=self.head)
-+        logits = whole_logits(logits, self.head, when=labels is None or not self.training)
++        if labels is None or not self.training:
++            logits = whole_logits(logits, self.head)
 """,
         ),
         CROSS_SAMPLE.example(

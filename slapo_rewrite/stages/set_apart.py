@@ -32,9 +32,7 @@ def with_loss_apart(flat: Flat, trains: Callable[[str], bool], at: Span | None =
     lines = list(flat.lines)
     for gather in gathers:
         (made,) = (n for n in ast.walk(ast.parse(gather.text)) if isinstance(n, ast.Assign))
-        name, call = ast.unparse(made.targets[0]), made.value
-        assert isinstance(call, ast.Call)
-        call.keywords = [k for k in call.keywords if k.arg != "when"]
+        name = ast.unparse(made.targets[0])
         bound = [bound_in(ast.parse(line.text)) for line in lines]
         last = max(n for n, line in enumerate(lines) if trains(line.text) or name in bound[n])
         text = f"if not self.training:\n    {ast.unparse(made)}"

@@ -103,7 +103,7 @@ class Pair(Original):
                 continue
             cut = [a for a in range(full.dim()) if any(s[a] != full.shape[a] for s in shapes)]
             if len(cut) == 1 and sum(s[cut[0]] for s in shapes) == full.shape[cut[0]]:
-                got[key] = torch.cat(from_all_ranks(got[key].as_subclass(Tensor)), cut[0])
+                got[key] = torch.cat(from_all_ranks(got[key]), cut[0])
                 joined.append(key)
         return got, joined
 

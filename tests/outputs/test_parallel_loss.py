@@ -61,10 +61,8 @@ def schedule(s):
     s["head"].sync("bwd_post", "all_reduce")
 """
 GATHER = "logits = whole_logits(logits, self.head)"
-EVALUATED = f"{GATHER[:-1]}, when=not self.training)"
-WAITED = f"{GATHER[:-1]}, when=labels is None or not self.training)"
-BEFORE = f"if not self.training:\n    {GATHER}"
-WAITED_BEFORE = f"if labels is None or not self.training:\n    {GATHER}"
+EVALUATED = f"if not self.training:\n    {GATHER}"
+WAITED = f"if labels is None or not self.training:\n    {GATHER}"
 
 
 def model(body: str) -> str:
@@ -119,20 +117,20 @@ FORMS = {
         "return loss, logits",
         "if labels is not None:\n    loss = vocab_parallel_cross_entropy(\n"
         f"        logits.view(-1, logits.size(-1)), labels.view(-1), head=self.head\n    )\n"
-        f"    {EVALUATED}\n"
+        f"    if not self.training:\n        {GATHER}\n"
         f"else:\n    logits = logits[:, [-1]]\n    {GATHER}\n    loss = None\n"
         "return loss, logits",
     ),
     "weights of classes": (
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.ones(30)), logits",
-        f"{BEFORE}\nreturn vocab_parallel_cross_entropy(\n    logits.flatten(0, 1), "
+        f"{EVALUATED}\nreturn vocab_parallel_cross_entropy(\n    logits.flatten(0, 1), "
         "labels.flatten(), torch.ones(30), head=self.head\n), logits",
     ),
     "an expression that is returned": (
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) "
         "if labels is not None else None, logits",
-        f"{WAITED_BEFORE}\nreturn (vocab_parallel_cross_entropy(logits.flatten(0, 1), "
-        "labels.flatten(), head=self.head) if labels is not None else None), logits",
+        f"{WAITED}\nreturn (vocab_parallel_cross_entropy(logits.flatten(0, 1), labels.flatten(), "
+        "head=self.head) if labels is not None else None), logits",
     ),
     "returned in a branch": (
         "if labels is not None:\n"
@@ -141,12 +139,12 @@ FORMS = {
         "if labels is not None:\n    if not self.training:\n"
         f"        {GATHER}\n    return vocab_parallel_cross_entropy("
         "logits.flatten(0, 1), labels.flatten(), head=self.head), logits\n"
-        f"{GATHER[:-1]}, when=labels is None)\nreturn None, logits",
+        f"if labels is None:\n    {GATHER}\nreturn None, logits",
     ),
     "an early return": (
         "if labels is None:\n    return None, logits\n"
         "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
-        f"if labels is None:\n    {GATHER}\n    return None, logits\n{BEFORE}\n"
+        f"if labels is None:\n    {GATHER}\n    return None, logits\n{EVALUATED}\n"
         "return vocab_parallel_cross_entropy(\n"
         f"    logits.flatten(0, 1), labels.flatten(), head=self.head\n), logits",
     ),
@@ -167,7 +165,7 @@ FORMS = {
         "loss = None\nif labels is not None:\n    labels = labels.clip(0)\n"
         "    loss = vocab_parallel_cross_entropy(\n"
         f"        logits.flatten(0, 1), labels.flatten(), head=self.head\n    )\n"
-        f"    {EVALUATED}\nelse:\n    {GATHER}\n"
+        f"    if not self.training:\n        {GATHER}\nelse:\n    {GATHER}\n"
         "return loss, logits",
     ),
     "two losses, one after the other": (
@@ -322,7 +320,7 @@ def test_the_loss_functions_of_transformers(name, made, head, function, tmp_path
     source = f"transformers.models.{name}.modeling_{name}"
     text = changed_lines(rewrite(source, str(tmp_path / "s.py")))
     assert f"loss = {function}(" in text
-    assert f"+        logits = whole_logits(logits, self.{head}, when=labels is None or " in text
+    assert f"+            logits = whole_logits(logits, self.{head})" in text
 
 
 @pytest.mark.parametrize("told", ["{}", "vocab_size={}"])
