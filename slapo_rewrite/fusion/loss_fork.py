@@ -60,6 +60,11 @@ class Fork:
         layer = accessor(self.head.path).replace("self", me, 1)
         return f"{me}.training{given} and {is_plain}({layer})"
 
+    def holds_as_well(self, name: ast.Name) -> bool:
+        """Whether a name in the loss's call has the same value at the fork."""
+        held = self.graph.names[self.place].get(name.id)
+        return held is self.graph.names[self.losing[-1]].get(name.id)
+
     @property
     def place(self) -> ast.stmt:
         """The statement above which the loss without logits is inserted."""
