@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -37,7 +36,6 @@ def _target(sources: Sources, dotted: str) -> Target | None:
     return None if is_torch(target[0]) else target
 
 
-@functools.lru_cache(maxsize=256)
 def _bound_by_imports(file: SourceFile) -> list[tuple[str, str]]:
     """The names that the imports of a file bind, each with the imported dotted name."""
     modules = [a.name for n in file.statements if isinstance(n, ast.Import) for a in n.names]

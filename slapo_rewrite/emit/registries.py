@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Iterable
 
+from slapo_rewrite.changes.output_files import is_torch
 from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.emit.imported_names import imported_names
 from slapo_rewrite.model.auto_classes import lookup_of
@@ -22,15 +23,12 @@ from slapo_rewrite.model.tree import Node, Tree
 
 def registered(sources: Sources, tree: Tree) -> dict[type, tuple[set[str], bool]]:
     """Maps registered classes to their registries' modules, and to whether a registry makes one."""
-    found: dict[type, tuple[set[str], bool]] = {}
-    homes: dict[type, set[str]] = {}
-    for node in tree.nodes.values():
-        if node.cls not in homes:
-            homes[node.cls] = _registries(sources, node.cls)
-        if homes[node.cls]:
-            is_made = found.get(node.cls, ((), False))[1] or _is_looked_up(sources, node)
-            found[node.cls] = homes[node.cls], is_made
-    return found
+    nodes = [node for node in tree.nodes.values() if not is_torch(node.cls.__module__)]
+    made = {node.cls for node in nodes if _is_looked_up(sources, node)}
+    if not made:  # as in most models, whose decorators are not looked at then
+        return {}
+    homes = {cls: _registries(sources, cls) for cls in dict.fromkeys(n.cls for n in nodes)}
+    return {cls: (modules, cls in made) for cls, modules in homes.items() if modules}
 
 
 def _is_looked_up(sources: Sources, node: Node) -> bool:

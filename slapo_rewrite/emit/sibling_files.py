@@ -146,6 +146,8 @@ class SiblingFiles:
 
     def registering(self) -> list[str]:
         """The files that only their registering puts into the output, as they are called there."""
+        if not self._registries:
+            return []
         reached, waiting = set[str](), [self.sources.main.name]
         while waiting:
             if (module := waiting.pop()) not in reached:

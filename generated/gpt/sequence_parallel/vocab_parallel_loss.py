@@ -39,9 +39,9 @@ class _LogSumAndTarget(torch.autograd.Function):
         # `once_differentiable` would not refuse this for constant gradients.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "the gradient of a loss of split logits has none of its own, as "
-                "create_graph=True wants it: gather them, by the schedule's "
-                'sync("fwd_post", "all_gather", axis=-1) at the layer that gives them'
+                "a loss of split logits has no second derivative, which create_graph=True "
+                'needs: gather the logits with sync("fwd_post", "all_gather", axis=-1) in '
+                "the schedule, at the layer that computes them"
             )
         softmax, column, elsewhere = ctx.saved_tensors
         at_target = at_target.masked_fill(elsewhere, 0).unsqueeze(-1)
@@ -49,11 +49,7 @@ class _LogSumAndTarget(torch.autograd.Function):
         return logits.scatter_add_(-1, column, at_target), None, None
 
 
-def whole_logits(
-    logits: Tensor,
-    head: nn.Module,
-    axis: int = -1,
-) -> Tensor:
+def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
     """Gathers the logits of all V classes on every rank.
 
     Args:
@@ -62,9 +58,7 @@ def whole_logits(
         axis: The axis of the classes.
     """
     shard = Shard(axis, vocabulary_of(head))
-    if shard.is_full(logits):
-        return logits
-    return gather(logits.as_subclass(Tensor), shard)
+    return logits if shard.is_full(logits) else gather(logits, shard)
 
 
 def vocabulary_of(head: Any) -> int:

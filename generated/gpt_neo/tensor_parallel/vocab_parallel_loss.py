@@ -39,9 +39,9 @@ class _LogSumAndTarget(torch.autograd.Function):
         # `once_differentiable` would not refuse this for constant gradients.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "the gradient of a loss of split logits has none of its own, as "
-                "create_graph=True wants it: gather them, by the schedule's "
-                'sync("fwd_post", "all_gather", axis=-1) at the layer that gives them'
+                "a loss of split logits has no second derivative, which create_graph=True "
+                'needs: gather the logits with sync("fwd_post", "all_gather", axis=-1) in '
+                "the schedule, at the layer that computes them"
             )
         softmax, column, elsewhere = ctx.saved_tensors
         at_target = at_target.masked_fill(elsewhere, 0).unsqueeze(-1)
@@ -49,47 +49,16 @@ class _LogSumAndTarget(torch.autograd.Function):
         return logits.scatter_add_(-1, column, at_target), None, None
 
 
-# What engines and loops do with the outputs of a step, which looks at no element.
-PASSED_BY = """__get__ __len__ __reduce_ex__ __repr__ clone cpu detach dim float
-is_floating_point numel register_hook size to"""
-
-
-class PartOfLogits(Tensor):
-    """A rank's part of logits, as a training step returns it; may only be passed on."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, *given: Any) -> Any:
-        """Refuses all computations from this part alone."""
-        if func.__name__ not in PASSED_BY.split():
-            raise RuntimeError(
-                "in training with labels each rank returns its part of the logits: gather "
-                "them by `vocab_parallel_loss.whole_logits(logits, head)` on all ranks, or "
-                "write the output with `--set parallel_loss=false`"
-            )
-        return super().__torch_function__(func, types, *given)  # type: ignore[no-untyped-call]
-
-
-def whole_logits(
-    logits: Tensor,
-    head: nn.Module,
-    axis: int = -1,
-    when: bool = True,
-) -> Tensor:
+def whole_logits(logits: Tensor, head: nn.Module, axis: int = -1) -> Tensor:
     """Gathers the logits of all V classes on every rank.
 
     Args:
         logits: V' classes on `axis`; if there are V of them, they are returned as is.
         head: The layer that computed them.
         axis: The axis of the classes.
-        when: If False, returns this rank's part, from which nothing can be computed.
     """
     shard = Shard(axis, vocabulary_of(head))
-    if shard.is_full(logits):
-        return logits
-    if not when:
-        is_compiling = torch.compiler.is_compiling()
-        return logits if is_compiling else logits.as_subclass(PartOfLogits)
-    return gather(logits.as_subclass(Tensor), shard)
+    return logits if shard.is_full(logits) else gather(logits, shard)
 
 
 def vocabulary_of(head: Any) -> int:
