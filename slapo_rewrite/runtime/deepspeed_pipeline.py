@@ -216,7 +216,7 @@ class UnshardedPipeline(Pipeline):
     def as_rank(self, size: int, rank: int) -> AbstractContextManager[None]:
         """Refuses several ranks: no weights are divided."""
         if size > 1:
-            raise ValueError("the stages do not shard weights over ranks")
+            raise ValueError("the stages divide no weights over ranks")
         return nullcontext()
 
 

@@ -66,8 +66,8 @@ def add_adapters(model: nn.Module, add: Callable[[Any], Any]) -> Any:
                 refuse(path, "what was put beside it is no LoRA adapter")
     if not are_alike(sums):
         raise ValueError(
-            "the ranks have added different adapters: give all ranks the same seed before, "
-            "torch.manual_seed(0), for example"
+            "the ranks have put in other adapters each: seed them alike before, by "
+            "torch.manual_seed(0) on each, say"
         )
     if isinstance(adapted, nn.Module):
         for name, child in adapted.named_children():
@@ -237,9 +237,9 @@ class AdapterDropout(nn.Dropout):
                     check_seeds()
             except ValueError:
                 raise RuntimeError(
-                    "an adapter's dropout needs the same random numbers on all ranks, but "
-                    "the ranks draw different ones here, inside `fork_rng` or from different "
-                    "seeds: set `lora_dropout=0`, or rewrite without `fork_rng`"
+                    "the ranks draw other numbers here, for a layer inside `fork_rng` or by "
+                    "other seeds, and an adapter's dropout needs the same ones: set "
+                    "`lora_dropout=0`, or rewrite without `fork_rng`"
                 ) from None
             self.draws_alike = True
         if self.shard is None:

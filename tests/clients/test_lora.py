@@ -224,11 +224,11 @@ def check_seeds(folder: Path) -> None:
     add = load(folder, "llama", "lora").add_adapters
     _, split = models(folder, "llama")
     torch.manual_seed(dist.get_rank())
-    with pytest.raises(ValueError, match="the ranks have added different adapters: give"):
+    with pytest.raises(ValueError, match="the ranks have put in other adapters each: seed"):
         add(split, lambda split: get_peft_model(split, settings("llama")))
     _, split = adapted(folder, "llama", lora_dropout=0.2)
     torch.manual_seed(dist.get_rank())
-    with pytest.raises(RuntimeError, match="the ranks draw different ones here"):
+    with pytest.raises(RuntimeError, match="the ranks draw other numbers here"):
         split(**batch(0))
 
 

@@ -243,7 +243,7 @@ def test_sizes_that_a_batch_changes_are_not_sent():
     linear = nn.Linear(2, 2)
     linear.register_forward_hook(SameSizes())
     linear(torch.ones(3, 2)), linear(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="`Linear` returns tensors of"):
+    with pytest.raises(ValueError, match="`Linear` hands on tensors of"):
         linear(torch.ones(4, 2))
 
 
