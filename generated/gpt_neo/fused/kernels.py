@@ -49,8 +49,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             return once(ctx, *gradients)
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a kernel has no second derivative, which create_graph=True needs: use "
-                'backend="eager" in the schedule, which writes PyTorch operations'
+                "what a kernel's backward pass gives has no gradient of its own, as "
+                'create_graph=True wants it: fuse by backend="eager" in the schedule, '
+                "which writes PyTorch's operations"
             )
         return backward(ctx, *gradients)  # gradients are off, and the host spared
 

@@ -112,14 +112,12 @@ def check_seeds() -> None:
     """Refuses ranks that would not draw the weights that one process draws."""
     device = torch.get_default_device()
     if device.type == "meta":
-        raise ValueError(
-            "weights cannot be created under the meta device: leave its context"
-        )
+        raise ValueError("weights cannot be made on the meta device: leave it")
     if world_size() == 1:
         return
     random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
     if not are_alike(random.get_rng_state().to(device)):
         raise ValueError(
-            "all ranks of a tensor-parallel group need the same seed before the model is "
-            "built, so that they draw the same weights: torch.manual_seed(0), for example"
+            "the ranks of a tensor-parallel group must be seeded alike before the model is "
+            "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
         )
