@@ -10,7 +10,7 @@ import pytest
 from slapo_rewrite.emit.rewrite import Output, rewrite
 from slapo_rewrite.emit.write import write
 from slapo_rewrite.verify.isolated_imports import import_output
-from tests.rewriting import changed_lines
+from tests.rewriting import SPLITTING, changed_lines
 
 FUNCTIONS = """\
 KNOWN = {}
@@ -69,7 +69,7 @@ from torch import nn
 {imported}
 
 
-class Net(nn.Module):
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleDict({{f"block_{{i}}": {build}("mlp", 8) for i in range(2)}})
@@ -79,29 +79,7 @@ class Net(nn.Module):
             x = x + block(x)
         return x
 """
-SCHEDULE = """\
-import torch
-
-
-def model(m):
-    return m.Net()
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-
-
-def schedule(s):
-"""
-SPLIT = """\
-    s["blocks.*.up"].shard(["weight", "bias"], axis=0)
-    s["blocks.*.down"].shard("weight", axis=1)
-    s.infer_sync()
-"""
+SPLIT = '    split(s["blocks.*"])\n'
 BY_FUNCTION = ("from .registry import register", '@register("mlp")', "")
 BY_OBJECT = ("from .registry import LAYERS", '@LAYERS.register("mlp")', "")
 BELOW = ("from . import registry", "# below", '\n\nregistry.LAYERS.known["mlp"] = Mlp\n')
@@ -128,7 +106,7 @@ def output(
     (package / "registry.py").write_text(FUNCTIONS if is_function else OBJECT)
     (package / "mlp.py").write_text(mlp)
     (package / "net.py").write_text(net)
-    (folder / "s.py").write_text(SCHEDULE + schedule)
+    (folder / "s.py").write_text(SPLITTING + schedule)
     monkeypatch.syspath_prepend(str(folder))
     return rewrite(f"{package.name}.net", str(folder / "s.py"))
 
@@ -138,7 +116,7 @@ def block_of(folder: Path, made: Output) -> object:
     write(folder / "out", made.files)
     module, _ = import_output(folder / "out", "net")
     try:
-        return module.Net().blocks["block_0"]
+        return module.Model().blocks["block_0"]
     finally:
         for name in [n for n in sys.modules if n.startswith(module.__package__)]:
             del sys.modules[name]
