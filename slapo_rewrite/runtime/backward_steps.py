@@ -48,7 +48,7 @@ class StepsInBackward(nn.Module):
         trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
         if taken := [n for n, p in trained if p in _UPDATED]:
             raise RuntimeError(
-                f"`{taken[0]}` is updated in the backward pass already: call "
+                f"`{taken[0]}` is already updated in the backward pass: call "
                 "`step_in_backward` once, on the model that holds all parameters"
             )
         optimizers = {n: make_optimizer(n, p) for n, p in trained}
@@ -56,8 +56,8 @@ class StepsInBackward(nn.Module):
         def refuse_late(name: str, parameter: nn.Parameter, *_: Any) -> None:
             if parameter.grad is None:
                 raise RuntimeError(
-                    f"the gradient of `{name}` was used in the backward pass: each "
-                    "`backward` is a step, and a loop that accumulates, scales or clips "
+                    f"the gradient of `{name}` was used in the backward pass, since each "
+                    "`backward` is a step: a loop that accumulates, scales or clips "
                     "gradients needs an ordinary optimizer, without `step_in_backward`"
                 )
 
@@ -67,9 +67,9 @@ class StepsInBackward(nn.Module):
                 dist.all_reduce(turn, dist.ReduceOp.MAX, replicas)
                 if turn.sum():
                     raise RuntimeError(
-                        f"`{trained[number][0]}` has a gradient here, another parameter in "
-                        "another replica: replicas of which each uses other parameters, "
-                        "as where experts get no token, take an ordinary optimizer and "
+                        f"`{trained[number][0]}` has a gradient here, but the replicas use "
+                        "different parameters, as when an expert gets no token: use an "
+                        "ordinary optimizer and "
                         "`DistributedDataParallel(find_unused_parameters=True)`"
                     )
                 parameter.grad.div_(dist.get_world_size(replicas))

@@ -25,8 +25,8 @@ def refuse_groups(convolution: Any) -> None:
     """Raises `ValueError` for a convolution that has groups in this configuration only."""
     if convolution.groups > 1 and world_size() > 1:
         raise ValueError(
-            f"this convolution has {convolution.groups} groups, and the one that it was "
-            "written for has one: rewrite the model as it is here"
+            f"this convolution has {convolution.groups} groups, but this file was written "
+            "for one group: run slapo-rewrite again for this model"
         )
 
 

@@ -70,8 +70,8 @@ class ShardedState:
                     kept[name][key] = FullTensor.of(tensor, shard)
                 elif tensor.numel() > 1:
                     raise ValueError(
-                        f"the optimizer's `{key}` of `{name}` is not shaped like it, and no "
-                        "part of a full tensor that is known: `torch.save` it on each rank"
+                        f"the optimizer's `{key}` of `{name}` has another shape than the "
+                        "parameter, so it cannot be resharded: `torch.save` it on each rank"
                     )
         return {"model": model, "optimizer": {**optimizer, "state": kept}}
 
@@ -129,8 +129,8 @@ class FullTensor(Tensor):
     ) -> Any:
         if func.__name__ in ("clone", "copy_", "cpu", "cuda", "to", "__deepcopy__"):
             raise TypeError(
-                "this stands for a full tensor of parts and has no values: `save`, `load` "
-                "and `async_save` of torch.distributed.checkpoint know what it stands for"
+                "this is a placeholder for a full tensor, and has no values: use it with "
+                "`save`, `load` and `async_save` of torch.distributed.checkpoint only"
             )
         parent: Any = super()
         return parent.__torch_function__(func, types, args, kwargs or {})

@@ -34,7 +34,7 @@ class VocabParallelEmbeddingBag(nn.EmbeddingBag):
             raise ValueError("a split table's gradients are dense: use sparse=False")
         if mode == "max":
             raise ValueError(
-                "the largest values of parts are not added up: split sums, or means"
+                "a split table cannot give maxima: use mode `sum` or `mean`"
             )
         shard = Shard(0, num_embeddings)
         super().__init__(

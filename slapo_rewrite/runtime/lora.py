@@ -63,11 +63,11 @@ def add_adapters(model: nn.Module, add: Callable[[Any], Any]) -> Any:
         elif module not in before:
             copied = hasattr(module, "sharded_parameters")
             if copied or any(is_adapter(module, each) for each in module.children()):
-                refuse(path, "what was put beside it is no LoRA adapter")
+                refuse(path, "what was added to it is no LoRA adapter")
     if not are_alike(sums):
         raise ValueError(
-            "the ranks have put in other adapters each: seed them alike before, by "
-            "torch.manual_seed(0) on each, say"
+            "the ranks have added different adapters: call torch.manual_seed with the same "
+            "seed on all ranks before"
         )
     if isinstance(adapted, nn.Module):
         for name, child in adapted.named_children():
@@ -116,9 +116,9 @@ def refuse(path: str, why: str) -> None:
         RuntimeError: Always.
     """
     raise RuntimeError(
-        f"`{path}` works on this rank's part, and {why}: at several ranks there are LoRA "
-        "adapters of linear layers, without bias, that begin with random numbers. Leave "
-        "the layer out, or train in one process"
+        f"`{path}` works on this rank's part, and {why}: several ranks support only LoRA "
+        "adapters of linear layers, without bias, with random initial weights. Exclude "
+        "the layer, or train in one process"
     )
 
 
@@ -144,12 +144,12 @@ def keep_parts(path: str, adapter: Any) -> None:
         if isinstance(a, AdapterLinear):
             continue
         if not (a.weight.isfinite().all() and b.weight.isfinite().all()):
-            refuse(path, "its adapter was made of the layer's weights")
+            refuse(path, "its adapter was made from the layer's weights")
         drop = AdapterDropout(getattr(adapter.lora_dropout[name], "p", 0.0))
         shard = base.sharded_parameters.get("weight")
         if shard is None:  # a whole layer on this rank's tokens
             if drop.p:
-                refuse(path, "its adapter drops other tokens than in one process")
+                refuse(path, "its dropout differs from that of one process")
             a = AdapterLinear(a, used=all_reduce_gradient)
             b = AdapterLinear(b, used=all_reduce_gradient)
         elif hasattr(base, "reduce"):  # split over its input features
@@ -237,9 +237,9 @@ class AdapterDropout(nn.Dropout):
                     check_seeds()
             except ValueError:
                 raise RuntimeError(
-                    "the ranks draw other numbers here, for a layer inside `fork_rng` or by "
-                    "other seeds, and an adapter's dropout needs the same ones: set "
-                    "`lora_dropout=0`, or rewrite without `fork_rng`"
+                    "an adapter's dropout needs the same random numbers on all ranks, but "
+                    "the ranks draw different ones here, inside `fork_rng` or from different "
+                    "seeds: set `lora_dropout=0`, or rewrite without `fork_rng`"
                 ) from None
             self.draws_alike = True
         if self.shard is None:

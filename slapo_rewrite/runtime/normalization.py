@@ -183,7 +183,7 @@ def single_size(normalized_shape: int | Sequence[int]) -> int:
     if isinstance(normalized_shape, int):
         return normalized_shape
     if len(normalized_shape) != 1:
-        raise ValueError(f"{list(normalized_shape)} are several axes: one can be split")
+        raise ValueError(f"only one axis can be split: {list(normalized_shape)}")
     return normalized_shape[0]
 
 

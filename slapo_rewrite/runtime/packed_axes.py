@@ -89,9 +89,9 @@ class PackedSizes:
         """
         if size != sum(self.sizes) and not self.may_scale:
             raise ValueError(
-                f"`parts` is of blocks of {list(self.sizes)}, of an axis of "
-                f"{sum(self.sizes)}, which has {size} in this model: where the layer is "
-                "made, give `parts` the sizes by the names that they follow from"
+                f"`parts` has blocks of sizes {list(self.sizes)}, for an axis of "
+                f"{sum(self.sizes)}, but the axis has {size} in this model: where the layer "
+                "is constructed, compute the sizes in `parts` from the configuration"
             )
         ratio = tuple(each // math.gcd(*self.sizes) for each in self.sizes)
         return Packed(ratio)(axis, size, multiple_of)

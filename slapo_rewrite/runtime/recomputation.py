@@ -107,8 +107,8 @@ def check_left_out(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and torch.is_grad_enabled():
             raise ValueError(
-                f"`{name}` changes before the backward pass, where this module is computed "
-                f"again: train without `{name}`, or do not checkpoint the module"
+                f"`{name}` changes before the backward pass recomputes this module: train "
+                f"without `{name}`, or do not checkpoint the module"
             )
 
 

@@ -102,7 +102,7 @@ def check(folder: Path, name: str) -> None:
     whole, model = pair()
     loading = importlib.import_module(f"{name}_embedding.loading")
     part = "axis 0 has 52 of 104: replace, resize"
-    with pytest.raises(RuntimeError, match=f"made of this rank's part alone|{part}"):
+    with pytest.raises(RuntimeError, match=f"made from this rank's part alone|{part}"):
         resize(model)
         logits(model)
     with pytest.raises(RuntimeError, match=part):  # the embedding has another size by then
@@ -111,7 +111,7 @@ def check(folder: Path, name: str) -> None:
     logits(model)
     put_another_in_and_tie(model)
     if name != "llama":
-        with pytest.raises(RuntimeError, match="of this rank's part, of which axis 0 has 52"):
+        with pytest.raises(RuntimeError, match="replaced this rank's part, whose axis 0 has 52"):
             logits(model)
     # as the refusals say
     for act in (resize, put_another_in_and_tie):

@@ -88,15 +88,15 @@ def check_replicas_of_different_parts():
     model = Held(tp.RowParallelLinear(12, 6))
     before = copy.deepcopy(model.state_dict())
     if tp.world_size() > 1:
-        with pytest.raises(RuntimeError, match="`DistributedDataParallel` would take the tensor"):
+        with pytest.raises(RuntimeError, match="`DistributedDataParallel` would treat the tensor"):
             DistributedDataParallel(model)
         assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
         own = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         DistributedDataParallel(model, process_group=own[dist.get_rank()])
         DistributedDataParallel(nn.Linear(2, 2))
-        with pytest.raises(RuntimeError, match="`FullyShardedDataParallel` would take the tensor"):
+        with pytest.raises(RuntimeError, match="`FullyShardedDataParallel` would treat the tensor"):
             FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-        with pytest.raises(RuntimeError, match="clip by a norm of this rank's parts: take `fully"):
+        with pytest.raises(RuntimeError, match="clip by the norm of this rank's parts: use `fully"):
             FullyShardedDataParallel(model, own[dist.get_rank()], device_id=torch.device("cpu"))
 
 
@@ -106,9 +106,9 @@ def check_checkpoints():
     with tempfile.TemporaryDirectory() as folder:
         states = {"model": model.state_dict()}, model.state_dict(), {"model": model}
         for state in states if tp.world_size() > 1 else ():
-            with pytest.raises(checkpoint.CheckpointException, match="as this rank's part only"):
+            with pytest.raises(checkpoint.CheckpointException, match="only this rank's part"):
                 checkpoint.save(state, checkpoint_id=folder)
-            with pytest.raises(RuntimeError, match=r"`inner\.0\.weight` would be written as"):
+            with pytest.raises(RuntimeError, match=r"part of `inner\.0\.weight` would be written"):
                 safetensors.torch.save_model(model, f"{folder}/parts.safetensors")
             checkpoint.save(full_state_dict(model), checkpoint_id=folder)
             safetensors.torch.save_file(full_state_dict(model), f"{folder}/all.safetensors")
@@ -132,7 +132,7 @@ def check_batches():
         layer(ids)
         layer.eval()
         if tp.world_size() > 1:
-            with pytest.raises(RuntimeError, match="the ranks look up other ids each"):
+            with pytest.raises(RuntimeError, match="the ranks look up different ids"):
                 layer(ids.roll(tp.rank()))  # the same sum
             layer.train()
             with pytest.raises(RuntimeError, match="examples/trainer"):
@@ -172,7 +172,7 @@ def check_optimizers():
                 warned = has_parts and kind is PerRow and number == 0
                 assert names == warned * [kind.__name__], (kind, names)
         for kind in JOINT if has_parts else ():
-            with pytest.raises(RuntimeError, match=f"`{kind.__name__}` is given .* Leave split"):
+            with pytest.raises(RuntimeError, match=f"`{kind.__name__}` trains this .* Train split"):
                 kind([layer.weight], lr=1e-3).step(lambda: torch.zeros(()))
     if tp.world_size() > 1:
         shared = ZeroRedundancyOptimizer(Held(layer).parameters(), torch.optim.SGD, lr=1.0)
@@ -180,7 +180,7 @@ def check_optimizers():
         layer = tp.RowParallelLinear(12, 6)
         shared = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0)
         before = layer.weight.detach().clone()
-        with pytest.raises(RuntimeError, match="`ZeroRedundancyOptimizer` would take the tensor"):
+        with pytest.raises(RuntimeError, match="`ZeroRedundancyOptimizer` would treat the tensor"):
             shared.step()
         assert torch.equal(before, layer.weight)
 
@@ -200,7 +200,7 @@ def check_other_layers():
         if tp.world_size() == 1:
             model[1], model[1] = other, split
             continue
-        with pytest.raises(RuntimeError, match="`1` would be made of this rank's part alone"):
+        with pytest.raises(RuntimeError, match="`1` would be made from this rank's part alone"):
             model[1] = other
 
 

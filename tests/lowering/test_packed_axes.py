@@ -240,7 +240,7 @@ def test_other_configurations_compute_the_same(tmp_path):
     for world in (2, 4):
         for words in run(check, world, tmp_path):
             assert words.startswith(
-                "`parts` is of blocks of [64, 64, 64], of an axis of 192, which has 96 in this"
+                "`parts` has blocks of sizes [64, 64, 64], for an axis of 192, but the axis has 9"
             )
 
 

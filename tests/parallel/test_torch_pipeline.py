@@ -215,11 +215,11 @@ def trained(folders: dict[str, Path], layouts: tuple[Layout, ...]) -> list[Any]:
                 group = mesh["dp"].get_group()
                 stage.submod = layout.replicas(stage.submod, process_group=group)
         if layout.kind is ScheduleInterleaved1F1B:
-            with pytest.raises(ValueError, match="runs one stage on a rank, and there are 2"):
+            with pytest.raises(ValueError, match="runs one stage on a rank, but there are 2"):
                 pipeline.schedule(stages, Schedule1F1B, MICRO_BATCHES)
             first_batch = pipeline.batch(**joined(steps_of(schedule, model, 1)[0]))
             in_a_v = pipeline.schedule(stages, ScheduleZBVZeroBubble, MICRO_BATCHES)
-            with pytest.raises(ValueError, match="wants other stages on a rank than `build`"):
+            with pytest.raises(ValueError, match="places stages on ranks differently than `build`"):
                 in_a_v.step(**first_batch)
         parameters = [p for stage in stages for p in stage.submod.parameters()]
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -257,10 +257,10 @@ def check_refusals(pipeline: Any, run: Any, inputs: dict[str, Any]) -> None:
     if count == 2:
         with pytest.raises(ValueError, match="cut into 2 stages, which 4 ranks on the axis `pp`"):
             pipeline.build(mesh=whole)
-    with pytest.raises(ValueError, match=f"no axis `pp` to lay {count} stages out on, but .'dp'"):
+    with pytest.raises(ValueError, match=f"no axis `pp` for the {count} stages, only .'dp'"):
         pipeline.build(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
     batch = pipeline.batch(**inputs)
-    with pytest.raises(ValueError, match="the labels are None"):
+    with pytest.raises(ValueError, match="labels, but they are None"):
         run.step(**batch | {"target": None})
     rows = {name: value[1:] for name, value in batch.items()}
     with pytest.raises(ValueError, match="7} rows cannot be divided into 4 equal"):

@@ -512,7 +512,7 @@ def check_resizing():
             layer.load_state_dict({**layer.state_dict(), "weight": torch.ones(20, 4)})
             continue
         for use in (lambda n=layer, x=x: n(x), lambda n=layer: full_state_dict(n)):
-            with pytest.raises(RuntimeError, match="in one process, and load what it saves"):
+            with pytest.raises(RuntimeError, match="in one process, save it, and load"):
                 use()
 
 
@@ -570,7 +570,7 @@ def check_clip_grad_norm():
                 sharded(x)  # the ranks' parts are compared in the first run alone
     copied = copy.deepcopy(sharded)
     if tp.world_size() > 1:  # its layers see which parameters are parts as they run
-        with pytest.raises(ValueError, match="give the model itself"):
+        with pytest.raises(ValueError, match="Pass the model instead"):
             tp.clip_grad_norm_(copied.parameters(), 1.0)
     copied(x).sum().backward()
     copied[0].weight.grad.fill_(float("nan") if tp.rank() == 0 else 0.0)
@@ -661,7 +661,7 @@ def check_two_models_with_groups_of_their_own(own):
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     for group, ranks in ((None, 4), (alone, 1)):
         tp.set_group(group)
-        words = f"in a tensor-parallel group of 2, and another of {ranks} is named now: call `set_g"
+        words = f"group of 2, but the current group is another one, of {ranks}: call `set_g"
         for use in (
             lambda: layer(x),
             lambda: rows(x[:, :2]),

@@ -137,11 +137,11 @@ def check_refusals():
     assert torch.equal(whole_logits(part, HEAD), logits)
     assert whole_logits(logits, HEAD) is logits
     assert torch.equal(loss(logits, targets), F.cross_entropy(logits, targets))
-    with pytest.raises(RuntimeError, match="has come in the place of this rank's part"):
+    with pytest.raises(RuntimeError, match="has replaced this rank's part"):
         causal_lm_loss(torch.cat([part, part], -1), targets, VOCABULARY)
     with pytest.raises(TypeError, match="not probabilities"):
         loss(part, logits.softmax(-1))
-    with pytest.raises(RuntimeError, match="as create_graph=True wants it: gather them"):
+    with pytest.raises(RuntimeError, match="which create_graph=True needs: gather the"):
         trained = part.detach().requires_grad_()
         torch.autograd.grad(loss(trained, targets), trained, create_graph=True)
     for wrong in (VOCABULARY, -1):

@@ -243,7 +243,7 @@ def test_sizes_that_a_batch_changes_are_not_sent():
     linear = nn.Linear(2, 2)
     linear.register_forward_hook(SameSizes())
     linear(torch.ones(3, 2)), linear(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="`Linear` hands on tensors of"):
+    with pytest.raises(ValueError, match="`Linear` returns tensors of"):
         linear(torch.ones(4, 2))
 
 
@@ -519,7 +519,7 @@ def test_what_getattr_asks_of_a_setting_is_decided(tmp_path):
     model = nn.Linear(2, 2)
     check_settings(model, {"scaled": False})
     model.scaled = True
-    with pytest.raises(ValueError, match="`scaled` is True, and the stages were written for False"):
+    with pytest.raises(ValueError, match="`scaled` is True, but the stages were written for False"):
         check_settings(model, {"scaled": False})
 
 
