@@ -272,7 +272,7 @@ def test_all_gather_of_a_partial_sum_shows_both_lines(run: Run):
     text = run(
         's["head"].shard("weight", axis=1)\ns["head"].sync("fwd_post", "all_gather", axis=-1)'
     )
-    assert "is a partial sum: an all-gather would line up the summands" in text
+    assert "is a partial sum: an all-gather would concatenate the summands" in text
     assert f"s.py:{FIRST + 1}:5" in text and f"s.py:{FIRST}:5" in text
 
 

@@ -64,8 +64,8 @@ def _check_layer_input(run: Run, path: str, tensor: torch.Tensor) -> None:
     axes, taken = run.split_axes(tensor), split.axes[0] % max(1, tensor.dim())
     if axes and (axes != [taken] or not split.takes_part):
         raise PlacementError(
-            f"`{path}` is split over its {_taken(split)}, but of its input a rank has only a part "
-            f"along axis {axes[0]}",
+            f"`{path}` is split over its {_taken(split)}, but its input is split along axis "
+            f"{axes[0]}",
             f"gather it before: {gather_line(axes[0], tensor.dim(), 'fwd_pre')} on `{path}` or the "
             "module around it",
             path,
@@ -161,7 +161,7 @@ def enter_border(
         return None  # the argument is optional
     if not isinstance(tensor, torch.Tensor):
         what = f"`{border.of}`" if border.of is not None else "its first argument"
-        return _no_tensor(node, border, f"{node.shown} is given no tensor as {what}")
+        return _no_tensor(node, border, f"{node.shown} gets no tensor as {what}")
     side = f"argument `{border.of}`" if border.of is not None else "input"
     new = _Crossing(run, node, border, tensor, side).made()
     if place < len(args):
@@ -175,7 +175,7 @@ def leave_border(
     """Applies a collective to the first tensor of a module's output."""
     tensor = _first_of(output)
     if not isinstance(tensor, torch.Tensor):
-        return _no_tensor(node, border, f"what {node.shown} returns first is no tensor")
+        return _no_tensor(node, border, f"the first value that {node.shown} returns is no tensor")
     if tensor is not output:
         run.followed.nested.add(node.path)
     new = _Crossing(run, node, border, tensor, "output").made()
@@ -274,12 +274,12 @@ class _Crossing:
                 MissingCollective.sum_of(self.state.border),
             )
         if self.state.kind == SHARD:
-            raise self._misuse(f"{self.value} is {self._described()}: it is scattered already")
+            raise self._misuse(f"{self.value} is {self._described()}: it is already scattered")
         if self.state.grad_reduced is not None:
             raise self._misuse(
-                f"{self.value} stands inside `{self.state.grad_reduced}`, where gradients are "
-                "summed over the ranks: a scatter's gradient is the true one on each of them",
-                "scatter the value before it goes in there",
+                f"{self.value} is inside `{self.state.grad_reduced}`, whose gradients are summed "
+                "over the ranks, but a scatter's gradient is already complete on each rank",
+                "scatter the value before that module",
             )
         return self._slice(), self._part(self.border.axis)
 
@@ -306,8 +306,8 @@ class _Crossing:
         hint = f'gather it there: .sync("fwd_post", "all_gather", axis=-1) on `{source}`'
         if packed and len(packed) > 1:
             raise self._misuse(
-                f"{self.value} has {described(packed)} side by side: only the layer that makes "
-                "them can gather each for itself",
+                f"{self.value} has {described(packed)} side by side: only the layer that computes "
+                "them can gather each separately",
                 hint,
             )
         if self._was_scattered():
@@ -316,7 +316,7 @@ class _Crossing:
         if size % EVEN:
             raise self._misuse(
                 f"{self.value} has {size} features, which not every world size divides: only the "
-                "layer that makes it can gather uneven parts",
+                "layer that computes it can gather uneven parts",
                 hint,
             )
 
@@ -375,25 +375,25 @@ class _Crossing:
                 f"gather it: {self._gathering()}",
             )
         if self.state.kind == REPLICATE:
-            hint = "take the line out, or the sync that made the value whole before"
+            hint = "remove this line, or the earlier sync that made the value whole"
             if operation == "reduce_scatter":
                 hint = f"keep a slice: {self._line('scatter')}"
-            raise self._misuse(f"{self.value} is whole: {does} what every rank has whole", hint)
+            raise self._misuse(f"{self.value} is whole: {does} equal values of the ranks", hint)
 
     def _check_part(self, axis: int | None) -> None:
         """Raises unless the value is a part along that axis, for a collective that gathers."""
         self.run.flow.check_own(self.state, self.node.path)
         if self.state.kind == PARTIAL:
             raise self._misuse(
-                f"{self.value} is a partial sum: {SPOKEN[self.border.operation]} would line up the "
-                "ranks' copies",
+                f"{self.value} is a partial sum: {SPOKEN[self.border.operation]} would "
+                "concatenate the ranks' summands",
                 f'add it up: .sync("{self.border.mode}", "all_reduce")',
                 MissingCollective.sum_of(self.state.border),
             )
         if self.state.kind == REPLICATE:
             raise self._misuse(
                 f"{self.value} is whole on every rank: there is nothing to gather",
-                "take the line out, or split the value before",
+                "remove this line, or split the value before it",
             )
         if self.split and self.split != [self._axis()]:
             raise self._misuse(

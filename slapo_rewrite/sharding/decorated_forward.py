@@ -70,8 +70,8 @@ def never_run(node: Node, forward: Forward) -> NeverRuns:
     """The refusal of a collective in a `forward` that does not run."""
     line = forward.code.co_firstlineno
     return NeverRuns(
-        f"`{node.cls.__name__}.forward` does not run: a decorator puts another function in its "
-        "place, so that a collective in it would do nothing",
+        f"`{node.cls.__name__}.forward` does not run: a decorator replaces it with another "
+        "function, so a collective in it would do nothing",
         place=Place(forward.code.co_filename, (line, 4, line, 4 + len("def forward"))),
         hint="put the sync on the module that calls it, or on one inside it",
         sync=(node.path, forward.sync),

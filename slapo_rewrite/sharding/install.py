@@ -184,12 +184,12 @@ def _check_plain(node: Node) -> None:
     if any(getattr(each, table, None) for each in hooked for table in HOOKS):
         reason = "has hooks"
     elif "forward" in vars(live):
-        reason = "has a `forward` of its own in the place of its class's"
+        reason = "has a `forward` that is an attribute of the instance"
     else:
         return
     raise PlacementError(
-        f"{node.shown} {reason}, which would be given a rank's part of what it computes",
-        "do in `forward` what they do, or leave the layer whole",
+        f"{node.shown} {reason}, which would get only a rank's part",
+        "move what they do into the class's `forward`, or leave the layer whole",
         node.path,
     )
 
@@ -226,7 +226,7 @@ def _make_replicated(run: Run, node: Node, layer: Layer, head: str) -> nn.Module
     keywords = (*other.keywords, ("multiple_of", int(getattr(node.owner.live, head))))
     new: Any = _make(replace(other, keywords=keywords), node.live)
     if run.replicas not in (1, new.replicas):
-        raise ValueError("not every layer has as many heads")
+        raise ValueError("the layers have different numbers of heads")
     run.replicas = new.replicas
     made: nn.Module = new
     return made

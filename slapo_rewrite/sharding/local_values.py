@@ -142,7 +142,7 @@ def _function_at(node: Node, value: LocalValue) -> types.FunctionType:
             if os.path.realpath(code.co_filename) == file and place.line in lines:
                 return function
     raise PlacementError(
-        f"no method of {node.shown} that can be followed has line {place.line}",
+        f"line {place.line} is in no method of {node.shown} that can be followed",
         "put the sync on a module inside or around it",
         node.path,
     )

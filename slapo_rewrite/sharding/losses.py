@@ -55,15 +55,17 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
         run.flow.of(weight).kind == REPLICATE and tuple(weight.shape) == (classes,)
     )
     if not whole or target.is_floating_point():
-        does = "takes probabilities" if whole else "has parts of the weights"
+        does = "takes probabilities" if whole else "takes only parts of the weights"
         raise PlacementError(
-            f"this loss {does} of its classes, of which a rank has only its part",
+            f"this loss {does} of its classes, but each rank has only a part of them",
             f'gather the logits: .sync("fwd_post", "all_gather", axis=-1) on `{head}`',
             head,
         )
     known = run.followed.losses.get(place)
     if known is not None and known.head != head:
-        raise PlacementError(f"this computes losses of both `{known.head}` and `{head}`", path=head)
+        raise PlacementError(
+            f"this line computes the losses of both `{known.head}` and `{head}`", path=head
+        )
     entry = run.next_entry(torch.nn.functional.cross_entropy)
     # The number of classes in the original call is the full one, or it would not run.
     names, told_of_part = tuple(_names(run, frame, head)), told not in (None, classes)

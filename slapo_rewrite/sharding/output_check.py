@@ -24,7 +24,8 @@ def compare_outputs(expected: Any, got: Any, run: Run) -> None:
         elif want != have:
             raise CannotFollow(
                 f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
-                hint="take the number from what is not split, an attribute set in `__init__` say",
+                hint="take the number from something that is not split, such as an attribute of "
+                "`__init__`",
                 position=sys.maxsize,
             )
 
@@ -53,10 +54,10 @@ def compare_buffers(
         state = run.flow.of(have)
         if have.shape != want.shape or state.kind != REPLICATE:
             raise CannotFollow(
-                f"`forward` leaves {KIND[state.kind]} of shape {list(have.shape)} in the buffer "
+                f"`forward` writes {KIND[state.kind]} of shape {list(have.shape)} into the buffer "
                 f"`{path}.{name}`, which has shape {list(want.shape)}".replace("`.", "`"),
                 state.source,
-                "keep what is the same on every rank, or split the buffer as well: "
+                "store a value that is the same on every rank, or split the buffer as well: "
                 f'.shard("{name}", axis=...)',
                 position=sys.maxsize,
             )
@@ -88,18 +89,18 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
         )
     if any(path == state.grad_reduced for path, _ in run.wanted.shared):
         raise CannotFollow(
-            f"the model's `{name}` is made of a parameter of `{state.grad_reduced}` that is used "
-            "on parts elsewhere: its gradient would be summed over the ranks for both",
+            f"the model's `{name}` is computed from a parameter of `{state.grad_reduced}` that is "
+            "used on parts elsewhere: its gradient would be summed over the ranks for both uses",
             None,
-            "leave it out of the outputs, or gather what it is used on elsewhere",
+            "do not return it, or gather the values that it is used on elsewhere",
             position=sys.maxsize,
         )
     if state.grad_reduced is not None:
         raise CannotFollow(
-            f"the model's `{name}` stands inside `{state.grad_reduced}`, whose `bwd_post` sync "
-            "would count its gradient once for each rank",
+            f"the model's `{name}` is computed inside `{state.grad_reduced}`, whose `bwd_post` "
+            "sync would count its gradient once for each rank",
             state.grad_reduced,
-            "put the sync where the value goes into sharded layers and nowhere else",
+            "put the sync on a module whose input goes only into sharded layers",
             position=sys.maxsize,
         )
 

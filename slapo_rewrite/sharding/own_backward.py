@@ -56,7 +56,7 @@ class _Context:
         pass
 
     def mark_dirty(self, *changed: torch.Tensor) -> None:
-        raise _Unfollowed("it changes what it is given")
+        raise _Unfollowed("it changes its inputs")
 
 
 class _Record(Trace):
@@ -64,7 +64,7 @@ class _Record(Trace):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled():
-            raise _Unfollowed("its `backward` differentiates by torch")
+            raise _Unfollowed("its `backward` calls autograd")
         if random_ops.draws(name_of(func), args, kwargs or {}):
             raise _Unfollowed("it draws random numbers")
         return super().__torch_function__(func, types, args, kwargs)
@@ -85,7 +85,7 @@ def made_of_parts(run: Run, cls: Any, args: Sequence[Any], states: Sequence[Stat
 
 def _followed(run: Run, cls: Any, args: Sequence[Any]) -> list[Any]:
     if not all(isinstance(each, _PLAIN) for each in args) or any(sizes_in([*args])):
-        raise _Unfollowed("it is given more than tensors and constants")
+        raise _Unfollowed("its inputs are not only tensors and constants")
     needs = tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
     before = run.entries, run.position, {*run.followed.arguments}, {*run.followed.draws}
     with torch.no_grad():
@@ -109,10 +109,13 @@ def _followed(run: Run, cls: Any, args: Sequence[Any]) -> list[Any]:
         finally:
             run.entries, run.position = before[:2]
     if not is_all or (run.followed.arguments, run.followed.draws) != before[2:]:
-        raise _Unfollowed("it does something else with a part")
+        raise _Unfollowed("it computes something else on a part")
     for number, (given, gradient) in enumerate(zip(args, gradients, strict=True)):
         if needs[number] and gradient is not None and not _is_alike(run, given, gradient):
-            raise _Unfollowed(f"the gradient of its argument {number + 1} is none of what it has")
+            raise _Unfollowed(
+                f"the gradient of its argument {number + 1} does not have the argument's shape or "
+                "placement"
+            )
     return made
 
 
@@ -131,7 +134,7 @@ def _there_and_back(
     if run is not None:
         for each, gradient in zip(made, gradients, strict=True):
             if run.flow.of(each).kind == PARTIAL:
-                raise _Unfollowed("what it gives is a summand on each rank")
+                raise _Unfollowed("its result is a partial sum on each rank")
             run.same(each, gradient)
     back = cls.backward(context, *gradients)
     return made, back if isinstance(back, tuple) else (back,)
@@ -157,8 +160,8 @@ def refused(cls: type, states: Sequence[State], why: str) -> PlacementError:
     state = next(state for state in states if state.kind != REPLICATE)
     is_part = state.kind == SHARD
     return PlacementError(
-        f"`{cls.__name__}` works on {'a part' if is_part else 'a partial sum'}, and it is not "
-        f"known that its own `backward` is right there: {why}",
+        f"`{cls.__name__}` works on {'a part' if is_part else 'a partial sum'}, and its "
+        f"`backward` is not known to be right there: {why}",
         "gather the value before" if is_part else REDUCE,
         state.source,
         remedy=MissingCollective.whole_of(state.border, state.axis)

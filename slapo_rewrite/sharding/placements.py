@@ -139,9 +139,9 @@ _TELLING = {
 
 REDUCE = 'add it up: .sync("fwd_post", "all_reduce")'
 COVER = (
-    'add it up: .sync("bwd_post", "all_reduce") on a module that is given the value; where there '
-    "is none, make one that computes this (for `x @ self.embedding.weight.T` a linear layer "
-    "without bias, and `self.head.weight = self.embedding.weight` below it)"
+    'add it up: .sync("bwd_post", "all_reduce") on a module that takes the value. If there is '
+    "none, write one that computes this (for `x @ self.embedding.weight.T` a linear layer without "
+    "bias, followed by `self.head.weight = self.embedding.weight`)"
 )
 
 
@@ -201,8 +201,8 @@ class Flow:
             raise error
         if state.kind != REPLICATE:
             raise PlacementError(
-                f"`{path}` is given a {state.kind}, whose gradient each rank has for itself",
-                "take the `bwd_post` sync out" if state.kind == SHARD else REDUCE,
+                f"`{path}` gets a {state.kind}, whose gradient must not be summed over the ranks",
+                "remove the `bwd_post` sync" if state.kind == SHARD else REDUCE,
                 path if state.kind == SHARD else state.source,
                 remedy=None if state.kind == SHARD else MissingCollective.sum_of(state.border),
             )
@@ -243,11 +243,11 @@ class Flow:
             self.set(tensor, State(grad_reduced=min(state.gathers)[0], gathers=state.gathers))
         elif partial and source and not state.gathers:
             raise PlacementError(
-                f"{what} takes a whole value to the partial sum that `{source}` gives: the value's "
-                "gradient is a summand on each rank, and nothing adds it up",
+                f"{what} combines a whole value with the partial sum of `{source}`: the value's "
+                "gradient is a partial sum on each rank, and nothing adds it up",
                 _leave_whole(partial)
                 if partial.read
-                else f'add the other one up: s["{source}"].sync("fwd_post", "all_reduce")',
+                else f'add up the partial sum: s["{source}"].sync("fwd_post", "all_reduce")',
                 source,
                 remedy=MissingCollective.sum_of(partial.border and source),
                 tensor=tensor,
@@ -256,10 +256,10 @@ class Flow:
             gather = min(state.gathers, default=None)
             line = f's["{with_wildcards(source or "")}"].sync("bwd_post", "all_reduce")'
             raise PlacementError(
-                f"{what} takes a whole value to a rank's part: the value's gradient is a summand "
-                "on each rank, and nothing adds it up",
+                f"{what} combines a whole value with a rank's part: the value's gradient is a "
+                "partial sum on each rank, and nothing adds it up",
                 f"let the all-gather on `{gather[0]}` add it up: leave out "
-                "`tensor_parallel_output_grad`, or put it right before the sharded layers"
+                "`tensor_parallel_output_grad`, or put the gather right before the sharded layers"
                 if gather
                 else f"add it up: {line}"
                 if what == f"`{source}`"  # which takes it
@@ -355,7 +355,7 @@ class Flow:
         state = next((s for t in inputs if (s := self.of(t)).kind != REPLICATE), None)
         if state is not None:
             raise PlacementError(
-                f"`{name}` asks for values of which a rank has only {_WORDS[state.kind]}",
+                f"`{name}` reads values, but each rank has only {_WORDS[state.kind]}",
                 REDUCE if state.kind == PARTIAL else None,
                 state.source,
                 remedy=MissingCollective.sum_of(state.border) if state.kind == PARTIAL else None,
@@ -370,10 +370,9 @@ class Flow:
             path = self.of(tensor).grad_reduced
             if path is not None and tensor.requires_grad:
                 raise PlacementError(
-                    f"{what} is given the gradient of this value, which is a summand on each rank: "
-                    f"it is added up further back, for `{path or 's'}`",
-                    "add it up behind this, where the value meets the parts: infer_sync() finds "
-                    "where",
+                    f"{what} gets the gradient of this value while it is still a partial sum on "
+                    f"each rank: it is added up later in the backward pass, for `{path or 's'}`",
+                    "add it up closer to the sharded layers: infer_sync() finds the place",
                     path,
                 )
 
@@ -394,10 +393,10 @@ class Flow:
             if len(axes) == (state.kind == SHARD) or replicated or state.replicated_shard:
                 continue
             raise PlacementError(
-                f"`{name}` is given a value of shape {list(tensor.shape)} on a rank, and of "
-                f"{list(shape)} without sharding, and it is not known which part that is: what "
-                "made it cannot be followed",
-                "gather what it was made from before",
+                f"`{name}` gets a value of shape {list(tensor.shape)} on a rank, and of shape "
+                f"{list(shape)} without sharding. Which part this is is not known, since the code "
+                "that computed it cannot be followed",
+                "gather the values that it is computed from",
                 state.source,
             )
 
@@ -433,8 +432,8 @@ class Flow:
         if not fine:
             axes = next((a for a in split if a), [])
             raise MeetsWhole(
-                f"`{name}` joins a part with values that a rank has whole, and what comes out is "
-                f"{f'split along axis {axes[0]}' if axes else 'not split'} by its shape",
+                f"`{name}` combines a part with whole values, and the shape of its result is "
+                f"{f'split along axis {axes[0]}' if axes else 'not split'}",
                 path=part.source,
             )
 
@@ -476,22 +475,21 @@ class Flow:
         if any(isinstance(t, torch.nn.Parameter) for t, s in trained if s.grad_reduced is not None):
             raise PlacementError(
                 f"a parameter of `{cover or 's'}` is used on a whole value here and on parts "
-                "elsewhere: its gradient would be summed over the ranks for both",
-                "use it on parts here as well, or gather them where it is used on them",
+                "elsewhere: its gradient would be summed over the ranks for both uses",
+                "use it on parts here as well, or gather the parts elsewhere",
                 cover,
             )
         gather = min(
             (g for _, s in trained if s.grad_reduced is not None for g in s.gathers), default=None
         )
         raise PlacementError(
-            f"this joins a value {'gathered by' if gather else 'inside'} `{cover}`, whose gradient "
-            "is summed over the ranks, with one whose gradient every rank has whole: the sum would "
-            "count it once for each rank",
+            f"this combines a value {'gathered by' if gather else 'inside'} `{cover}`, whose "
+            "gradient is summed over the ranks, with one whose gradient is whole on every rank: "
+            "the sum would count that once for each rank",
             "gather it for each use: with `tensor_parallel_output_grad=True` right before sharded "
             "layers, with False elsewhere"
             if gather
-            else "put the `bwd_post` sync where the value goes into sharded layers and nowhere "
-            "else",
+            else "put the `bwd_post` sync on a module whose input goes only into sharded layers",
             cover,
             gather,
         )
@@ -536,8 +534,8 @@ class Flow:
         ) and all(t.is_floating_point() or t.is_complex() for t in outputs)
         if not fine:
             raise PlacementError(
-                f"`{name}` needs the value, but `{partial.source}` gives a partial sum of it on "
-                "each rank",
+                f"`{name}` needs the whole value, but `{partial.source}` gives a partial sum of "
+                "it on each rank",
                 REDUCE,
                 partial.source,
                 remedy=MissingCollective.sum_of(partial.border),
@@ -554,8 +552,8 @@ class Flow:
         """Whether the result is a partial sum; raises if the operation may be wrong on a part."""
         if how is None:
             raise PlacementError(
-                f"it is not known whether `{name}` is right on a part, and `{part.source}` gives "
-                "each rank only its own",
+                f"`{name}` is not known to be right on a part, and `{part.source}` gives each "
+                "rank only its part",
                 self._gather_hint(part),
                 part.source,
                 remedy=MissingCollective.whole_of(part.border, part.axis),
@@ -571,7 +569,7 @@ class Flow:
 
     def _needs_all(self, name: str, part: State) -> PlacementError:
         return PlacementError(
-            f"`{name}` runs over an axis of which a rank has only its part",
+            f"`{name}` needs the whole axis, but each rank has only a part of it",
             self._gather_hint(part),
             part.source,
             remedy=MissingCollective.whole_of(part.border, part.axis),
@@ -582,14 +580,14 @@ class Flow:
             return _leave_whole(part)
         line = f'"all_gather", axis={part.axis})'
         if part.axis != -1:
-            return f'gather it before, at the module around this: .sync("fwd_pre", {line}'
-        return f'gather it before: .sync("fwd_post", {line} on `{part.source}`'
+            return f'gather it first, at the module around this: .sync("fwd_pre", {line}'
+        return f'gather it first: .sync("fwd_post", {line} on `{part.source}`'
 
 
 def _leave_whole(read: State) -> str:
     """The hint for a parameter's shard that is read where no collective can make it whole."""
     return (
-        f"`{read.read}` is read past the call of its layer, of which a rank has only its part: "
+        f"`{read.read}` is read outside of its layer's call, and each rank has only a part of it: "
         f"leave `{read.source}` whole"
     )
 

@@ -63,9 +63,9 @@ from slapo_rewrite.sharding.types import (
 
 # Finders of branches in a `forward` that were followed one way only, and what these depend on.
 _TESTS = {
-    sizes_in_tests: "sizes, and only those of inputs(model) were followed",
-    machine_in_tests: "what it runs on, and only float32 without a GPU was followed",
-    changing_in_tests: "what earlier calls left, and only a first one was followed",
+    sizes_in_tests: "sizes, and only the sizes of inputs(model) were followed",
+    machine_in_tests: "device or dtype, and only float32 on the CPU was followed",
+    changing_in_tests: "the state that earlier calls left, and only a first call was followed",
 }
 
 
@@ -233,7 +233,7 @@ class _Propagation:
                     continue
                 further = self._search(guess)
                 if further.sizes != followed.sizes or not followed.take_in(further):
-                    raise CannotFollow("other sizes have to be a rank's share")
+                    raise CannotFollow("other sizes have to become a rank's share")
             except CannotRun as error:
                 if not error.raised:
                     followed.unfollowed.append((f"{way} the model does not run: {error}", None))
@@ -290,16 +290,17 @@ class _Propagation:
             # A callee may branch on it, under this name or another.
             if name in read and (name in request or default is None or isinstance(default, str)):
                 words = (
-                    f"`{name}` decides which way `forward` goes, and only {name}={default!r} was"
+                    f"`{name}` decides which branch `forward` takes, and only {name}={default!r} "
+                    "was"
                 )
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
         for names, words in _TESTS.items() if not known else ():
             tests = {test for cls in classes for test in self._names_in(cls, names)}
             for test in sorted(tests):
-                decides = f"`{test}` decides which way `forward` goes, by {words}"
+                decides = f"`{test}` decides which branch `forward` takes, by {words}"
                 followed.unfollowed.append((decides, None))
         if self.has_coins:
-            words = "`random` is drawn from, and where it decides which way `forward` goes, one was"
+            words = "random numbers decide which branch `forward` takes, and only one was"
             followed.unfollowed.append((f"{words} followed", None))
 
     def _names_in(self, cls: type, names: Callable[[ast.AST], Set[str]]) -> Set[str]:
@@ -486,11 +487,11 @@ class _Propagation:
         except Exception as error:
             words = f"`forward` does not fit the sharded sizes: {error}".rstrip(": ")
             hint = (
-                "where an integer attribute of a module has to be this rank's share for it, name "
-                'the attribute: .shard("its_name", axis=0)'
+                "if an integer attribute of a module has to be this rank's share, shard the "
+                'attribute: .shard("its_name", axis=0)'
             )
             if "TorchScript interpreter" in words:  # which turns our error into its own text
-                words = "what a TorchScript function does with a part cannot be followed"
+                words = "a TorchScript function gets a part and cannot be followed"
                 hint = "leave out `@torch.jit.script`"
             place = place_in_traceback(error, self.editable)
             unfit = CannotFollow(words, place=place, hint=hint)
@@ -511,9 +512,9 @@ def _check_told_apart(followed: ShardingResult) -> None:
     for change in sorted(followed.arguments, key=lambda c: c.place.at):
         if change.template == SHARE and any(place == change.place for place, _ in both):
             raise CannotFollow(
-                "this call is given a rank's part once and a whole value another time, and its "
-                "size would have to be a rank's share for one of them alone",
+                "this call gets a part at one time and a whole value at another, and only for the "
+                "part its size would have to be a rank's share",
                 change.source,
-                "write -1 for the size, or two calls",
+                "write -1 for the size, or write two calls",
                 place=change.place,
             )

@@ -38,7 +38,8 @@ def change(
         raise CannotFollow(
             f"{does} {int(size)} where a rank has {want}",
             run.origins.get(id(tensor)),
-            "keep the size in an integer attribute of the module: attributes follow by themselves",
+            "keep the size in an integer attribute of the module: attributes are adapted "
+            "automatically",
             attributes=attributes,
             changeable=place is not None and fits,
             # A size in a file that is not editable needs the whole value.

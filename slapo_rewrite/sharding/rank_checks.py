@@ -97,10 +97,10 @@ def check_operation(
         # With replicated heads, both the heads' axis and that of their repeats are split.
         if len(split) > 1 and run.replicas == 1:
             raise CannotFollow(
-                f"the result is split along axes {split[0]} and {split[1]} at once: a rank would "
-                "have one block of it on the diagonal, and none the others",
+                f"the result is split along axes {split[0]} and {split[1]} at once: the ranks "
+                "would only have the blocks on the diagonal",
                 run.source_of((args, kwargs)),
-                f"gather one of them before: {gather_line(split[0], have.dim())}",
+                f"gather one of them first: {gather_line(split[0], have.dim())}",
             )
         run.whole[id(have)] = want
 
@@ -115,7 +115,7 @@ def check_in_place(run: Run, name: str, tensor: torch.Tensor, before: State) -> 
         raise CannotFollow(
             f"`{name}` writes a {after.kind} into a view of a value that is {KIND[before.kind]}",
             after.source,
-            "write into the value itself, or make a new one with `torch.cat` or `torch.stack`",
+            "write into the value itself, or create a new one with `torch.cat` or `torch.stack`",
         )
 
 
@@ -132,7 +132,7 @@ def check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> 
         if not (name.startswith("conv") and _is_depthwise(entry, want)):
             raise CannotFollow(
                 f"this computes with {have:g} on a rank, and with {want:g} without sharding",
-                hint="take it from what is not split, an attribute set in `__init__` say",
+                hint="take it from something that is not split, such as an attribute of `__init__`",
             )
 
 
@@ -161,8 +161,8 @@ def check_made(
     for want, have in zip(entry.outputs, outputs, strict=True):
         if want != tuple(have.shape):
             raise CannotFollow(
-                f"`{name}` gives the first {list(have.shape)} of {list(want)} elements here, on "
-                "every rank the same ones"
+                f"`{name}` gives every rank the same elements here: the first {list(have.shape)} "
+                f"of {list(want)}"
             )
 
 
@@ -176,9 +176,9 @@ def check_assigned(run: Run, entry: Entry, args: Any) -> None:
         (_, taken), *_ = split_ops.index(run, entry, (target, key), {})
         if taken is not key:
             raise CannotFollow(
-                "this writes into some of the blocks that lie packed along a split axis",
+                "this writes into some of the blocks that are packed along a split axis",
                 state.source,
-                "take them apart, and join them with `torch.cat`",
+                "split them, and join them again with `torch.cat`",
             )
     fresh = id(target) in run.zeros and not target._is_view()
     if given.kind != PARTIAL:

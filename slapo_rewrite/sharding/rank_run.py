@@ -165,21 +165,21 @@ def _unfit(run: Run, name: str, args: Any, kwargs: Any, error: Exception) -> Can
 
     if part is not None and whole is not None:
         message = (
-            f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, with a whole "
-            f"value of shape {list(whole.shape)}"
+            f"`{name}` combines a part of shape {list(part.shape)}, of `{source(part)}`, with a "
+            f"whole value of shape {list(whole.shape)}"
         )
         hint = whole_operands.advice(run, given)
     elif part is not None and other is not None and not all(axes):
         message = (
-            f"`{name}` joins a part of shape {list(part.shape)}, of `{source(part)}`, "
-            f"with one of shape {list(other.shape)}, of `{source(other)}`: without "
-            f"sharding they are {list(run.full_shape(part))} and {list(run.full_shape(other))}"
+            f"`{name}` combines a part of shape {list(part.shape)}, of `{source(part)}`, with one "
+            f"of shape {list(other.shape)}, of `{source(other)}`: without sharding they are "
+            f"{list(run.full_shape(part))} and {list(run.full_shape(other))}"
         )
-        hint = "repeat what several ranks need as often as a rank has use for it"
+        hint = "repeat the shared value as often as a rank needs it"
     elif part is not None and other is not None:
         message = (
-            f"`{name}` joins a part along axis {axes[0][0]}, of `{source(part)}`, "
-            f"with a part along axis {axes[1][0]}, of `{source(other)}`"
+            f"`{name}` combines a part along axis {axes[0][0]}, of `{source(part)}`, with a part "
+            f"along axis {axes[1][0]}, of `{source(other)}`"
         )
         hint = "split both along one axis"
     unfit = CannotFollow(
@@ -364,8 +364,8 @@ def _blocks_of(
                 continue
             if place in found and reduced(found[place]) != reduced(packed):
                 raise CannotFollow(
-                    f"this joins {described(found[place])} with {described(packed)} along a split "
-                    "axis",
+                    f"this combines {described(found[place])} with {described(packed)} along a "
+                    "split axis",
                     hint="shard both layers with the same `parts`",
                 )
             found[place] = packed

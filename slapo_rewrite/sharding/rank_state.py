@@ -171,7 +171,7 @@ class Run:
         """The next recorded operation; raises `Diverged` if it is another one."""
         if self.position >= len(self.entries) or self.entries[self.position].function != func:
             raise Diverged(
-                "with sharded sizes `forward` takes another way than without", place=self.place()
+                "with sharded sizes `forward` takes another branch than without", place=self.place()
             )
         self.position += 1
         return self.entries[self.position - 1]
@@ -225,15 +225,15 @@ class Run:
                 continue
             if (path := self.replaced.get(memory)) is not None:
                 raise CannotFollow(
-                    f"this reads `{path}` from where else it was put when the model was made, and "
-                    "what a rank has there is not followed",
+                    f"this reads `{path}` through another reference, stored when the model was "
+                    "built, which is not followed",
                     path.rpartition(".")[0],
                     "read it as an attribute of the module that it belongs to",
                 )
             if (path := self.summed.get(memory)) is not None and name not in _ABOUT_SIZE:
                 raise CannotFollow(
                     f"`{path}` is used on parts, so its gradients have to be added up where it is "
-                    "read, and this reads it in a way that could not be changed",
+                    "read, but this read cannot be changed",
                     path.rpartition(".")[0],
                     f"read it as `self.{path.rpartition('.')[2]}` in a method of its own module, "
                     "or as an attribute of that module in another's",

@@ -108,7 +108,9 @@ def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     for axis in run.split_axes(tensor):
         number = axis - tensor.dim() + len(times)
         if number >= 0 and times[number] != 1:
-            raise CannotFollow("this repeats what a rank has, where the whole would be repeated")
+            raise CannotFollow(
+                "this repeats a rank's part, where the whole value would be repeated"
+            )
     return args, kwargs, None
 
 
@@ -266,9 +268,9 @@ def _factor(
 def _not_in_parts(run: Run, tensor: torch.Tensor, packed: Shape) -> CannotFollow:
     path = run.origins.get(id(tensor))
     return CannotFollow(
-        f"this regroups features that lie packed in {described(packed)}, as "
+        f"this regroups features that are packed in {described(packed)}, as "
         f"{f'`{path}`' if path else 'they'} {'was' if path else 'were'} sharded",
         path,
-        "take the parts apart first, with `split` or `chunk`, or shard with the `parts` that are "
-        "meant here",
+        "separate the parts first, with `split` or `chunk`, or shard with the `parts` that this "
+        "line expects",
     )

@@ -76,7 +76,9 @@ def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if entry.inputs[0][axis] != tensor.shape[axis]:
         _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
         if not isinstance(count, int):
-            raise CannotFollow("this cuts a split axis by numbers", run.origins.get(id(tensor)))
+            raise CannotFollow(
+                "this cuts a split axis at given positions", run.origins.get(id(tensor))
+            )
     return args, kwargs, None
 
 
@@ -101,9 +103,9 @@ def join(run: Run, entry: Entry, args: Any, kwargs: Any) -> Blocks | None:
         return None
     if not all(split):
         raise CannotFollow(
-            "this lines up a rank's part with a value that it has whole",
+            "this concatenates a rank's part with a whole value",
             run.source_of(given),
-            "gather the part before, or split the other value as well",
+            "gather the part first, or split the other value as well",
         )
     packed: list[int] = []
     for tensor, whole in zip(given, entry.inputs, strict=True):
@@ -123,11 +125,11 @@ def _check_parts(
     path = run.origins.get(id(tensor))
     wanted = len(pieces) if len(set(pieces)) == 1 else list(pieces)
     raise CannotFollow(
-        f"{f'`{path}`' if path else 'this'} is taken apart in pieces of {list(pieces)} here, but "
-        "was not sharded in these parts",
+        f"{f'`{path}`' if path else 'this'} is cut into pieces of {list(pieces)} here, but was "
+        "not sharded with these parts",
         path,
-        f"shard it with parts={wanted}, so that every rank has its share of each; if the "
-        "pieces are heads, of which a rank has some, regroup with `unflatten` or `view` instead",
+        f"shard it with parts={wanted}, so that every rank has its share of each; if the pieces "
+        "are heads, regroup with `unflatten` or `view` instead",
     )
 
 
@@ -188,7 +190,8 @@ def _check_same(run: Run, item: Any, meant: Any, size: int) -> None:
         raise CannotFollow(
             f"this takes {_written(item)} of an axis that is whole, and {_written(meant)} without "
             "sharding",
-            hint="take the number from what is not split, an attribute set in `__init__` say",
+            hint="take the number from something that is not split, such as an attribute of "
+            "`__init__`",
         )
 
 
@@ -212,7 +215,7 @@ def _slice(
         raise CannotFollow(
             f"this indexes a split axis, which has {here} of {whole} elements on a rank",
             run.origins.get(id(tensor)),
-            "gather the value before, or split it with `split` or `chunk`",
+            "gather the value first, or cut it with `split` or `chunk`",
         )
     # A rank must cut at its share of the whole model's bounds.
     _note_cut(run, tensor, axis, number)
@@ -228,7 +231,7 @@ def _slice(
             raise CannotFollow(
                 f"this cuts a split axis at {int(cut)} of {whole}, inside a part",
                 run.origins.get(id(tensor)),
-                "shard with the `parts` that are meant here",
+                "shard with the `parts` that this line expects",
             )
         want = cut * here // whole
         if bound != want:

@@ -89,12 +89,12 @@ class StandIn:
             made = self._made_of(element)
             fitting = [c for c in found.values() if self._made_of(c) == made]
             if not fitting:
-                raise CannotStandIn(f"nothing in {node.shown} is made like {element.shown}")
+                raise CannotStandIn(f"no element of {node.shown} is built like {element.shown}")
             chosen = next((c for c in fitting if c in waiting), fitting[0])
             waiting = [c for c in waiting if c is not chosen]
             self._pair(chosen, element)
         if waiting:
-            raise CannotStandIn(f"the small model has no element that is like `{waiting[0].path}`")
+            raise CannotStandIn(f"the small model has no element like `{waiting[0].path}`")
 
     def _made_of(self, node: Node) -> Hashable:
         """A module's structure: class, names and ranks of its parameters, and its submodules.

@@ -61,9 +61,9 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
     for parameter, tensor in run.tree.nodes[owner].live.named_parameters(recurse=False):
         if tuple(tensor.shape) == (size,):
             raise PlacementError(
-                f"`{name}` runs over an axis of which a rank has only its part",
-                f'split `{parameter}` of `{owner}` as well, .shard("{parameter}", axis=0), so that '
-                f"it runs over all ranks; or gather `{state.source}` before",
+                f"`{name}` needs the whole axis, but each rank has only a part of it",
+                f'split `{parameter}` of `{owner}` as well, .shard("{parameter}", axis=0), so '
+                f"that it runs over all ranks; or gather `{state.source}` first",
                 state.source,
                 remedy=MissingCollective.whole_of(state.border, state.axis),
             )

@@ -60,10 +60,10 @@ def note_step(run: Run, tensor: torch.Tensor, axis: int, step: int) -> None:
     ]
     if not shards:
         raise CannotFollow(
-            f"this takes one of every {step} elements of a split axis, and no parameter is known "
-            "whose parts they are",
+            f"this takes one of every {step} elements of a split axis, but no parameter is known "
+            "that is packed this way",
             path or None,
-            "gather the value before, or split it with `split` or `chunk`",
+            "gather the value first, or cut it with `split` or `chunk`",
         )
     for name in shards:
         key = layer_key(run.tree.nodes[path]), name
@@ -112,10 +112,11 @@ def note_unit(
     fits = not run.has_values and run.followed.units.setdefault(key, unit) == unit
     if not fits and int(count) not in (-1, whole[chosen]):
         raise CannotFollow(
-            f"`{path}` gives heads of {int(size)} features, which are counted here by a rank's "
-            "share of them, and would be cut on some numbers of ranks",
+            f"`{path}` gives heads of {int(size)} features. This line computes the number of "
+            "heads from a rank's features, and some numbers of ranks would cut a head",
             path,
-            "keep a head's size in an integer attribute of the module that makes the layer",
+            "keep the size of a head in an integer attribute of the module that constructs the "
+            "layer",
         )
 
 

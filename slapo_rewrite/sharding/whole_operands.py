@@ -14,7 +14,7 @@ from slapo_rewrite.sharding.placements import REPLICATE, SHARD
 from slapo_rewrite.sharding.rank_state import Run
 from slapo_rewrite.sharding.types import MissingCollective
 
-_GENERAL = "split what the whole value is made from as well"
+_GENERAL = "also split the layers that compute the whole value"
 # A value made from more parameters, or in more steps, is an activation: its layers must be split.
 _MOST_PARAMETERS, _MOST_STEPS = 2, 50
 

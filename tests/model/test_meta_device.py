@@ -163,7 +163,7 @@ def test_initialisation_without_memory_is_seen(tmp_path):
     step = "h = self.up(x)\n        n = nn.init.trunc_normal_(torch.empty_like(h))"
     source = f"{SOURCE.partition('        y = x + x')[0]}        {step}\n"
     text = refused(tmp_path, f"{source}        return self.down(h + n)\n", SCHEDULE, "SR104")
-    assert "`any` runs over an axis" in text and "nn.init.trunc_normal_" in text
+    assert "`any` needs the whole axis" in text and "nn.init.trunc_normal_" in text
 
 
 @pytest.mark.parametrize(

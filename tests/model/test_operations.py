@@ -339,7 +339,7 @@ def test_softmax_along_the_split_axis_is_refused():
     wrong = Flow()
     part = x.chunk(2, -1)[0]
     wrong.set(part, State(SHARD, "layer"))
-    with pytest.raises(PlacementError, match="runs over an axis"):
+    with pytest.raises(PlacementError, match="needs the whole axis"):
         wrong.operate("softmax", [part], [(4, 8)], (part, -1), {}, [part.softmax(-1)], [(4, 8)])
 
 

@@ -230,7 +230,7 @@ def test_forms(form, tmp_path):
         (
             "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), "
             "weight=logits[0, 0].detach()), logits",
-            "has parts of the weights of its classes",
+            "takes only parts of the weights of its classes",
         ),
         (
             "return F.cross_entropy(logits.flatten(0, 1), torch.ones(10, 30)), logits",
@@ -238,17 +238,17 @@ def test_forms(form, tmp_path):
         ),
         (
             "return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten()), logits",
-            "`log_softmax` runs over an axis",
+            "`log_softmax` needs the whole axis",
         ),
         (
             "logits = logits / logits.norm(dim=-1, keepdim=True)\n"
             "return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits",
-            "`norm` runs over an axis",
+            "`norm` needs the whole axis",
         ),
         (
             "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
             "return loss, logits.softmax(-1)",
-            "`softmax` runs over an axis",
+            "`softmax` needs the whole axis",
         ),
         (
             "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"

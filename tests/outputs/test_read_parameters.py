@@ -217,7 +217,7 @@ def test_a_split_layers_weight_that_is_read_whole_is_the_reason(read, tmp_path):
     lines = '    s["up"].shard(["weight", "bias"], axis=0)\n    s.infer_sync()\n'
     source = PENALTY.replace("READ", f"self.up.weight.{read}")
     text = refused(tmp_path, source, SPLITTING + lines, "SR104")
-    assert "`up.weight` is read past the call of its layer" in text
+    assert "`up.weight` is read outside of its layer's call" in text
     assert "leave `up` whole" in text and "self.up.weight" in text.split("|")[2]
 
 

@@ -134,7 +134,7 @@ def test_attention_over_a_slice(tmp_path):
         '    s["transformer.ln_f"].sync("fwd_post", "all_gather", axis=1)\n'
     )
     text = refused(tmp_path, GPT, schedule, "SR104")
-    assert "`scaled_dot_product_attention` runs over an axis of which a rank has only" in text
+    assert "`scaled_dot_product_attention` needs the whole axis, but each rank has only" in text
     assert "y = F.scaled_dot_product_attention(q, k, v" in text and '"scatter", axis=1' in text
     assert 'at the module around this: .sync("fwd_pre", "all_gather", axis=1)' in text
 

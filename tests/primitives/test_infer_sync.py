@@ -198,7 +198,8 @@ def test_the_hint_at_a_table_that_is_multiplied_by_is_right(tmp_path):
     logits = 'torch.einsum("vd,btd->btv", self.emb.weight, x)'
     text = refused(tmp_path, looked_up(logits), OF_IDS, "SR104")
     assert (
-        "a linear layer without bias, and `self.head.weight = self.embedding.weight` below" in text
+        "a linear layer without bias, followed by `self.head.weight = self.embedding.weight`"
+        in text
     )
     head = "self.head = nn.Linear(width, vocabulary, bias=False)"
     tied = f"{head}\n        self.head.weight = self.emb.weight"
@@ -582,7 +583,7 @@ def test_what_no_gather_mends_is_refused_where_it_began(tmp_path):
         "        self.up =", "        self.gate = nn.Linear(8, 32)\n        self.up =", 1
     )
     text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
-    assert "`mul` joins a part of shape" in text and 's["block.mlp.gate"].shard(' in text
+    assert "`mul` combines a part of shape" in text and 's["block.mlp.gate"].shard(' in text
 
 
 UNIT = """\

@@ -259,8 +259,8 @@ def test_an_attribute_is_split_where_it_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "code", "words"),
     [
-        (BLOCK.replace(', "features"', ""), "SR104", 'name the attribute: .shard("its_name"'),
-        (BLOCK.replace('["scale", "features"]', '"features"'), "SR104", "joins a part"),
+        (BLOCK.replace(', "features"', ""), "SR104", 'shard the attribute: .shard("its_name"'),
+        (BLOCK.replace('["scale", "features"]', '"features"'), "SR104", "combines a part"),
         ('    s["second"].shard("features", axis=0)\n', "SR104", 's["second"].shard("features"'),
         ('    s["first"].shard("featurs", axis=0)\n', "SR203", "did you mean `features`?"),
         ('    s["first.fc_in"].shard("in_features", axis=0)\n', "SR305", "shard the weight"),
@@ -282,13 +282,13 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             "SR304",
             "no part",
         ),
-        (LAYER_NORM, PAIR, "SR104", "joins a part of shape [2, 3, 6]"),
+        (LAYER_NORM, PAIR, "SR104", "combines a part of shape [2, 3, 6]"),
         (
             MLP.replace("F.gelu(", "gelu(")
             + "\n@torch.jit.script\ndef gelu(x):\n    return x * torch.sigmoid(1.702 * x)\n",
             PAIR,
             "SR104",
-            "what a TorchScript function does with a part cannot be followed",
+            "a TorchScript function gets a part and cannot be followed",
         ),
         (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "sharded already"),
         (

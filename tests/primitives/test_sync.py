@@ -343,11 +343,11 @@ GATHER = sync("mlp", "all_gather", ", axis=1, tensor_parallel_output_grad=%s", "
 # What the layer gives, and what is done with it.
 AT_LAYERS = [
     (COLUMN + sync("fc1", "reduce_scatter", ", axis=1"), "SR304", "would add up different"),
-    (COLUMN + sync("fc1", "scatter", ", axis=1"), "SR304", "it is scattered already"),
-    (COLUMN + sync("fc1", "RR->RS"), "SR304", "it is scattered already"),
+    (COLUMN + sync("fc1", "scatter", ", axis=1"), "SR304", "it is already scattered"),
+    (COLUMN + sync("fc1", "RR->RS"), "SR304", "it is already scattered"),
     (COLUMN + sync("fc1", "SR->RR"), "SR104", "a part along axis 2, but is gathered along axis -2"),
     (COLUMN + sync("fc1", "RR->RR") + ROW, "SR104", "is a part along axis 2, not whole"),
-    (ROW.replace("all_reduce", "RS->RR"), "SR304", "would line up the summands"),
+    (ROW.replace("all_reduce", "RS->RR"), "SR304", "would concatenate the summands"),
     (ROW.replace('"all_reduce"', '"scatter", axis=1'), "SR304", "has to be added up first"),
     (sync("fc1", "reduce_scatter", ", axis=1"), "SR104", "is whole: a reduce-scatter would add up"),
     (
@@ -365,16 +365,16 @@ AT_LAYERS = [
 ]
 # A gather or a scatter that is missing, or in the wrong place.
 OUT_OF_PLACE = [
-    (SCATTER, "SR104", "joins a part of shape [2, 4, 8], of `drop`, with a whole value"),
-    (SCATTER + COLUMN + ROW, "SR104", "of its input a rank has only a part along axis 1"),
+    (SCATTER, "SR104", "combines a part of shape [2, 4, 8], of `drop`, with a whole value"),
+    (SCATTER + COLUMN + ROW, "SR104", "its input is split along axis 1"),
     (SCATTER + sync("mlp", "all_gather", ", axis=0"), "SR104", "but is gathered along axis 0"),
     (SCATTER + sync("mlp", "all_gather", ", axis=3"), "SR104", "but is gathered along axis 3"),
-    (SCATTER + sync("mlp", "RR->RS", mode="fwd_pre"), "SR104", "it is scattered already"),
+    (SCATTER + sync("mlp", "RR->RS", mode="fwd_pre"), "SR104", "it is already scattered"),
     (SCATTER.replace("1", "3"), "SR104", "has 3 axes: there is no axis 3"),
     (
         SCATTER + 's["stem"].sync("fwd_post", "scatter", axis=2)\n',
         "SR104",
-        "the output of `drop` is a part along axis 2: it is scattered already",
+        "the output of `drop` is a part along axis 2: it is already scattered",
     ),
 ]
 # What becomes of gradients.
@@ -382,7 +382,7 @@ GRADIENTS = [
     (
         SCATTER + sync("mlp", "all_gather", ", axis=1, tensor_parallel_output_grad=True"),
         "SR104",
-        "joins a value gathered by `mlp`, whose gradient is summed over the ranks",
+        "combines a value gathered by `mlp`, whose gradient is summed over the ranks",
     ),
     (
         SCATTER + SPLIT + GATHER % False + sync("mlp", "all_reduce"),
@@ -392,7 +392,7 @@ GRADIENTS = [
     (
         sync("mlp", "all_reduce", mode="bwd_post") + sync("fc1", "scatter", ", axis=1"),
         "SR104",
-        "stands inside `mlp`",
+        "is inside `mlp`",
     ),
 ]
 ARGUMENTS = [
@@ -554,7 +554,7 @@ def test_a_border_without_a_tensor(tmp_path):
     source = source.replace("x, _ = self.stem", "_, x = self.stem")
     given = case('s["stem"].sync("fwd_post", "scatter", axis=1)')
     text = refused(tmp_path, source, given.schedule, "SR104")
-    assert "what `stem` returns first is no tensor" in text
+    assert "the first value that `stem` returns is no tensor" in text
 
 
 def test_a_first_tensor_that_is_not_written_out(tmp_path):

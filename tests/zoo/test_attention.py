@@ -230,7 +230,7 @@ def test_an_operand_that_is_not_split_with_the_heads_is_named(tmp_path):
         "        self.register_buffer('dim_per_head', torch.arange(num_heads))\n",
     )
     text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
-    assert "joins a part of shape [2, 2, 5, 4], of `attention.q`, with a whole value" in text
+    assert "combines a part of shape [2, 2, 5, 4], of `attention.q`, with a whole value" in text
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_what_has_to_be_split_with_the_heads_is_said_and_enough(tmp_path, made, 
     source = SOURCE.replace("BODY", body).replace("MERGED", ".flatten(2)")
     source = source.replace("        self.dim = dim\n", f"        self.dim = dim\n        {made}\n")
     schedule = SCHEDULE + THREE + ROW
-    assert f"made from as well, {advised}, or gather" in refused(
+    assert f"that compute the whole value, {advised}, or gather" in refused(
         tmp_path, source, schedule, "SR104"
     )
     assert rewritten(tmp_path, source, f"{schedule}    {advised}\n")
@@ -324,7 +324,7 @@ def test_of_two_ways_the_one_that_comes_further_is_mended(tmp_path):
 def test_heads_that_lie_in_the_batch_are_no_slice(tmp_path):
     used = "(SCORES.reshape(-1, T, T) + bias).view(B, -1, T, T)"
     source = with_bias(used, ".expand(B, HEADS, 1, T).reshape(-1, 1, T)")
-    assert "joins a part of shape [4, 5, 5]" in refused(
+    assert "combines a part of shape [4, 5, 5]" in refused(
         tmp_path, source, SCHEDULE + INFERRED, "SR104"
     )
     stated = '    layers.sync("fwd_post", "scatter", axis=0, of="bias")\n'
@@ -379,11 +379,11 @@ def test_functions_of_torch_regroup_as_methods_do(taken, tmp_path):
         ("torch.stack(t.tensor_split((4, 8, 12), -1), 1)", "pieces are heads"),
         (
             "torch.stack([t.narrow(-1, 4 * i, 4) for i in range(4)], 1)",
-            "`narrow` runs over an axis",
+            "`narrow` needs the whole axis",
         ),
         (
             "(t + t.select(-1, 0)[..., None]).view(B, T, self.num_heads, -1).transpose(1, 2)",
-            "`select` runs over an axis",
+            "`select` needs the whole axis",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_the_base_of_a_class_that_extends_a_layer_is_split(tmp_path):
 def test_runs_that_are_compared_draw_the_same_numbers(coin, warned, tmp_path):
     source = "import random\n\nimport numpy as np\n" + EXTENDED.replace("torch.rand([])", coin)
     output = rewritten(tmp_path, source, SCHEDULE + '    split(s["{table,other}"])\n')
-    assert any("`random` is drawn from" in words for words in output.warnings) == warned
+    assert any("random numbers decide" in words for words in output.warnings) == warned
 
 
 def test_whoever_reads_its_size_means_the_whole(tmp_path):
@@ -126,7 +126,7 @@ BY_ITSELF = "\n\nScaled.forward = lambda self, ids: self.weight[ids] * self.scal
 def test_a_class_that_computes_by_itself_is_followed(source, tmp_path):
     """Nothing in it looks up whether a token is in this rank's part of the vocabulary."""
     text = refused(tmp_path, source, SCHEDULE + '    split(s["{table,other}"])\n', "SR104")
-    assert "gather the value before" in text and "self.weight[ids] * self.scale" in text
+    assert "gather the value first" in text and "self.weight[ids] * self.scale" in text
 
 
 OWN = """\
@@ -193,8 +193,8 @@ def schedule(s):
 @pytest.mark.parametrize(
     ("computed", "words"),
     [
-        ("super().forward(ids).softmax(-1)", "`softmax` runs over an axis"),
-        ("super().forward(ids) + self.bias", "`add` joins a part of shape"),
+        ("super().forward(ids).softmax(-1)", "`softmax` needs the whole axis"),
+        ("super().forward(ids) + self.bias", "`add` combines a part of shape"),
         ("super().forward(ids).relu()", None),
     ],
 )

@@ -89,9 +89,12 @@ def test_syncs_that_add_everything_up_once(syncs, tmp_path):
         ("    down" + FORWARD, "nothing adds it up"),
         ("    up" + BACKWARD, "`block.mlp.down` gives a partial sum"),
         ("    up" + BACKWARD + "    mlp" + BACKWARD + "    down" + FORWARD, "ranks twice"),
-        ('    s["block"]' + BACKWARD + "    down" + FORWARD, "count it once for each rank"),
+        ('    s["block"]' + BACKWARD + "    down" + FORWARD, "count that once for each rank"),
         ("    up" + BACKWARD + '    s["block"]' + FORWARD, "gives a partial sum"),
-        ("    up" + BACKWARD + "    down" + FORWARD + "    mlp" + FORWARD, "every rank has whole"),
+        (
+            "    up" + BACKWARD + "    down" + FORWARD + "    mlp" + FORWARD,
+            "equal values of the ranks",
+        ),
     ],
 )
 def test_syncs_that_do_not(syncs, words, tmp_path):
@@ -123,7 +126,7 @@ def test_an_operation_over_the_split_axis_is_refused(operation, tmp_path):
     )
     syncs = "    up" + BACKWARD + "    down" + FORWARD
     text = refused(tmp_path, source, SCHEDULE + syncs, "SR104")
-    assert "runs over an axis of which a rank has only its part" in text
+    assert "needs the whole axis, but each rank has only a part" in text
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_the_gradient_of_a_parameter_is_summed_wherever_it_is_read(held, read, t
         "torch.relu(self.up(x))", f"torch.relu(self.up(x)) * self.g + {read}"
     )
     text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
-    assert "`block.mlp.g` is used on parts" in text and "could not be changed" in text
+    assert "`block.mlp.g` is used on parts" in text and "cannot be changed" in text
 
 
 def test_the_gradient_of_a_parameter_that_a_property_reads_is_summed_once(tmp_path):
@@ -194,7 +197,7 @@ def test_a_parameter_of_the_model_itself_is_used_on_parts_or_on_whole_values(tmp
     )
     schedule = SCHEDULE.replace("outputs.square", "outputs[0].square")
     text = refused(tmp_path, source, schedule + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
-    assert "is made of a parameter of `s` that is used on parts elsewhere" in text
+    assert "is computed from a parameter of `s` that is used on parts elsewhere" in text
     assert 'up.shard(["weight", "bias"], axis=0)' in text, "where it becomes parts"
 
 
@@ -204,7 +207,7 @@ def test_a_split_axis_is_not_repeated(repeated, tmp_path):
         "torch.relu(self.up(x))", f"torch.relu(self.up(x)).{repeated}[:, : 4 * x.size(-1)]"
     )
     text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
-    assert "this repeats what a rank has, where the whole would be repeated" in text
+    assert "this repeats a rank's part, where the whole value would be repeated" in text
 
 
 def test_a_buffer_of_the_state_is_not_left_a_part(tmp_path):
@@ -217,7 +220,7 @@ def test_a_buffer_of_the_state_is_not_left_a_part(tmp_path):
     )
     text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
     assert (
-        "leaves a part of shape [16] in the buffer `block.mlp.mean`, which has shape [32]" in text
+        "writes a part of shape [16] into the buffer `block.mlp.mean`, which has shape [32]" in text
     )
 
 
@@ -271,7 +274,7 @@ def test_a_part_is_not_joined_with_a_whole_value(tmp_path):
     source = TWO.replace("self.gate(x)]", "self.gate(x.detach())]").replace("FLAT", "")
     schedule = BOTH.replace("{up,gate}", "up") + '    down.shard("weight", axis=1)\n'
     text = refused(tmp_path, source, schedule, "SR104")
-    assert "lines up a rank's part with a value that it has whole" in text
+    assert "concatenates a rank's part with a whole value" in text
 
 
 @pytest.mark.parametrize("kept", ["self.mask = mask", "self.masks[t] = mask"])
@@ -493,7 +496,7 @@ def test_a_layer_that_does_what_the_others_do_not_is_followed(own, added, call, 
     source = STACK.replace("ADDED", added).replace("CALL", call).replace("OWN", own)
     schedule = SCHEDULE.replace("block.mlp", "blocks.*") + "    s.infer_sync()\n"
     text = refused(tmp_path, source, schedule, "SR104")
-    assert "joins a part of shape" in text
+    assert "combines a part of shape" in text
 
 
 DEEP = """\
@@ -548,18 +551,18 @@ class Model(nn.Module):
 
 def test_a_way_that_only_later_steps_take_is_told(tmp_path):
     (warning,) = rewritten(tmp_path, COUNTING, SPLITTING + "    split(s)\n").warnings
-    assert "`self.steps > 100 and self.training` decides which way" in warning
+    assert "`self.steps > 100 and self.training` decides which branch" in warning
 
 
 @pytest.mark.parametrize(
     ("before", "test", "why"),
     [
-        ("", "x.is_cuda", "what it runs on, and only float32 without a GPU"),
-        ("", "x.device.type == 'mps'", "what it runs on"),
-        ("", "torch.cuda.is_available() and x.device.type == 'cuda'", "what it runs on"),
-        ("fast = h.dtype == torch.bfloat16\n        ", "fast", "what it runs on"),
-        ("", "torch.compiler.is_compiling()", "what it runs on"),
-        ("b, t = x.shape\n        ", "t > 512", "sizes, and only those of inputs(model)"),
+        ("", "x.is_cuda", "device or dtype, and only float32 without a GPU"),
+        ("", "x.device.type == 'mps'", "device or dtype"),
+        ("", "torch.cuda.is_available() and x.device.type == 'cuda'", "device or dtype"),
+        ("fast = h.dtype == torch.bfloat16\n        ", "fast", "device or dtype"),
+        ("", "torch.compiler.is_compiling()", "device or dtype"),
+        ("b, t = x.shape\n        ", "t > 512", "sizes, and only the sizes of inputs(model)"),
     ],
 )
 def test_a_way_that_is_taken_elsewhere_is_told(before, test, why, tmp_path):
@@ -567,14 +570,14 @@ def test_a_way_that_is_taken_elsewhere_is_told(before, test, why, tmp_path):
     (warning,) = rewritten(
         tmp_path, source.replace("if ", f"{before}if ", 1), SPLITTING + "    split(s)\n"
     ).warnings
-    assert f"`{test}` decides which way `forward` goes, by {why}" in warning
+    assert f"`{test}` decides which branch `forward` takes, by {why}" in warning
 
 
 def test_other_numbers_are_told_with_what_was_not_followed(tmp_path):
     """On the meta device, where the model is followed, it goes another way than anywhere else."""
     source = COUNTING.replace("self.steps > 100 and self.training", "not h.is_meta")
     text = refused(tmp_path, source, SPLITTING + "    split(s)\n", "SR106")
-    assert "not followed: `not h.is_meta` decides which way `forward` goes" in text
+    assert "not followed: `not h.is_meta` decides which branch `forward` takes" in text
 
 
 def test_what_only_raises_decides_nothing(tmp_path):

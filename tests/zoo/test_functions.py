@@ -94,15 +94,15 @@ WRONG = {
     # What is not read: other code, torch's own gradients, random numbers, changes in place.
     source(
         "ctx.f = f; return f(h)", "return g, None", "Act.apply(h, torch.relu)", "h, f"
-    ): "more than tensors and constants",
+    ): "not only tensors and constants",
     source(
         f"{KEEP}; return h.relu()",
         "h = ctx.saved_tensors[0].detach().requires_grad_(); t = torch.enable_grad(); "
         "t.__enter__(); y = h.relu(); t.__exit__(None, None, None); "
         "return torch.autograd.grad(y, h, g)[0]",
-    ): "differentiates by torch",
+    ): "calls autograd",
     source("return h * 1.0", "return g + 0.1 * torch.randn_like(g)"): "random numbers",
-    source("ctx.mark_dirty(h); return h.mul_(2.0)", "return 2.0 * g"): "changes what it is given",
+    source("ctx.mark_dirty(h); return h.mul_(2.0)", "return 2.0 * g"): "changes its inputs",
 }
 
 
@@ -123,7 +123,7 @@ def test_numbers(cases, world):
 @pytest.mark.parametrize(("text", "why"), WRONG.items())
 def test_what_is_not_right_on_a_part_is_refused(tmp_path, text, why):
     said = refused(tmp_path, text, STATED, "SR104")
-    assert "`Act` works on a part, and it is not known that its own `backward` is right" in said
+    assert "`Act` works on a part, and its `backward` is not known to be right" in said
     assert why in said
 
 

@@ -196,7 +196,7 @@ def test_a_norm_whose_weight_stays_whole_says_what_to_split(tmp_path):
 )
 def test_other_statistics_of_parts_are_refused(rms, tmp_path):
     text = refused(tmp_path, source(rms), SCHEDULE + NORMS, "SR104")
-    assert "runs over an axis of which a rank has only its part" in text and rms in text
+    assert "needs the whole axis, but each rank has only a part" in text and rms in text
 
 
 def test_a_mean_that_leaves_the_norm_is_refused(tmp_path):
@@ -205,4 +205,4 @@ def test_a_mean_that_leaves_the_norm_is_refused(tmp_path):
     text = source().replace("\nclass LayerNorm", method)
     text = text.replace("return self.out(", "return self.q_norm.level(self.q(x)) + self.out(")
     text = refused(tmp_path, text, SCHEDULE + NORMS, "SR104")
-    assert "stands inside `q_norm`" in text or "inside `q_norm`, whose gradient" in text
+    assert "is computed inside `q_norm`" in text or "inside `q_norm`, whose gradient" in text

@@ -138,7 +138,7 @@ def test_the_small_twin_tells_what_follows(listed, tmp_path):
     ("missing", "words"),
     [
         ("reduced", "`layers.0.experts.e0.down` gives a partial sum"),
-        ("covered", "the value's gradient is a summand on each rank"),
+        ("covered", "the value's gradient is a partial sum on each rank"),
     ],
 )
 def test_a_missing_sync_is_refused(missing, words, tmp_path):
@@ -159,7 +159,7 @@ def test_a_path_is_the_models_own(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("layers=2, experts=3", "layers=1", "no element that is like `layers.5`"),
+        ("layers=2, experts=3", "layers=1", "no element like `layers.5`"),
         ("m.Model(layers=2, experts=3)", "m.Layer(16, 4, 3)", "is a Model in the model and a"),
         ("torch.manual_seed(3)", "raise ValueError('none')", "ValueError: none"),
         ("parts=3", "parts=[16, 16, 16]", ""),
@@ -204,7 +204,7 @@ QUERIES = SOURCE[:START] + SHARED + SOURCE[END:]
     [
         # As many queries as keys there, and four times as many here.
         ("num_heads=2", "3", "does not tell that these are the model's own"),
-        ("num_heads=2", "[16, 4, 4]", "is taken apart in pieces of [16, 16, 16] here"),
+        ("num_heads=2", "[16, 4, 4]", "is cut into pieces of [16, 16, 16] here"),
         ("num_heads=8", "[16, 4, 4]", ""),
     ],
 )
