@@ -503,7 +503,7 @@ class Model(nn.Module):
 def test_a_copy_is_advised_where_one_helps(run: Run):
     (run.folder / "net.py").write_text(LIBRARY)
     text = run('s["one.linear1"].checkpoint()')
-    assert "copy class `TransformerEncoderLayer` into net.py, and make of the copy" in text
+    assert "copy class `TransformerEncoderLayer` into net.py, and use the copy" in text
     text = run('s["many.layers"][:1].checkpoint()')
     assert "copy class" not in text and "let net.py make it" in text
 

@@ -40,8 +40,8 @@ class AddBias(Change):
         """Replaces every call by the product and the sum."""
         why = f"the bias of `{place.path}` is added separately"
         hint = (
-            "decompose no layer that is called through a container or a loop, or of which an "
-            "earlier line has made something else, a fused function say"
+            "do not decompose a layer that is called through a container or a loop, or that an "
+            "earlier line has replaced, by a fused function for example"
         )
         for node in calls(text, place, self, "the sum", hint):
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
@@ -89,8 +89,7 @@ def place_decomposed(to: Placement, node: Node, layer: Layer | None) -> None:
     if hooks or wraps or around is None:
         others = [*hooks, *wraps, *state.causes()]
         raise errors.Unsupported(
-            f"{node.shown} cannot be decomposed: what else is asked of it needs the layer "
-            "to be called",
+            f"{node.shown} cannot be decomposed: another request needs a call of the layer",
             at=cause.at,
             cause=others,
             hint="a layer split over its inputs is decomposed with fwd_post all_reduce, one "

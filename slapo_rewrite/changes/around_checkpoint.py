@@ -50,8 +50,8 @@ def check_transformed(
             for call, name in transforms(file, function):
                 if _may_take(call, inner):
                     raise errors.Unsupported(
-                        f"`{name}` may call {node.shown}: what it changes is no longer so "
-                        "in the backward pass, where that is computed again",
+                        f"`{name}` may call {node.shown}: its changes no longer hold when the "
+                        "backward pass recomputes that",
                         at=file.at(call),
                         cause=cause,
                         hint="checkpoint modules that it does not call",
@@ -81,21 +81,21 @@ def _refuse_set(
                 ast.Attribute(value=owner, ctx=ast.Store() | ast.Del())
                 | ast.Subscript(value=owner, ctx=ast.Store() | ast.Del())
             ):
-                words = "is set while the model runs, and may be another"
+                words = "is set while the model runs, and may have another value"
             case (
                 ast.Call(func=ast.Attribute(value=owner, attr=name))
                 | ast.Call(func=ast.Name(id=name), args=[owner, *_])
             ) if _is_changing(files, node, name):
-                words = "changes what may be other"
+                words = "changes state that may differ"
             case _:
                 continue
         if any(_leads_to(relative, path) for path in paths_of(owner, function)):
-            words = f"`{ast.unparse(each)}` {words} by the backward pass, where {node.shown} is "
+            words = f"`{ast.unparse(each)}` {words} when the backward pass computes {node.shown} "
             raise errors.Unsupported(
-                f"{words}computed again",
+                f"{words}again",
                 at=file.at(each),
                 cause=cause,
-                hint="hand it to the module as an argument, or checkpoint modules beside it",
+                hint="pass it to the module as an argument, or checkpoint other modules",
             )
 
 
@@ -263,11 +263,11 @@ def check_unchanged(
     """Raises if a function changes a value after passing it to checkpointed code."""
     if found := follow.changed_later(function):
         raise errors.Unsupported(
-            f"`{function.name}` {found.words} after {what} was given it, which is computed again "
-            "in the backward pass, of what it holds by then",
+            f"`{function.name}` {found.words} after passing it to {what}, which the backward pass "
+            "recomputes from the changed value",
             at=file.at(found.node),
             cause=causes,
-            hint="change a copy of it, or checkpoint modules beside it",
+            hint="change a copy of it, or checkpoint other modules",
         )
 
 

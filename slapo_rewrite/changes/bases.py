@@ -37,8 +37,8 @@ class DeriveFrom(Change):
         made = next((c for c in calls if is_call_of_super(c, "__init__")), None)
         if base is None or (layer.keywords and (constructor is None or made is None)):
             raise errors.UnfollowableConstruction(
-                f"`{text.class_name}` does not name `{self.original}` as its base and call its "
-                "constructor by `super()`",
+                f"`{text.class_name}` does not name `{self.original}` as its base, or does not "
+                "call its constructor by `super()`",
                 at=file.at(node),
                 cause=text.causes,
             )

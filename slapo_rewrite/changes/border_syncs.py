@@ -105,7 +105,7 @@ class SyncOutput(Change):
                 found = arguments_by(value, first).get(first)
         if found is None or isinstance(found, ast.Starred):
             raise errors.Unsupported(
-                f"`{text.class_name}.forward` returns its first tensor inside of something that "
+                f"`{text.class_name}.forward` returns its first tensor inside of an object that "
                 "is not written out here",
                 **text.where(value),
                 hint="return a tuple or a call that names the tensor, or put the sync on a module "
@@ -138,7 +138,7 @@ class SyncCall(Change):
         found = arguments_by(call, name).get(name)
         if found is None:
             raise errors.Unsupported(
-                "this call does not name the argument that the collective is for",
+                "this call does not name the argument of the collective",
                 **text.where(call),
                 hint="put the sync on a module around it",
             )
@@ -196,10 +196,9 @@ def calls(text: ClassText, place: AtCalls, change: Change, what: str, hint: str)
         other = next((p for p in paths if text.wanted.get(replace(place, path=p)) != change), None)
         if other is not None:
             raise errors.Unsupported(
-                f"this is a call of `{place.path}` and of `{other}` in turn, and only one of them "
-                "is to be changed",
+                f"this calls both `{place.path}` and `{other}`, and only one of them has to change",
                 **text.where(call),
-                hint=f"schedule both alike, or give `{place.path}` a call of its own",
+                hint=f"schedule both alike, or write a separate call of `{place.path}`",
             )
     return [call for call, paths in found if paths[0] == place.path]
 
@@ -250,8 +249,8 @@ def _place_side(
         home.changes.add(node.path, AtForward(side, of or ""), what, causes)
     elif of is not None:
         raise errors.Unsupported(
-            f"`{of}` of {node.shown} can only be synchronised where `forward` begins, and "
-            "that is not written in a file that is rewritten",
+            f"`{of}` of {node.shown} can only be synchronised at the beginning of `forward`, "
+            "which is in no file that is rewritten",
             at=causes[0].at,
             hint="put the sync on a module around it that takes the value as an argument",
         )

@@ -36,10 +36,9 @@ def updates_buffers(files: OutputFiles, node: Node, kept: SavePolicy, cause: Dir
     updates = any(_updates_own(files, each) for each in node.walk())
     if updates and kept is not None:
         raise errors.Unsupported(
-            f"{node.shown} updates buffers as it runs, which `save` cannot keep from "
-            "happening twice",
+            f"{node.shown} updates buffers as it runs, and with `save` they would be updated twice",
             at=cause.at,
-            hint="take `save` out: without it they are updated once",
+            hint="remove `save`: without it they are updated once",
         )
     return updates
 
@@ -58,7 +57,7 @@ def _check_hooks(node: Node, cause: Directive) -> None:
             raise errors.Unsupported(
                 f"`{node.path}.{path}` has a hook, which would run twice",
                 at=cause.at,
-                hint="checkpoint modules beside it, or do in a `forward` what the hook does",
+                hint="checkpoint other modules, or move the hook's code into a `forward`",
             )
 
 
@@ -71,9 +70,9 @@ def _check_kept(node: Node, cause: Directive) -> None:
     for path, module in node.live.named_modules(prefix=node.path):
         if type(module).__module__ == "torch.nn.modules.rnn":
             raise errors.Unsupported(
-                f"`{path}` writes over results that `save` would keep",
+                f"`{path}` overwrites results that `save` would keep",
                 at=cause.at,
-                hint="take `save` out, or checkpoint modules beside it",
+                hint="remove `save`, or checkpoint other modules",
             )
 
 

@@ -57,7 +57,7 @@ def carried_over(
                 if is_method and not any(n in SWITCHING or is_in_place(n) for n in called):
                     continue  # a call of the model's own method, which is checked itself
                 if is_method and not called.isdisjoint(SWITCHING):
-                    words = f"switches the mode of `{shown}` and of what is inside"
+                    words = f"switches the mode of `{shown}` and of its submodules"
                     return Obstacle(statement, words, "checkpoint modules inside this one")
                 words = f"changes `{shown}` in place, and would do so twice"
                 return Obstacle(statement, words, "change a copy of it")
@@ -71,7 +71,7 @@ def carried_over(
                 and not _is_set_first(method, name, others)
                 and not _is_kept(own, method, statement)
             ):
-                words = f"sets `{shown}`, which may be read as it was left the first time"
+                words = f"sets `{shown}`, so the second computation may read the value of the first"
                 return Obstacle(statement, words, "hand it on as an argument")
     return None
 
@@ -99,11 +99,11 @@ def check_held(
         at = next(read, None)
         if last not in shown and (at is not None or place in dict(node.live.named_modules())):
             raise errors.Unsupported(
-                f"{node.shown} reads `{joined_path(place, name)}`, which changes as the model runs "
-                "and is another by the backward pass, where that is computed again",
+                f"{node.shown} reads `{joined_path(place, name)}`, which changes as the model "
+                "runs, and has another value when the backward pass recomputes the module",
                 at=at or cause.at,
                 cause=cause,
-                hint="hand it on as an argument, or checkpoint modules that do not read it",
+                hint="pass it as an argument, or checkpoint modules that do not read it",
             )
 
 

@@ -71,12 +71,12 @@ class ChangeSet:
             raise
         if site.file is not self.file:
             raise errors.UnfollowableConstruction(
-                f"{node.shown} is made in another file, {site.file.display}",
+                f"{node.shown} is constructed in another file, {site.file.display}",
                 at=site.file.at(site.value),
                 cause=causes,
                 hint=own_copy(site.class_name, self.file)
                 if stands_in_its_class(site)
-                else f"let {self.file.path.name} make it: a call of its class for each",
+                else f"construct it in {self.file.path.name}: a call of its class for each",
             )
         return self.note(site, node), holder_of(site, node)[0]
 
@@ -165,7 +165,8 @@ class ChangeSet:
         if called is not None and called is not getattr(site.callee, "value", None):
             return
         raise errors.UnfollowableConstruction(
-            f"{node.shown} is a {node.cls.__name__}, but is not made by a call of that class here",
+            f"{node.shown} is a {node.cls.__name__}, but is not constructed by a call of that "
+            "class here",
             at=self.file.at(site.value),
             cause=causes,
             hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",
@@ -193,10 +194,10 @@ class ChangeSet:
         if self.names_class(site, node):
             return
         raise errors.UnfollowableConstruction(
-            f"{node.shown} may be of another class: what is called here is not that class itself",
+            f"{node.shown} may be of another class: this call does not name the class itself",
             at=self.file.at(site.value),
             cause=causes,
-            hint="call the class by its name, or a variable that holds it and nothing else",
+            hint="call the class by its name, or through a variable that holds only this class",
         )
 
     def names_class(self, site: Site, node: Node) -> bool:
@@ -273,7 +274,7 @@ def _is_list(node: Node, site: Site) -> bool:
 
 def own_copy(name: str, into: SourceFile) -> str:
     """The hint where a class of another file would have to change."""
-    return f"copy class `{name}` into {into.path.name}, and make of the copy what is made of it now"
+    return f"copy class `{name}` into {into.path.name}, and use the copy there"
 
 
 def stands_in_its_class(site: Site) -> bool:

@@ -66,7 +66,7 @@ class ClassText:
         found = self.method("forward")
         if found is None:
             raise errors.Unsupported(
-                f"`{self.class_name}` has no `forward` of its own to put the collective in",
+                f"`{self.class_name}` defines no `forward` for the collective",
                 at=self.at_class(),
                 cause=self.causes,
                 hint="put the sync on a module inside or around it",

@@ -126,7 +126,7 @@ class ClassWriter:
                 continue
             if method is not self.classes.method(class_name, method.name):
                 raise errors.UnfollowableConstruction(
-                    f"some instances of `{class_name}` differ in a method that it calls by "
+                    f"some instances of `{class_name}` differ in a method that is called by "
                     "`super()`",
                     at=self.file.at(next(iter(inside))),
                     hint="schedule all instances alike",
@@ -219,10 +219,10 @@ class ClassWriter:
         for _, node in self.file.around(statement, constructor):
             if isinstance(node, (ast.For, ast.While, ast.With, ast.Try)):
                 raise errors.UnfollowableConstruction(
-                    f"some instances of `{class_name}` differ in what is made here, inside a "
-                    f"`{type(node).__name__.lower()}`",
+                    f"some instances of `{class_name}` differ in the modules constructed here, "
+                    f"inside a `{type(node).__name__.lower()}`",
                     at=self.file.at(statement),
-                    hint="schedule all instances alike, or make these modules outside of it",
+                    hint="schedule all instances alike, or construct these modules outside of it",
                 )
 
     def _locals(
@@ -243,7 +243,7 @@ class ClassWriter:
                 found = bound or name in known or name in bound_in(statement)
                 if late or not found or not all(map(_only_binds, bound)):
                     raise errors.UnfollowableConstruction(
-                        f"what is made here depends on the local variable `{name}`",
+                        f"the modules constructed here depend on the local variable `{name}`",
                         at=self.file.at(statement),
                         hint=f"keep `{name}` in an attribute of the module",
                     )

@@ -112,7 +112,7 @@ class Construction(Change):
         """Raises `UnfollowableConstruction` unless the site is a call that names its class."""
         if site.kind in ("alias", "factory") or not isinstance(site.call, ast.Call):
             raise errors.UnfollowableConstruction(
-                f"`{site.path}` is not made by a call that names its class",
+                f"`{site.path}` is not constructed by a call that names its class",
                 **text.where(site.value),
                 hint=hint or "write the construction out: self.name = Class(...)",
             )
@@ -269,8 +269,8 @@ class UseSubclass(Construction):
         unknown = site.partial is None and not self.given
         if unknown and any(isinstance(s.value, ast.Call) for s in assigned(site)):
             raise errors.UnfollowableConstruction(
-                f"elements of `{site.path}` differ, and what is called here is not "
-                f"`{self.original}` itself",
+                f"elements of `{site.path}` differ, and this call does not name `{self.original}` "
+                "itself",
                 **text.where(site.value),
                 hint=f"write the construction out: {self.original}(...)",
             )
@@ -362,10 +362,10 @@ def unknown_unit(unit: Unit, site: Site, causes: Causes) -> errors.RewriteError:
     """The error for a layer whose unit has no expression at its construction site."""
     return errors.UnfollowableConstruction(
         f"`{site.path}` must be split in multiples of `{unit.text}`, which "
-        f"`{site.function.name}`, which makes it, does not know",
+        f"`{site.function.name}`, where it is constructed, does not know",
         at=site.file.at(site.value),
         cause=causes,
-        hint=f"make `self.{site.path}` in the constructor itself",
+        hint=f"construct `self.{site.path}` in the constructor itself",
     )
 
 
@@ -484,9 +484,9 @@ def _counter(site: Site, text: ClassText, level: int) -> str:
     if loop and visible and loop.index and loop.index != "_":
         return loop.index
     refusal = errors.UnfollowableConstruction(
-        f"elements of `{site.path}` differ, and nothing counts them where they are made",
+        f"elements of `{site.path}` differ, and nothing counts them where they are constructed",
         **text.where(site.value),
-        hint="make them in the order in which the list holds them, from the first one on"
+        hint="construct them in the order of the list, from the first one on"
         if loop is not None and (loop.counter or isinstance(loop.node, ast.comprehension))
         else "number them in the source: for i, ... in enumerate(...)",
     )
@@ -538,9 +538,9 @@ def _deciding(
         if all(len(each) == 1 for each in kinds.values()):
             return level
     raise errors.UnfollowableConstruction(
-        f"elements of `{site.path}` differ in a way that no single loop around this tells",
+        f"elements of `{site.path}` differ in a way that no single loop around this expresses",
         **text.where(site.value),
-        hint="treat all elements of one list alike, or make each list where it has a name",
+        hint="schedule all elements of one list alike, or construct each list where it has a name",
     )
 
 

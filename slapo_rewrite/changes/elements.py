@@ -85,7 +85,7 @@ class IndexSets:
         except _ByNumberError as reason:
             at = site.file.at(site.value)
             shown = listed(dict.fromkeys(map(str, shares)))
-            note = f"{shown} is written by the numbers of today's elements, since {reason}"
+            note = f"{shown} is written as a fixed list of element numbers, since {reason}"
             self.notes.append(errors.warning(note, at))
             return []
 
@@ -117,15 +117,15 @@ def _regions(
             for start, stop in itertools.pairwise(ends)
         ]
         if found and [r.start for r in found] != [r.start for r in own]:
-            raise _ByNumberError("what is made here is in several lists, with other shares of them")
+            raise _ByNumberError("several lists with different shares are constructed here")
         pairs = zip(own, found or own, strict=True)
         found = [Region(r.start, r.stop, r.numbers | known.numbers) for r, known in pairs]
     if apart and not (found and all(region.numbers for region in found)):
-        raise _ByNumberError("the first element, which is another, is all that is in a share")
+        raise _ByNumberError("a share holds only the first element, which differs")
     if any(not any(region.numbers <= group for group in groups) for region in found):
         several = len({each.length for each in lists}) > 1
         raise _ByNumberError(
-            "lists of several lengths are made here"
+            "lists of several lengths are constructed here"
             if several
             else "its elements differ in more than shares"
         )
@@ -157,7 +157,7 @@ def _ends(each: ElementList, causes: Causes, made: set[int]) -> list[Fraction]:
         elif numbers != made:
             raise _ByNumberError("its elements are selected by number or name as well")
     if not all(_elements(each, a, b) for a, b in itertools.pairwise(sorted(ends))):
-        raise _ByNumberError(f"shares that differ are the same of {each.length} elements")
+        raise _ByNumberError(f"different shares select the same of {each.length} elements")
     return sorted(ends)
 
 

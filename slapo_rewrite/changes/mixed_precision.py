@@ -110,10 +110,10 @@ class CastOperand(Change):
             text.replace(value, make, why)
             return
         raise errors.Unsupported(
-            "what is to be cast here cannot be told apart from what is beside it",
+            "the value to cast here cannot be told apart from its neighbours",
             **text.where(place),
-            hint="write it as a call with its arguments one by one, or as `a @ b`; or have the "
-            "module that is called stay in float32, by `keep`",
+            hint="write a call with separate arguments, or `a @ b`; or keep the called module in "
+            "float32 with `keep`",
         )
 
 
@@ -165,8 +165,8 @@ def place_half_layer(to: Placement, node: Node, dtype: str, causes: Causes) -> N
         summing = SUMMING.get(base) and half_layer(SUMMING[base], dtype)
         if summing is None:
             raise errors.Unsupported(
-                f"{node.shown} works on parts, so that its gradients have to be added up, and no "
-                "layer does that and casts as well",
+                f"{node.shown} works on parts, so its gradients have to be added up, and no layer "
+                "both does that and casts",
                 at=causes[0].at if causes else None,
                 hint=f'keep it in float32: .autocast(keep=["{with_wildcards(node.path)}"])',
             )

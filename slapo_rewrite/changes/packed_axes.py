@@ -252,12 +252,12 @@ def place_blocks(
     if found is not None and to.followed.is_of_small and not is_told:
         blocks = described(_sizes(shard, full))
         raise errors.UnfollowableSize(
-            f"`{node.path}` fits {blocks} in the small model that verification runs, and what "
-            "takes it apart does not tell that these are the model's own",
+            f"`{node.path}` fits {blocks} in the small model that verification runs, and the code "
+            "that splits it does not show that the model has the same blocks",
             at=next((to.files.span(place) for place, _ in cuts), None),
             cause=shard.cause,
-            hint="build a small one in `verify_model` whose sizes are in the model's own ratios, "
-            "and give `parts` the sizes of the blocks",
+            hint="build a small model in `verify_model` with the same ratios of sizes, and give "
+            "`parts` the sizes of the blocks",
         )
     return found
 

@@ -87,10 +87,10 @@ class Annotate(Requested):
     def _check_own(self, site: Site, text: ClassText, wanted: _Wanted) -> None:
         if site.loops or not isinstance(site.statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
             raise errors.UnfollowableConstruction(
-                f"`{site.path}` is not made by a statement of its own",
+                f"`{site.path}` is not created by a separate statement",
                 at=text.file.at(site.value),
                 cause=wanted.causes,
-                hint="make it in `__init__`: `self.name = nn.Parameter(...)`",
+                hint="create it in `__init__`: `self.name = nn.Parameter(...)`",
             )
 
     def _elements(self, site: Site, text: ClassText, by_index: dict[str, _Wanted]) -> None:
@@ -98,10 +98,10 @@ class Annotate(Requested):
         before, _, after = site.path.partition(".*")
         if "*" in before + after or not all(index.isdecimal() for index in by_index):
             raise errors.UnfollowableConstruction(
-                f"`{site.path}` is made in loops: a single element cannot be named there",
+                f"`{site.path}` is constructed in loops: a single element cannot be named there",
                 at=text.file.at(site.value),
                 cause=merged_causes(*(w.causes for w in by_index.values())),
-                hint="make it in a class of its own, or in a single list",
+                hint="construct it in a separate class, or in a single list",
             )
         groups: dict[str, tuple[_Wanted, list[int]]] = {}
         for index, wanted in by_index.items():

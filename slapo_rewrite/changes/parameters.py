@@ -39,9 +39,10 @@ class BehindParameter(Change):
         if isinstance(place, AtSite):
             if site.loops:
                 raise errors.UnfollowableConstruction(
-                    f"`{site.path}` is made in a loop: its `{self.name}` cannot be named there",
+                    f"`{site.path}` is constructed in a loop: its `{self.name}` cannot be named "
+                    "there",
                     **text.where(site.value),
-                    hint="let the constructor of a class of its own make it",
+                    hint="create it in the constructor of a separate class",
                 )
             owner = made = accessor(site.path)
         line = f'{text.helper("tensor_parallel", function)}({owner}, "{self.name}"{arguments})'
@@ -83,7 +84,7 @@ def place_shard(to: Placement, node: Node, shard: Shard) -> None:
         site, size = changes.sites[changes.site(node, (shard.cause,))[0].start], None
     elif site.file is not to.files.of_file(site.file).file:
         raise errors.UnfollowableConstruction(
-            f"`{node.path}.{shard.name}` is made in another file, {site.file.display}",
+            f"`{node.path}.{shard.name}` is created in another file, {site.file.display}",
             at=site.file.at(site.value),
             cause=shard.cause,
         )

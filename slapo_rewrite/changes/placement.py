@@ -62,8 +62,8 @@ class Placement:
                 outer, name = self.caller(other)
                 if outer.live is not caller.live or name != relative:
                     raise errors.Unsupported(
-                        f"{node.shown} is {other.shown} too, and this is written where "
-                        f"`self.{relative}` is called",
+                        f"{node.shown} is also {other.shown}, and the change goes to the calls of "
+                        f"`self.{relative}` only",
                         at=self.states[node.path].causes()[0].at,
                         hint="put it on a module around the calls, or call the module by one name",
                     )
@@ -103,10 +103,10 @@ class Placement:
         home = self.files.computing(node.cls)
         if home is None:
             raise errors.Unsupported(
-                f"{node.shown} is a {node.cls.__module__}.{node.cls.__qualname__}: it has "
-                "no `forward` that could be rewritten, to take a part of",
+                f"{node.shown} is a {node.cls.__module__}.{node.cls.__qualname__}: it has no "
+                "`forward` that can be rewritten in part",
                 at=cause.at,
-                hint="write each of its methods once, under no condition"
+                hint="define each of its methods once, unconditionally"
                 if node.cls.__module__ == self.files.main.file.name
                 else own_copy(node.cls.__name__, self.files.main.file),
             )
@@ -130,9 +130,9 @@ class Placement:
                 return
         if node.owner is None:
             raise errors.Unsupported(
-                f"`{name}` of the model itself is made in another file",
+                f"`{name}` of the model itself is created in another file",
                 at=cause.at,
-                hint=f"copy the class that makes it into {self.files.main.file.path.name}",
+                hint=f"copy the class that creates it into {self.files.main.file.path.name}",
             )
         changes = self.files.making(node).changes
         at, owner = changes.site(node, (cause,))
@@ -182,9 +182,9 @@ def find_subgraph(
     if len(found) > 1:
         first, second = found[:2]
         raise errors.Unsupported(
-            f"the calls stand in several methods of `{class_name}`",
+            f"the calls are in several methods of `{class_name}`",
             at=cause.at,
             also=[file.at(first.calls[0]), file.at(second.calls[0])],
-            hint=f"name those of `{first.method.name}` or those of `{second.method.name}`",
+            hint=f"name only those of `{first.method.name}` or those of `{second.method.name}`",
         )
     return found[0]

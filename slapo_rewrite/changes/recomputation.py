@@ -101,9 +101,9 @@ def check_recomputed(
     """Raises if a module's `forward` changes its arguments, except for those left out."""
     if getattr(node.live, "inplace", False) is True:
         raise errors.Unsupported(
-            f"{node.shown} changes its input in place, and would do so twice",
+            f"{node.shown} changes its input in place, and would change it twice",
             at=cause.at,
-            hint="take `inplace` out, or checkpoint a module around it",
+            hint="remove `inplace`, or checkpoint a module around it",
         )
     home = files.of(node.cls)
     forward = forward_of(files, node)
@@ -133,8 +133,8 @@ def check_repeats(files: OutputFiles, nodes: Iterable[Node], cause: Directive) -
             _refuse(file, method, varying(file, [method]), cause)
             for call, name in transforms(file, method):
                 if name.startswith("torch.func.") and name.rpartition(".")[2] in REVERSE:
-                    words = f"calls `{name}`, which torch does not allow where values are kept so"
-                    hint = "checkpoint modules that do not differentiate themselves"
+                    words = f"calls `{name}`, which torch does not allow in selective checkpointing"
+                    hint = "checkpoint modules that do not call autograd"
                     _refuse(file, method, Obstacle(call, words, hint), cause)
 
 

@@ -82,10 +82,10 @@ class ReducedGradients:
         also = [c.at for c in causes[:1] if c.at]
         if place is None or not self.files.holds(place.filename):
             raise errors.Unsupported(
-                f"{what} is used on parts, so its gradients have to be added up, and is read in a "
-                "file that is not rewritten",
+                f"{what} is used on parts, so its gradients have to be added up, but this file, "
+                "where it is read, is not rewritten",
                 at=also[0] if also else None,
-                hint="call the module that it belongs to, or gather what it is used on",
+                hint="call the module that it belongs to, or gather the values that it is used on",
             )
         home, end = self.files.at(place), place.at[2:]
         at = self.files.span(place)
@@ -98,7 +98,7 @@ class ReducedGradients:
         if reader is None or all(end_position(n) != end for n in values):
             raise errors.Unsupported(
                 f"{what} is used on parts, so its gradients have to be added up where it is read, "
-                "and this is no statement of a module's method that could be changed",
+                "but this is not a statement of a module's method",
                 at=at,
                 also=also,
                 hint=f"read `.{reading.name}` in a plain statement of a method, by this name",
@@ -110,8 +110,8 @@ class ReducedGradients:
         }
         if others := sorted(here - self.followed.shared.keys()):
             raise errors.Unsupported(
-                f"{what} is used on parts, so its gradients have to be added up, and those of "
-                f"`{'.'.join(others[0])}`, which is read here too, must not be",
+                f"{what} is used on parts, so its gradients have to be added up, but those of "
+                f"`{'.'.join(others[0])}`, also read here, must not be",
                 at=at,
                 also=also,
                 hint="read them in two places, or use both on parts",
@@ -126,10 +126,10 @@ class ReducedGradients:
         if base is node.cls:
             if node.path in self.states and self.states[node.path].replacement:
                 raise errors.Unsupported(
-                    f"{node.shown} runs on a part, and is replaced: its gradients cannot be "
-                    "added up",
+                    f"{node.shown} runs on a part, but is replaced: its gradients cannot be added "
+                    "up",
                     at=causes[0].at if causes else None,
-                    hint="sum them in the new class, or gather what goes into it",
+                    hint="add them up in the new class, or gather its input",
                 )
             self.files.making(node).changes.at_site(node, UseParallelLayer(SUMMING[base]), causes)
         elif base and home and _leaves_the_work(node.cls, home):
@@ -137,7 +137,7 @@ class ReducedGradients:
             home.changes.add(node.path, AtBase(), what, causes)
         elif home and (state := self.states.get(node.path)) and state.inlined:
             raise errors.Unsupported(
-                f"`{node.path}.{name}` is used on parts, and {node.shown} is inlined: its "
+                f"`{node.path}.{name}` is used on parts, but {node.shown} is inlined: its "
                 "gradients cannot be added up",
                 at=state.inlined.cause.at,
             )
@@ -146,8 +146,8 @@ class ReducedGradients:
         else:
             raise errors.Unsupported(
                 f"`{node.path}.{name}` is whole on every rank, but is used on parts: its "
-                f"gradients have to be added up, and `{node.cls.__qualname__}` is not a class "
-                "of this file that could be changed for that",
+                f"gradients have to be added up, but `{node.cls.__qualname__}` is no class of a "
+                "file that is rewritten",
                 at=causes[0].at if causes else None,
                 hint=own_copy(node.cls.__name__, self.files.main.file),
             )

@@ -130,7 +130,7 @@ class _Regions:
             f"two parts of `{self.class_name}.{one.calls.method.name}` overlap",
             at=other.causes[0].at,
             cause=one.causes,
-            hint="name calls that stand apart, or all of them in one part",
+            hint="name calls that do not overlap, or all of them in one part",
         )
 
     # A single call ----------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class _Regions:
             called = self.file.segment(call.func)
             if not isinstance(made, cst.Call) or code(made.func) != called:
                 raise errors.ConflictingEdits(
-                    f"the call of `{called}` is written otherwise, as `{code(made)}`",
+                    f"another change writes the call of `{called}` as `{code(made)}`",
                     at=wanted.causes[0].at,
                     cause=wanted.causes,
                     hint="checkpoint the module around it, or several calls with this one",
@@ -208,10 +208,9 @@ class _Regions:
         returned = isinstance(run[-1], ast.Return)
         if not part.outputs and not returned:
             raise errors.Unsupported(
-                f"nothing that this part of `{self.class_name}.{method.name}` computes is read "
-                "later",
+                f"no result of this part of `{self.class_name}.{method.name}` is read later",
                 **asking.where(run[0]),
-                hint="name more calls, those that use what it computes",
+                hint="name more calls: those that use its results",
             )
         stars = {a.arg: s for a, s in ((method.args.vararg, "*"), (method.args.kwarg, "**")) if a}
         inputs.sort(key=lambda n: len(stars.get(n, "")))
@@ -251,11 +250,11 @@ class _Regions:
             )
         if unsure:
             raise errors.Unsupported(
-                f"{here} cannot be a method of its own: `{unsure[0]}` is not bound on every way "
-                "through it",
+                f"{here} cannot become a method: `{unsure[0]}` is not bound on every path through "
+                "it",
                 **asking.where(run[0]),
-                hint=f"bind `{unsure[0]}` before, or name calls so that it is bound and read on "
-                "one side",
+                hint=f"bind `{unsure[0]}` before, or select calls so that the same part binds and "
+                "reads it",
             )
         for argument in (method.args.vararg, method.args.kwarg):
             if argument and argument.arg in bound_in(*run):
@@ -285,7 +284,7 @@ class _Regions:
         if part.name is not None:
             if part.name in taken:
                 raise errors.NameTaken(
-                    f"`{self.class_name}` has a `{part.name}` already",
+                    f"`{self.class_name}` already has a `{part.name}`",
                     at=wanted.causes[0].at,
                     hint="choose another name",
                 )

@@ -117,8 +117,8 @@ class ChangeArgument(Change):
                 text.put(argument, written, why)
             return
         raise errors.UnfollowableSize(
-            "an argument of this call depends on the sharded size, and cannot be told apart "
-            "from the others",
+            "an argument of this call depends on the sharded size, but cannot be told apart from "
+            "the others",
             **text.where(place),
             hint="write the sizes out one by one, or keep them in integer attributes of the module",
         )
@@ -235,7 +235,7 @@ class ParallelNormStatistic(Change):
             text.replace(node, make, why)
             return
         raise errors.UnfollowableSize(
-            "this is to be taken over all ranks, and cannot be told apart from what is beside it",
+            "this has to run over all ranks, but cannot be told apart from its neighbours",
             **text.where(place),
             hint="write it as a method of the tensor, `x.mean(-1)`",
         )
@@ -317,10 +317,13 @@ def _place_argument(
         for name in home.file.classes:
             methods = [method.name for method in home.file.methods(name)]
             if home.classes.holds(name, place.line) and len(methods) > len({*methods}):
-                where = f"`{name}`, which has a method in several ways: another than the last runs"
-                hint = "put the way that runs last in the text, or take the others out"
+                where = (
+                    f"`{name}`, which defines a method several times, and does not run the last "
+                    "definition"
+                )
+                hint = "move the definition that runs to the end, or remove the others"
         raise errors.UnfollowableSize(
-            f"this number would be a rank's share, and stands in {where}",
+            f"this number would be a rank's share, but is in {where}",
             at=to.files.span(place),
             also=also[:1],
             hint=hint,
@@ -368,11 +371,10 @@ def place_full_sizes(to: Placement, node: Node, layer: Layer) -> None:
                 continue  # the analysis has followed the share in `forward`
             if whole is None:
                 raise errors.UnfollowableSize(
-                    f"{node.shown} is split, so its `{share}` is this rank's share, and is "
-                    "read here",
+                    f"{node.shown} is split, so its `{share}`, read here, is this rank's share",
                     at=home.file.at(reading),
                     cause=causes,
-                    hint="read the size from where the layer's constructor has it",
+                    hint="read the size that the layer's constructor was given",
                 )
             at = AtNode("read", extent(reading))
             home.changes.add(above.path, at, ReadFullSize(whole), causes)

@@ -58,9 +58,9 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
     if home is None or forward is None:
         raise errors.Unsupported(
             f"{node.shown} is a {node.cls.__module__}.{node.cls.__qualname__}: it has no "
-            f"`forward` in a file that is rewritten, to have `{sync.value}` in",
+            "`forward` in a file that is rewritten",
             at=sync.cause.at,
-            hint="put the sync on a module around it, or state it without `of`",
+            hint="put the sync on a module around it, or leave out `of`",
         )
     bound = assignments(forward, sync.value)
     if (
@@ -71,10 +71,10 @@ def value_of(files: OutputFiles, node: Node, sync: Sync) -> LocalValue | None:
         lines = ", ".join(str(s.lineno) for s in bound)
         raise errors.Unsupported(
             f"`{sync.value}` is bound {f'in lines {lines}' if lines else 'by no statement'} of "
-            f"`{node.cls.__name__}.forward`: it is not one value",
+            f"`{node.cls.__name__}.forward`: it has to be one value",
             at=sync.cause.at,
             also=[home.file.at(s) for s in bound[:2]],
-            hint="name a value that a single assignment makes, on a line of its own",
+            hint="name a value that is bound by a single assignment, on a separate line",
         )
     return LocalValue(sync.value, Place(str(home.file.path), extent(bound[0])), is_bound=True)
 

@@ -86,10 +86,10 @@ class VocabParallelLoss(Change):
         is_told = third or any(k.arg == "vocab_size" for k in call.keywords)
         if self.told_of_part and not is_told:
             raise errors.Unsupported(
-                f"this loss is told the classes of a rank's part of `{accessor(self.head)}`, and "
-                "the call does not name them",
+                "this loss needs the number of classes in a rank's part of "
+                f"`{accessor(self.head)}`, but the call does not name it",
                 **text.where(call),
-                hint="write `vocab_size=` in the call, and not among what `*` or `**` unpack",
+                hint="write `vocab_size=` in the call itself, not in `*` or `**` arguments",
             )
         named = self.function or (PLAIN if is_plain else "vocab_parallel_criterion")
         name = text.helper(MODULE, named)
@@ -141,7 +141,7 @@ class _Gathers:
                 sides = [_held(side, calls) for side in (node.body, node.orelse)]
                 if any(sides) and not all(sides):
                     raise _refused(
-                        "some of the losses of these logits are left out where this does not hold",
+                        "some of the losses of these logits are skipped if this condition is false",
                         text,
                         node,
                     )
@@ -188,8 +188,8 @@ class _Gathers:
                 self.text.insert_after(stored[-1], line(), why)
             elif other and self._is_elif(other):
                 raise _refused(
-                    f"`{name}` must be gathered where this condition does not hold, but other "
-                    "conditions follow",
+                    f"`{name}` must be gathered if this condition is false, but other conditions "
+                    "follow",
                     self.text,
                     other[0],
                 )

@@ -121,8 +121,8 @@ def test_collectives_go_around_a_call_of_several_once(tmp_path):
 
 def test_of_a_call_of_several_one_alone_is_not_changed(tmp_path):
     message = refused(tmp_path, HEAD + LOOP, SCHEDULE + '    s["up"].decompose()\n', "SR305")
-    assert "this is a call of `up` and of `gate` in turn" in message
-    assert "give `up` a call of its own" in message
+    assert "this calls both `up` and `gate`" in message
+    assert "write a separate call of `up`" in message
 
 
 INLINED = """\

@@ -302,7 +302,7 @@ CASES = {
     "counted otherwise than it stands": (
         "Stack(*[Wrap(nn.Linear(8, 8)) for i in range(4) if i != 1])",
         '["{1,2}"].checkpoint()',
-        "`*` differ, and nothing counts them where they are made",
+        "`*` differ, and nothing counts them where they are constructed",
     ),
     "a variable that is another one by then": (
         "Stack(*[f() for f in [lambda: two(8, 8 * (i + 1)) for i in range(3)]])",

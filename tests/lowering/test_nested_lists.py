@@ -101,7 +101,7 @@ def test_the_loop_that_tells_them_apart_is_asked(tmp_path, loops, selected, test
 def test_what_no_loop_tells_apart_is_refused(tmp_path, loops):
     schedule = SCHEDULE + '    s["stages.1.0"].checkpoint()\n'
     text = refused(tmp_path, HEAD + LOOPS[loops] + TAIL, schedule, "SR103")
-    assert "no single loop around this tells" in text
+    assert "no single loop around this expresses" in text
 
 
 def test_an_outer_loop_that_counts_nothing_is_refused(tmp_path):
@@ -153,7 +153,7 @@ def test_elements_that_are_moved_after_they_are_counted_are_refused(tmp_path, ma
     )
     schedule = f'{other}{SCHEDULE}    s["stages.0"].{asked}\n    s["stages.2"].{asked}\n'
     text = refused(tmp_path, source, schedule, "SR103")
-    assert "nothing counts them" in text and "in the order in which the list holds them" in text
+    assert "nothing counts them" in text and "in the order of the list" in text
 
 
 def test_elements_that_are_moved_among_many_alike_are_refused(tmp_path):

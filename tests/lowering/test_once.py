@@ -128,7 +128,7 @@ def test_buffers_that_are_read_are_left_alone(tmp_path, reading):
     ("layer", "words"),
     [
         ("nn.BatchNorm1d(2 * dim)", "updates buffers as it runs"),
-        ("nn.GRU(2 * dim, 2 * dim)", "`blocks.0.norm` writes over results that `save` would keep"),
+        ("nn.GRU(2 * dim, 2 * dim)", "`blocks.0.norm` overwrites results that `save` would keep"),
     ],
 )
 def test_buffers_and_results_that_are_kept(tmp_path, layer, words):
@@ -225,7 +225,7 @@ def test_what_switches_a_mode_is_refused(tmp_path, switched, helper):
     )
     words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
     turned = "turn" if helper else "forward"
-    assert f"`{turned}` switches the mode of `{switched}` and of what is inside: " in words
+    assert f"`{turned}` switches the mode of `{switched}` and of its submodules: " in words
     assert "checkpoint modules inside this one" in words
 
 
@@ -574,7 +574,7 @@ def test_what_a_module_around_changes_of_it_is_not_checkpointed(tmp_path, change
     )
     words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
     shown = change.replace('"', "'")
-    assert f"`{shown}` changes what may be other by the backward pass" in words
+    assert f"`{shown}` changes state that may differ when the backward" in words
 
 
 def test_what_does_not_run_with_the_model_may_change_it(tmp_path):
@@ -596,7 +596,7 @@ def test_what_does_not_run_with_the_model_may_change_it(tmp_path):
     for put_on in (hook, later):
         hooked = source.replace(listed, f"{listed}{put_on}")
         words = refused(tmp_path, hooked, SCHEDULE.format(arguments=""), "SR305")
-        assert "`self.blocks[0].up.requires_grad_(False)` changes what may be other" in words
+        assert "`self.blocks[0].up.requires_grad_(False)` changes a value that may differ" in words
 
 
 @pytest.mark.parametrize("change", ["SCALE[0] += 2", "scale(2)"])
@@ -740,7 +740,7 @@ def test_what_has_to_be_given_may_not_change_later(tmp_path, old, new):
     source = GIVEN.replace(old, new)
     schedule = SCHEDULE.format(arguments="").replace("blocks.*", "stack.blocks.*")
     words = refused(tmp_path, source, schedule, "SR305")
-    assert "after `stack.blocks.0` was given it, which is computed again" in words
+    assert "after passing it to `stack.blocks.0`, which the backward pass" in words
 
 
 HELD = {

@@ -249,7 +249,7 @@ def test_a_string_of_several_lines_stays_what_it_is(tmp_path):
         ("h = self.a(x)\nx[0] = h\nreturn self.b(x)", '["a", "b"]', "SR305", "changes `x[0]`"),
         ("h = self.a(x)\nx.add_(h)\nreturn self.b(x)", '["a", "b"]', "SR305", "call `add`"),
         ("h = F.relu(x, inplace=True)\nreturn self.b(self.a(h)) + F.relu(x)",
-         r'r"F.relu|a"', "SR305", "take `inplace` out"),
+         r'r"F.relu|a"', "SR305", "remove `inplace`"),
         ("h = self.a(x)\nself.seen += 1\nreturn self.b(h)", '["a", "b"]', "SR305",
          "changes `self.seen` in place"),
         ("h = self.a(x)\nself.cache = h\nreturn self.b(h)", '["a", "b"]', "SR305",
@@ -260,7 +260,7 @@ def test_a_string_of_several_lines_stays_what_it_is(tmp_path):
          '["a", "b"]', "SR305", "leaves a loop"),
         ("h = self.a(x)\nyield h\nreturn self.b(h)", '["a", "b"]', "SR305", "suspends"),
         ("h = self.a(x)\nif flag:\n    z = self.b(h)\nif flag:\n    x = z\nreturn x",
-         '["a", "b"]', "SR305", "`z` is not bound on every way"),
+         '["a", "b"]', "SR305", "`z` is not bound on every path"),
         ("self.a(x)\nself.b(x)\nreturn x", '["a", "b"]', "SR305", "read later"),
         ("h = self.a(x)\nkwargs = {}\nh = self.b(h, **kwargs)\nreturn h", '["a", "b"]', "SR305",
          "binds `kwargs` anew"),
@@ -299,7 +299,7 @@ def test_refusals(body, part, code, words, tmp_path):
         (['b.fork_rng(["a", "b"])', 'b.checkpoint(["b", "c"])'], "SR306", "overlap"),
         (['b.checkpoint(["a"])', "b.checkpoint()"], "SR305", "checkpointed already"),
         (["b.checkpoint()", 'b.checkpoint(["a"])'], "SR305", "checkpointed already"),
-        (['b["a"].checkpoint(["a"])'], "SR305", "no `forward` that could be rewritten"),
+        (['b["a"].checkpoint(["a"])'], "SR305", "no `forward` that can be rewritten"),
         (['b.fork_rng(["d"])'], "SR202", "calls `d`"),
     ],
 )
@@ -318,4 +318,4 @@ def test_a_class_that_has_its_forward_in_two_ways_is_told_what_to_do(tmp_path):
     other = ["    else:\n", method[0], "            return x\n"]
     lines[head:end] = ["    if True:\n", *method, *other]
     said = refused(tmp_path, "".join(lines), schedule('b.checkpoint(["a"])'), "SR305")
-    assert "write each of its methods once, under no condition" in said
+    assert "define each of its methods once, unconditionally" in said

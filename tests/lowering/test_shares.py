@@ -213,11 +213,15 @@ def test_numbers_at_another_depth(tmp_path, world):
         (LIST, "blocks[:0.5].checkpoint()\nblocks[:4].fork_rng()", "by number or name as well"),
         (LIST, "blocks[:0.5].checkpoint()\nblocks['1'].fork_rng()", "by number or name as well"),
         (LIST, "blocks[:0.5].fork_rng()\nblocks[0].checkpoint()", "by number or name as well"),
-        (LIST, "blocks[:0.125].checkpoint()\nblocks[0].fork_rng()", "all that is in a share"),
+        (
+            LIST,
+            "blocks[:0.125].checkpoint()\nblocks[0].fork_rng()",
+            "a share holds only the first element",
+        ),
         (
             LIST,
             "blocks[:0.5].checkpoint()\nblocks[0.51:].fork_rng()",
-            "shares that differ are the same of 8 elements",
+            "different shares select the same of 8 elements",
         ),
         (
             "blocks = [Block(8) for _ in range(config.depth)]\n"
@@ -236,7 +240,7 @@ def test_what_is_not_known_is_written_by_number_and_said(tmp_path, init, lines, 
     output = outcome(tmp_path, init, lines)
     assert "//" not in changed_lines(output)
     (warning,) = said(output, lines)
-    assert "written by the numbers of today's elements" in warning
+    assert "written as a fixed list of element numbers" in warning
     assert reason in warning and "source_0.py:" in warning
 
 
@@ -282,7 +286,7 @@ def test_a_class_that_is_a_value_tells_which_it_is(tmp_path, init, called, lines
     output = rewritten(tmp_path, source, SCHEDULE.format(lines=lines))
     text = " ".join(output.files[output.model_file].split())
     assert f"if {called} is Block{also} else" in text
-    assert ["by the numbers of today" in each for each in output.warnings] == [True] * (
+    assert ["as a fixed list of element numbers" in each for each in output.warnings] == [True] * (
         lines == FIRST_HALF
     )
     module = imported(written(tmp_path, output))

@@ -619,7 +619,7 @@ def test_a_class_of_another_file_that_comes_in_as_a_partial(tmp_path):
 def test_a_partial_that_gives_by_place_says_another_size_where_it_is_called(tmp_path):
     source = GIVEN_LAYERS.replace("down(4 * dim, dim)", "down(dim)")
     source = source.replace("partial(nn.Linear, device=None", "partial(nn.Linear, 32")
-    assert "not made by a call" in refused(tmp_path, source, GIVEN_LAYERS_SCHEDULE, "SR103")
+    assert "not constructed by a call" in refused(tmp_path, source, GIVEN_LAYERS_SCHEDULE, "SR103")
 
 
 def test_a_partial_that_gives_what_no_split_layer_takes_is_refused(tmp_path):
@@ -928,7 +928,7 @@ def test_a_function_that_does_not_know_the_size_of_a_head(tmp_path):
         "self.q, self.k = nn.Linear(width, width),", "self.q, self.k = proj(width),"
     )
     text = refused(tmp_path, source, schedule, "SR103")
-    assert "multiples of `self.size`, which `proj`, which makes it, does not know" in text
+    assert "multiples of `self.size`, which `proj`, where it is constructed, does not know" in text
     assert "make `self.q` in the constructor itself" in text
 
 
@@ -1007,7 +1007,7 @@ def test_elements_that_one_of_two_instances_has_alone(tmp_path):
     start += 'def inputs(model):\n    return {"x": torch.randn(2, 8)}\n\n\ndef schedule(s):\n'
     line = '    s["deep.layers.*"].checkpoint()\n'
     words = refused(tmp_path, DEPTHS, start + line, "SR103")
-    assert "some instances of `Encoder` differ in what is made here" in words
+    assert "some instances of `Encoder` differ in the modules constructed here" in words
     both = start + line + line.replace("deep", "flat")
     assert "layers.append(CheckpointedSequential(" in changed_lines(
         rewritten(tmp_path, DEPTHS, both)

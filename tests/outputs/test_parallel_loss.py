@@ -281,7 +281,7 @@ def test_whatever_else_needs_whole_logits_is_refused(body, words, tmp_path):
             "if self.training:\n"
             "    loss = loss + F.cross_entropy(logits.flatten(0, 1), labels.flatten())\n"
             "return loss, logits",
-            "some of the losses of these logits are left out where this does not hold",
+            "some of the losses of these logits are skipped if this condition is false",
         ),
     ],
 )

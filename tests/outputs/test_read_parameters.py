@@ -143,12 +143,12 @@ def test_the_text_stays_readable(folder):
                 ),
                 ("self.mlp(self.ln_2(x))", "self.mlp(norm(x, self.ln_2))"),
             ),
-            "this is no statement of a module's method",
+            "this is not a statement of a module's method",
             "layer.weight",
         ),
         (  # without its name
             (("self.mlp(self.ln_2(x))", 'self.mlp(x) * getattr(self.ln_2, "weight")'),),
-            "this is no statement of a module's method",
+            "this is not a statement of a module's method",
             "getattr(self.ln_2",
         ),
         (  # two at one place
@@ -168,7 +168,7 @@ def test_the_text_stays_readable(folder):
                     "        self.extra = nn.LayerNorm(3)\n        self.lm_head = nn",
                 ),
             ),
-            "and those of `extra.weight`, which is read here too, must not be",
+            "but those of `extra.weight`, also read here, must not be",
             "scale = [norm.weight for norm in",
         ),
     ],

@@ -64,7 +64,7 @@ def test_what_cannot_be_written_is_left_and_told(tmp_path):
     """No place tells the elements of the list apart; the other match stands elsewhere."""
     output = rewritten(tmp_path, SOURCE, SCHEDULE)
     assert "+        return swiglu(self.gate(x), self.up(x))\n" in changed_lines(output)
-    assert "nothing counts them where they are made" in output.files["rewrite.json"]
+    assert "nothing counts them where they are constructed" in output.files["rewrite.json"]
 
 
 def test_nothing_is_changed_where_nothing_can_be(tmp_path):

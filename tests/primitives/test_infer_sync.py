@@ -369,8 +369,8 @@ def schedule(s):
 
 def test_a_method_that_the_text_has_in_two_ways(tmp_path):
     text = refused(tmp_path, IN_TWO_WAYS.replace("TAKEN", "True"), OF_TWO_WAYS, "SR104")
-    assert "stands in `Net`, which has a method in several ways: another than the last" in text
-    assert "put the way that runs last in the text" in text
+    assert "is in `Net`, which defines a method several times" in text
+    assert "move the definition that runs to the end" in text
     assert rewritten(tmp_path, IN_TWO_WAYS.replace("TAKEN", "False"), OF_TWO_WAYS).diff()
 
 

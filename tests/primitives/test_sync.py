@@ -565,7 +565,7 @@ def test_a_first_tensor_that_is_not_written_out(tmp_path):
         's["stem"].sync("fwd_post", "scatter", axis=1)\ns.sync("fwd_post", "all_gather", axis=1)'
     )
     text = refused(tmp_path, source, given.schedule, "SR305")
-    assert "returns its first tensor inside of something that is not written out here" in text
+    assert "returns its first tensor inside of an object that is not written out here" in text
 
 
 @pytest.mark.parametrize("name", ["norm", "again"])
@@ -601,7 +601,7 @@ def schedule(s):
     s["{name}"].sync("fwd_pre", "all_gather", axis=-1)
 """
     words = refused(tmp_path, source, schedule, "SR305")
-    assert "`norm` is `again` too, and this is written where `self.norm` is called" in words
+    assert "`norm` is also `again`, and the change goes to the calls of `self.norm` only" in words
 
 
 STACKED = """\

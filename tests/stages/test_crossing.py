@@ -532,7 +532,7 @@ def test_an_argument_that_is_never_read_may_be_given(tmp_path):
         assert 'unread=("mask",)' in files["pipeline.py"]
     given = UnshardedPipeline((), inputs={"x": "x"}, label="y", unread=("mask",))
     assert given.batch(x=1, y=2, mask=3) == given.batch(x=1, y=2) == {"x": 1, "target": 2}
-    with pytest.raises(TypeError, match=r"take \['x', 'y'\], and not \['other', 'x', 'y'\]"):
+    with pytest.raises(TypeError, match=r"take \['x', 'y'\], not \['other', 'x', 'y'\]"):
         given.batch(x=1, y=2, other=3)
 
 

@@ -96,7 +96,7 @@ def test_a_size_that_the_layer_does_not_keep_is_refused_in_a_constructor(tmp_pat
     )
     assert source != EXTENDED
     text = refused(tmp_path, source, SCHEDULE + '    split_head(s["head"])\n', "SR104")
-    assert "its `out_features` is this rank's share, and is read here" in text
+    assert "its `out_features`, read here, is this rank's share" in text
 
 
 def test_a_share_that_forward_computes_with_is_refused(tmp_path):

@@ -189,7 +189,7 @@ def test_what_binds_an_argument_anew_is_repeated_once(tmp_path, binding):
 def test_what_cannot_be_repeated_by_itself_is_refused(tmp_path, binding):
     source = of_a_variable(binding)
     words = refused(tmp_path, source, SCHEDULE + '    split(s["b"])\n', "SR103")
-    assert "depends on the local variable `h`" in words
+    assert "depend on the local variable `h`" in words
     keeping = source.replace("        self.up", "        self.h = h\n        self.up", 1)
     keeping = keeping.replace("(d, h)", "(d, self.h)").replace("(h, d)", "(self.h, d)")
     rewritten(tmp_path, keeping, SCHEDULE + '    split(s["b"])\n')
@@ -199,7 +199,7 @@ def test_a_variable_that_is_bound_again_after_its_use_is_refused(tmp_path):
     source = of_a_variable("h = 4 * d")
     source = source.replace("nn.Linear(h, d)", "nn.Linear(h, d)\n        h = d")
     words = refused(tmp_path, source, SCHEDULE + '    split(s["b"])\n', "SR103")
-    assert "depends on the local variable `h`" in words
+    assert "depend on the local variable `h`" in words
 
 
 RECURSIVE = (

@@ -203,7 +203,7 @@ QUERIES = SOURCE[:START] + SHARED + SOURCE[END:]
     ("small", "parts", "words"),
     [
         # As many queries as keys there, and four times as many here.
-        ("num_heads=2", "3", "does not tell that these are the model's own"),
+        ("num_heads=2", "3", "does not show that the model has the same blocks"),
         ("num_heads=2", "[16, 4, 4]", "is cut into pieces of [16, 16, 16] here"),
         ("num_heads=8", "[16, 4, 4]", ""),
     ],
