@@ -91,7 +91,7 @@ def pipeline(
         with contextlib.suppress(errors.CannotCut):
             found = tried([replace(cuts[0], path=path) for path in paths])
             no, ends = listed(cut.path for cut in cuts), listed(paths)
-            words = f"no stage can end after {no}, and ends after {ends}: "
+            words = f"no stage can end after {no}, so it ends after {ends}: "
             return replace(found, warnings=(words + refusal.message,))
     raise refusal
 
@@ -136,7 +136,7 @@ def _tried(
     if kept and not is_uniform(program):
         raise errors.CannotCut("rounds of a loop over layers may differ", at=at)
     if kept and any(program.pieces[n].layers for s in stages.stages for _, n in s.joined):
-        raise errors.CannotCut("what layers leave together may be longer", at=at)
+        raise errors.CannotCut("values that layers add to a list may become longer", at=at)
     trial.check_numbers(stages)
     texts = [forward_text(stages, stage, trial.depth) for stage in stages.stages]
     texts.append(loss_text(stages, trial.depth))
@@ -179,10 +179,10 @@ def planned(trial: Trial, planner: Planner) -> Stages:
             stages = planner.stages()
         except errors.CannotCut as error:
             raise errors.CannotCut(
-                f"`{name}` is needed after the cut for what it holds, and does not get there",
+                f"`{name}` is needed after the cut for its elements, but does not get there",
                 at=planner.program.pieces[number].at,
                 also=[trial.cause],
-                hint="cut elsewhere, or bind what is made of it before the cut",
+                hint="cut elsewhere, or bind the value computed from it before the cut",
             ) from error
     return stages
 
@@ -195,7 +195,7 @@ def check_attributes(model: Any, file: SourceFile) -> None:
     for name in sorted({*vars(Stage), *Stage.__annotations__, "step_loss"}):
         if not name.startswith("_") and hasattr(model, name):
             raise errors.NameTaken(
-                f"`{type(model).__name__}` has an attribute `{name}`, which is one of its stages'",
+                f"`{type(model).__name__}` has an attribute `{name}`, a name that its stages need",
                 hint=f"give it another name in {file.path.name}",
             )
 
@@ -206,9 +206,9 @@ def check_tensors(stages: Stages, inputs: Mapping[str, Any], at: Span | None) ->
     for name in given:
         if not hasattr(inputs[name], "untyped_storage"):
             raise errors.CannotCut(
-                f"the step is given `{name}`, {inputs[name]!r}, and the engine takes tensors only",
+                f"the step gets `{name}`, {inputs[name]!r}, but the engine takes only tensors",
                 at=at,
-                hint=f"let inputs(model) in the schedule give a tensor, or leave `{name}` out",
+                hint=f"return a tensor from inputs(model) in the schedule, or leave `{name}` out",
             )
 
 
@@ -224,10 +224,10 @@ def check_rows(stages: Stages, inputs: Mapping[str, Any], at: Span | None) -> No
         ):
             what = f"of shape {tuple(shape)}" if shape is not None else f"{inputs[name]!r}"
             raise errors.CannotCut(
-                f"the step is given `{name}`, {what}, and torch's schedules divide a batch by rows",
+                f"the step gets `{name}`, {what}, but torch's schedules divide a batch by rows",
                 at=at,
-                hint=f"let inputs(model) in the schedule give `{name}` a row for each of "
-                f"`{label}`, or leave it out",
+                hint=f"give `{name}` a row for each row of `{label}` in inputs(model) of the "
+                "schedule, or leave it out",
             )
 
 

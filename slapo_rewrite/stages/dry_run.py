@@ -79,7 +79,7 @@ class Trial:
                 outputs = self._run(schedule, small_model.build_small, module)
         except Exception as error:
             raise errors.CannotCut(
-                f"no small model to cut can be run: {error}",
+                f"no small model to cut runs: {error}",
                 at=cause,
                 hint="define verify_model(m) and inputs(model) in the schedule",
             ) from error
@@ -147,7 +147,7 @@ class Trial:
             raise errors.CannotCut(
                 f"the small model has no `{held.path}`, which a stage would hold",
                 at=self.cause,
-                hint="let verify_model(m) in the schedule make one that has it",
+                hint="build one that has it in verify_model(m) of the schedule",
             ) from error
         return [held.path]
 
@@ -171,13 +171,13 @@ class Trial:
                         exec(compile(piece.source(self.depth), "<stage>", "exec"), scene)
                 except Exception as error:
                     raise errors.CannotCut(
-                        "this fails where only the statements of `forward` run, and works in the "
-                        f"model: {type(error).__name__}: {error}",
+                        "this works in the model, but fails when only the statements of `forward` "
+                        f"run: {type(error).__name__}: {error}",
                         at=piece.at,
                         also=[self.cause],
-                        hint="what decorators and hooks do to a `forward` is not known: let "
-                        "inputs(model) give what they add, build a model that does without (with "
-                        "output_router_logits=False, say), or cut elsewhere",
+                        hint="the effects of decorators and hooks on `forward` are not known: pass "
+                        "what they add in inputs(model), build a model without them (with "
+                        "output_router_logits=False, for example), or cut elsewhere",
                     ) from error
                 drawn = before != small_model.random_states()
                 for name in piece.binds:
@@ -264,11 +264,11 @@ class Trial:
                     if sent.get((part, number), kind).structure() != kind.structure():
                         raise errors.CannotCut(
                             f"`{name}` is needed after the cut and cannot get there: it holds "
-                            "numbers that depend on data, and stages fix the sizes of what they "
-                            "send",
+                            "numbers that depend on the data, but the sizes that stages send are "
+                            "fixed",
                             at=piece.at,
                             also=[self.cause],
-                            hint="cut where it is not needed any more, or make it of shapes",
+                            hint="cut where it is no longer needed, or compute it from shapes",
                         )
 
     def check(self, written: Written) -> None:
@@ -327,20 +327,16 @@ class Trial:
                 if not is_close(one, other):
                     return errors.CannotCut(
                         "the stages do not compute what the model computes: stage "
-                        f"{stages.stages.index(stage)} would have another `{name}`, as it does not "
-                        "see what an earlier one changes in place",
+                        f"{stages.stages.index(stage)} would have another `{name}`, since it does "
+                        "not see what an earlier stage changes in place",
                         at=program.pieces[number].at if number != ARGUMENT else self.cause,
                         also=[self.cause],
-                        hint="hand what is changed (an attribute, a buffer, memory that two names "
-                        "share) on as a value, or cut elsewhere",
+                        hint="pass on what is changed (an attribute, a buffer, memory that two "
+                        "names share) as a value, or cut elsewhere",
                     )
         return errors.CannotCut(
             "the stages do not compute what the model computes: its "
-            + (
-                "gradients are others"
-                if is_model
-                else "`forward` does more than its statements say"
-            ),
+            + ("gradients differ" if is_model else "`forward` does more than its statements say"),
             at=self.cause,
             hint="cut elsewhere, or write the modules on the way to the cut more plainly",
         )
@@ -372,7 +368,7 @@ class Trial:
                     f"the stages compute something else in {mode} after a step: what runs around "
                     "the model's `forward`, or what one stage changes and another reads",
                     at=self.cause,
-                    hint="cut so that one stage reads and changes it, or hand it on as a value",
+                    hint="cut so that one stage reads and changes it, or pass it on as a value",
                 )
 
     def check_kept(self, whole: nn.Module, versions: Mapping[str, int]) -> None:
@@ -383,8 +379,8 @@ class Trial:
         for name, parameter in whole.named_parameters():
             if parameter._version != versions[name]:
                 raise errors.CannotCut(
-                    f"`forward` writes into `{name}`, and torch calls each stage once more than "
-                    "the model, to find out sizes",
+                    f"`forward` writes into `{name}`, but torch calls each stage one more time, "
+                    "to find the sizes",
                     at=self.cause,
                     hint='cut with target="deepspeed", which does not',
                 )
@@ -411,11 +407,11 @@ class Trial:
         for one, other in pairs if len(made[0]) == len(made[1]) == len(models) else ():
             if one.shape[1:] != other.shape[1:]:
                 raise errors.CannotCut(
-                    f"in eval mode the model gives {list(one.shape)} for one micro-batch and "
-                    f"{list(other.shape)} for another, by the values in them, and what it gives "
-                    "for all cannot be joined",
+                    f"in eval mode the output has shape {list(one.shape)} for one micro-batch and "
+                    f"{list(other.shape)} for another, depending on values, so the outputs cannot "
+                    "be joined",
                     at=self.cause,
-                    hint="let it give as much for each row, or run it whole",
+                    hint="return the same shape for each row, or run the model without stages",
                 )
 
     def check_state(self, whole: nn.Module, models: Sequence[nn.Module]) -> None:
@@ -428,7 +424,7 @@ class Trial:
                         f"`{name}` is updated as the model runs, and stage {number} would not have "
                         "all of the updates",
                         at=self.cause,
-                        hint="cut so that one stage holds it, and no other",
+                        hint="cut so that only one stage holds it",
                     )
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

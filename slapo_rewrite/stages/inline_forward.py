@@ -164,10 +164,10 @@ class Flattening:
                     made.append((name, default))
             else:
                 raise self.refused(
-                    f"`forward` needs `{name}`, which a training step here does not give",
+                    f"`forward` needs `{name}`, but the training step does not pass it",
                     scope,
                     argument,
-                    "let inputs(model) in the schedule give it",
+                    "return it from inputs(model) in the schedule",
                 )
         if takes.options:
             more: dict[str, Worth] = {
@@ -181,11 +181,11 @@ class Flattening:
         for name in after & local_names(function):
             if name in parameters and name in bound_in(*function.body):
                 raise self.refused(
-                    f"`{name}` gets another value here, and the loss in the schedule takes the one "
-                    "that the step is given",
+                    f"`{name}` gets another value here, but the loss in the schedule takes the "
+                    "value that the step gets",
                     scope,
                     function,
-                    "let `forward` bind it to another name",
+                    "bind the new value to another name in `forward`",
                 )
             if name not in parameters:
                 scope.written[name] = f"model_{name}"
@@ -194,10 +194,10 @@ class Flattening:
             target = ast.copy_location(ast.Name(name, ast.Store()), default)
             if not (isinstance(default, ast.UnaryOp) or stays_as_it_is(function, target)):
                 raise self.refused(
-                    f"`{name}` is one object for all steps, which may change here",
+                    f"the default of `{name}` is one object for all steps, and may change here",
                     scope,
                     default,
-                    "take None for it, and make it inside `forward`",
+                    "make None the default, and create the object in `forward`",
                 )
             assign = ast.copy_location(ast.Assign([target], default), default)
             self.assigned(assign, target, default, scope)
@@ -209,11 +209,11 @@ class Flattening:
         bound = bound_in(*(ast.parse(line.text) for line in lines)) | set(parameters)
         for name in sorted(bound & self.files.values.keys()):
             raise self.refused(
-                f"`{name}` of {self.files.origins[name][0]} is also a local name where a `forward` "
-                "calls the other",
+                f"`{name}` of {self.files.origins[name][0]} is also a local name in a `forward` "
+                "that uses it",
                 scope,
                 function,
-                "give the local one another name",
+                "rename the local one",
             )
         fixed = tuple(p for p in self.settings if p.rpartition(".")[2] in self.changing)
         loss = self.loss.text(result.text)
@@ -266,7 +266,7 @@ class Flattening:
                     f"`{word}` cannot be written out",
                     scope,
                     node,
-                    "put it into the `forward` of a module of its own",
+                    "put it into the `forward` of a separate module",
                 )
             case _:
                 self.forget(bound_in(node), scope, node)
@@ -282,10 +282,10 @@ class Flattening:
             for named in (n for n in ast.walk(expression) if isinstance(n, ast.NamedExpr)):
                 if named not in always or is_read_before(expression, named):
                     raise self.refused(
-                        f"`{named.target.id} :=` cannot be written on a line before the statement",
+                        f"`{named.target.id} :=` cannot be moved to a line before the statement",
                         scope,
                         named,
-                        "bind the name on a line of its own",
+                        "bind the name on a separate line",
                     )
             for named in always:
                 self.bind(node, named.target, self.result(named.value, scope), scope)
@@ -317,7 +317,7 @@ class Flattening:
                 "a `return` inside a branch or loop that training may or may not take",
                 scope,
                 node,
-                "let `forward` bind its result to a name, and return that at the end",
+                "bind the result to a name, and return it at the end of `forward`",
             )
         match node.value:
             case None:
@@ -449,7 +449,7 @@ class Flattening:
             self.whole_loop(node, rounds, scope)
             return None
         if self.depth or node.orelse or breaks(node, ast.Break | ast.Continue):
-            where = "stands in a branch or loop" if self.depth else "may end or go on early"
+            where = "is in a branch or loop" if self.depth else "may end or go on early"
             raise self.refused(
                 f"a stage cannot end in {listed(apart.values())}: this loop {where}",
                 scope,
@@ -617,10 +617,10 @@ class Flattening:
                         self.fill(known, name, key, result, scope, node)
                         return
                     raise self.refused(
-                        f"`{name}.{key}` of a record changes after that was made",
+                        f"`{name}.{key}` changes after the record `{name}` was created",
                         scope,
                         node,
-                        "make it with what it holds in the end",
+                        "create the record with its final values",
                     )
         if not isinstance(target, ast.Name):
             self.forget(bound_in(node), scope, node)
@@ -960,8 +960,8 @@ class Flattening:
         if home is not None and function is not None:
             return Method(module, path, home, function)
         raise errors.CannotCut(
-            f"the `{name}` of `{path or 's'}` ({type(module).__name__}) stands in no file of a "
-            "model, so that it cannot be cut",
+            f"the `{name}` of `{path or 's'}` ({type(module).__name__}) is in no file of a model, "
+            "so it cannot be cut",
             at=self.also[0] if self.also else None,
             hint=f"write the class into {self.files.main.file.path.name}, or cut elsewhere",
         )
@@ -1004,7 +1004,7 @@ class Flattening:
         for number, (target, text) in enumerate(moves):
             if any(re.search(rf"\b{target}\b", later) for _, later in moves[number + 1 :]):
                 raise self.refused(
-                    f"the arguments of `{path}` change places", scope, node, "name them apart"
+                    f"the arguments of `{path}` swap their names", scope, node, "name them apart"
                 )
             if target != text:
                 self.out.append(Line(f"{target} = {text}", at))
@@ -1025,7 +1025,7 @@ class Flattening:
             if keyword.arg is None:
                 extra = scope.names.value(keyword.value)
                 if not isinstance(extra, KnownKwargs):
-                    raise self.refused("what `**` stands for here is not known", scope, node)
+                    raise self.refused("the arguments in `**` are not known here", scope, node)
                 given_texts = self.current(extra.texts, scope, keyword.value)
                 arguments += [(k, Result(given_texts[k], extra.values[k])) for k in extra.texts]
             else:
@@ -1187,10 +1187,10 @@ class Flattening:
         for text in texts.values():
             if isinstance(text, Outdated):
                 raise self.refused(
-                    f"this was made of `{text.name}`, which has another value by now",
+                    f"this was computed from `{text.name}`, which has another value now",
                     scope,
                     node,
-                    f"give that value a name of its own: another than `{text.name}`",
+                    f"give that value another name than `{text.name}`",
                 )
         return texts
 

@@ -272,7 +272,7 @@ class PipelineText:
                 if self.files.origin(name) is not None:
                     home = self.files.origins.get(name, (self.files.main.file.path.name,))[0]
                     raise errors.NameTaken(
-                        f"`{name}` of {home} is read by a stage, and means something else in "
+                        f"a stage reads `{name}` of {home}, which means something else in "
                         "pipeline.py",
                         hint="give it another name there",
                     )

@@ -102,7 +102,7 @@ def divided(flat: Flat, cuts: Sequence[Cut], model: Any, world: Mapping[str, Any
         same = ends.setdefault(number, {})
         if layer in same:
             raise errors.CannotCut(
-                f"a stage ends after `{cut.path}` already",
+                f"a stage already ends after `{cut.path}`",
                 at=cut.cause.at,
                 also=[c.at for c in [same[layer].cause] if c.at and c is not cut.cause],
                 hint="cut once",
@@ -146,7 +146,7 @@ def place_of(
     def inside(statement: ast.stmt, number: int) -> Exception:
         kinds = {ast.For: "loop that is not over layers", ast.With: "`with` block"}
         message = f"`{cut.path}` is called inside a {kinds.get(type(statement), 'branch')}"
-        return refused(message, number, "cut before or after all of it")
+        return refused(message, number, "cut before or after the whole statement")
 
     parent, _, name = cut.path.rpartition(".")
     rounds = rounds_of(model.get_submodule(parent))
@@ -163,8 +163,8 @@ def place_of(
         for number, statement, loop in loops:
             if len(loops) > 1:
                 raise refused(
-                    f"`{cut.path}` is called in {len(loops)} loops: which of them is meant cannot "
-                    "be said",
+                    f"`{cut.path}` is called in {len(loops)} loops: it is not clear which one to "
+                    "cut",
                     loops[1][0],
                     "cut after another module",
                 )
@@ -174,7 +174,7 @@ def place_of(
             if statement.orelse or breaks(statement):
                 word = "`else`" if statement.orelse else "`break`"
                 raise refused(
-                    f"a loop with {word} cannot be divided: what follows it may not run",
+                    f"a loop with {word} cannot be divided: its later rounds may not run",
                     number,
                     "cut before or after the loop",
                 )
@@ -195,7 +195,7 @@ def place_of(
         isinstance(n, ast.Call) and self_path(n.func) == cut.path
         for n in ast.walk(ast.parse(flat.loss))
     ):
-        raise refused(f"after `{cut.path}` there is nothing but the loss", hint="take the cut out")
+        raise refused(f"only the loss follows `{cut.path}`", hint="remove the cut")
     if not found:
         for number, statement in enumerate(statements):
             for node in ast.walk(statement):
@@ -215,7 +215,7 @@ def place_of(
     number, call = found[0]
     if len(found) > 1:
         raise refused(
-            f"`{cut.path}` is called {len(found)} times: which of them is meant cannot be said",
+            f"`{cut.path}` is called {len(found)} times: it is not clear which call to cut after",
             found[1][0],
             "cut after another module",
         )
@@ -227,9 +227,9 @@ def place_of(
             called = ast.unparse(node.func)
             if is_path(node.func):
                 raise refused(
-                    f"what `{cut.path}` gives goes right into `{called}(...)`",
+                    f"the result of `{cut.path}` goes directly into `{called}(...)`",
                     number,
-                    "bind it to a name first, on a line of its own",
+                    "bind it to a name first, on a separate line",
                 )
     return number, None
 
@@ -270,8 +270,7 @@ def linked(
         for name in altered_in(statement, {n: v for n, v in world.items() if n not in names}):
             if name not in names:
                 raise errors.CannotCut(
-                    f"`{name}` is no local name, and what is written to it does not get to other "
-                    "stages",
+                    f"`{name}` is no local name, and writes to it do not reach other stages",
                     at=piece.at,
                     also=[cause],
                     hint="hand it on as a value",

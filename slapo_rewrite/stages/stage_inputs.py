@@ -273,17 +273,17 @@ class Planner:
         what = {
             "float": "a float without gradient",
             "int": "a tensor without gradient",
-            "complex": "complex, so that its gradient would not come back",
+            "complex": "complex, so its gradient would not come back",
         }.get(self.seen[version].kind, "no tensor")
         at = self.program.pieces[number].at if number != ARGUMENT else None
         also = [self.cuts[min(stage, len(self.cuts)) - 1]]
         places = [p for p in (at, *also) if p]
         return errors.CannotCut(
-            f"`{name}` is needed after the cut and cannot get there: it is {what}, and "
-            "what it is made of has parameters or is no argument that can be sent",
+            f"`{name}` is needed after the cut and cannot get there: it is {what}, and it is "
+            "computed from parameters or from values that cannot be sent",
             at=places[0] if places else None,
             also=places[1:],
-            hint="cut where it is not needed any more, or work it out inside the layers",
+            hint="cut where it is no longer needed, or compute it inside the layers",
         )
 
     def stays_behind(self, version: Version, stage: int, is_tail: bool = False) -> bool:
@@ -319,14 +319,16 @@ class Planner:
         at = self.program.pieces[piece].at
         cut = self.cuts[min(stage, len(self.cuts)) - 1]
         raise errors.CannotCut(
-            f"`{version[0]}` is needed after the cut for its shape, and nothing of that shape "
+            f"`{version[0]}` is needed after the cut for its shape, but no value of that shape "
             "gets there"
             if plain
-            else f"`{version[0]}`, which a branch depends on, is needed after the cut and does not "
-            "get there",
+            else (
+                f"`{version[0]}`, which a branch depends on, is needed after the cut, but does "
+                "not get there"
+            ),
             at=at,
             also=[cut],
-            hint="cut elsewhere, or take the shape of something else in `forward`",
+            hint="cut elsewhere, or use the shape of another value in `forward`",
         )
 
     def ids(self, piece: int, version: Version, given: Iterable[Version]) -> Version:
@@ -339,12 +341,12 @@ class Planner:
                 return each
         assert self.sliced is not None
         raise errors.CannotCut(
-            f"`{version[0]}` is needed after the cut for its shape, and what gets there may be a "
-            "slice of it on each rank",
+            f"`{version[0]}` is needed after the cut for its shape, but each rank may only have a "
+            "slice of it there",
             at=self.program.pieces[piece].at,
             also=[self.sliced.at, *self.cuts[:1]],
-            hint="cut this model without slices of the sequence, or take the shape of the token "
-            "ids in `forward`",
+            hint="cut this model without sequence parallelism, or use the shape of the token ids "
+            "in `forward`",
         )
 
     def made_of(self, version: Version) -> set[Version]:
@@ -414,10 +416,10 @@ class Planner:
         """The error for two values of one name in a stage."""
         number = version[1]
         return errors.CannotCut(
-            f"two values called `{version[0]}` are needed at one time",
+            f"two values called `{version[0]}` are needed at the same time",
             at=self.program.pieces[number].at if number != ARGUMENT else self.cuts[0],
             also=[c for c in self.cuts if c],
-            hint="give one of them another name in `forward`",
+            hint="rename one of them in `forward`",
         )
 
 

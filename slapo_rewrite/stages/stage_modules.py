@@ -155,7 +155,7 @@ def sizes_of(
                         f"stage {number} reads `{joined_path(path, name)}`, which changes as the "
                         "model runs, in another stage",
                         at=at,
-                        hint="hand it on as a value, or cut elsewhere",
+                        hint="pass it on as a value, or cut elsewhere",
                     )
                 sizes[path] = None
         found.append([*sizes])
@@ -232,10 +232,10 @@ def check_one_group(ties: Sequence[Tie], at: Span | None) -> None:
     if len(ties) > 1:
         one, other = (next(iter(tie.names.values()))[0] for tie in ties[:2])
         raise errors.CannotCut(
-            f"`{one}` and `{other}` are shared by different stages, and DeepSpeed ties a stage to "
-            "one group of others only",
+            f"`{one}` and `{other}` are shared by different stages, but DeepSpeed ties a stage to "
+            "only one group of others",
             at=at,
-            hint='cut so that the same stages share both, or for target="torch"',
+            hint='cut so that the same stages share both, or use target="torch"',
         )
 
 
@@ -253,11 +253,10 @@ def check_picked(held: Sequence[Sequence[Held]], at: Span | None) -> None:
                 first = seen.setdefault(part.path, number)
                 if first != number:
                     raise errors.CannotCut(
-                        f"stages {first} and {number} both take elements of `{part.path}` by a key "
-                        "that is worked out, so each would hold all of it",
+                        f"stages {first} and {number} both take elements of `{part.path}` by a "
+                        "computed key, so each would hold all of it",
                         at=at,
-                        hint='cut for target="torch", or keep each element in the layer it goes '
-                        "with",
+                        hint='use target="torch", or keep each element in its layer',
                     )
 
 

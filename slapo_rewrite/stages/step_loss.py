@@ -75,16 +75,16 @@ def step_loss(
     function = getattr(schedule, FUNCTION, None)
     if not inspect.isfunction(function):
         raise errors.CannotCut(
-            "the loss is not a part of what the model returns",
+            "the model does not return the loss",
             at=cause,
-            hint="define loss(outputs) in the schedule, which picks it or works it out",
+            hint="define loss(outputs) in the schedule, which selects or computes it",
         )
     for name, value in _made_beforehand(function):
         raise errors.CannotCut(
-            f"`loss` in the schedule reads `{name}`, a {type(value).__name__} made outside of it, "
-            "which the last stage would make anew",
+            f"`loss` in the schedule reads `{name}`, a {type(value).__name__} created outside of "
+            "it, which the last stage would create again",
             at=cause,
-            hint=f"let inputs(model) give it, and loss(outputs, {name}) take it",
+            hint=f"return it from inputs(model), and take it in loss(outputs, {name})",
         )
     by_name = {
         name: name

@@ -56,7 +56,7 @@ def test_what_a_condition_names_stands_before_it(tmp_path):
 def test_what_a_condition_may_name_is_refused(line, tmp_path):
     source = written("n = 1", "x = self.first(x)", line, "    x = x * n", "x = self.inner(x)")
     text = refused(tmp_path, source, CUT, "SR310")
-    assert ":=` cannot be written on a line before the statement" in text
+    assert ":=` cannot be moved to a line before the statement" in text
     assert f"{line}\n" in text
 
 
@@ -164,7 +164,7 @@ def test_a_number_that_a_name_stands_for_decides_nothing(tmp_path):
 def test_what_is_handed_on_is_what_it_was(tmp_path):
     lines = ['kwargs = {"input": x, "other": x}', "x = self.first(x)", "x = self.inner(x)"]
     source = written(*lines, "x = torch.add(**kwargs)")
-    assert "this was made of `x`, which has another value" in refused(
+    assert "this was computed from `x`, which has another value" in refused(
         tmp_path, source, CUT, "SR310"
     )
 
@@ -320,8 +320,8 @@ def test_the_first_fields_of_a_record_are_its_values(tmp_path):
 
 def test_fields_that_change_places_are_refused(tmp_path):
     text = refused(tmp_path, of_a_record("z, x = found[:2]; w = z"), CUT, "SR310")
-    assert "this was made of `x`, which has another value by now" in text
-    assert "give that value a name of its own: another than `x`" in text
+    assert "this was computed from `x`, which has another value now" in text
+    assert "give that value another name than `x`" in text
 
 
 FEATURES = """\
@@ -355,7 +355,7 @@ def test_a_method_with_a_decorator_may_set_a_field_anew(tmp_path):
 
 def test_a_field_that_is_set_anew_is_no_other_records(tmp_path):
     text = refused(tmp_path, with_features("enable_grad", *ALIASED), CUT, "SR310")
-    assert "`found.last_hidden_state` of a record changes after that was made" in text
+    assert "`found.last_hidden_state` changes after the record `found` was created" in text
 
 
 def test_what_a_decorator_does_is_noticed(tmp_path):

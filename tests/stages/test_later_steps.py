@@ -158,7 +158,7 @@ def test_what_a_model_sets_for_training_its_stages_set(tmp_path):
         (
             "z = torch.fft.rfft(self.first(x))",
             "x = x + torch.fft.irfft(z)",
-            "complex, so that its gradient would not come back",
+            "complex, so its gradient would not come back",
         ),
     ],
 )

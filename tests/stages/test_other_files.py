@@ -103,7 +103,7 @@ def test_a_local_name_that_hides_one_of_its_file(tmp_path):
     path, schedule = of_tower(tmp_path, "stage_tower_hidden", "shifted = x", "x = x + shifted")
     text = refused(tmp_path, path.read_text(), schedule.read_text(), "SR310")
     assert "`shifted` of stage_tower_hidden is also a local name" in text
-    assert "give the local one another name" in text
+    assert "rename the local one" in text
 
 
 CLASSIFIER = """\

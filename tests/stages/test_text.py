@@ -325,7 +325,7 @@ def test_what_forward_hands_on_by_kwargs_reaches_the_loss(tmp_path):
     assert 'inputs=("x",), labels=("y", "count"))' in text
     schedule = schedule.replace("torch.tensor(3)", "3")
     said = refused(tmp_path, source, schedule, "SR310")
-    assert "the step is given `count`, 3, and the engine takes tensors only" in said
+    assert "the step gets `count`, 3, but the engine takes only tensors" in said
 
 
 LOSS = """
