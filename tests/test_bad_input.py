@@ -451,7 +451,7 @@ def test_inputs_that_the_model_does_not_take(run: Run):
     )
     text = run("", schedule=schedule + "    s.infer_sync()\n")
     assert "unexpected keyword argument 'tokens'" in text
-    assert "see that the model runs with what `inputs(model)`" in text and "net.py" not in text
+    assert "let `inputs(model)` in the schedule return" in text and "net.py" not in text
 
 
 @pytest.mark.parametrize(

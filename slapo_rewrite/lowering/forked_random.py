@@ -36,11 +36,11 @@ class Forks:
             causes = [cause for path, line in draw.callers for cause in self._at(path, line)]
             if causes and not draw.blocks:
                 raise errors.Unsupported(
-                    "random numbers are drawn here for a value that every rank has, and each rank "
-                    "would draw its own: what they have would no longer be equal",
+                    "random numbers are drawn here for a value that is whole on every rank, but "
+                    "each rank would draw different ones, and the ranks' values would differ",
                     at=self.files.span(draw.place) if draw.place else None,
                     cause=causes[:1],
-                    hint="fork what works on parts alone: a module inside, or calls of it by "
+                    hint="fork only code that works on parts: a module inside, or calls of it with "
                     "`fork_rng([...])`",
                 )
 
@@ -55,9 +55,9 @@ class Forks:
         for file, function in running_inside(self.files, self.tree.root):
             if (draw := draw_beside_torch(file, function)) is not None:
                 words = (
-                    f"`{ast.unparse(draw)}` draws numbers beside torch's, which ranks that share "
-                    "layers have to draw alike: seed Python's `random` and NumPy alike on each of "
-                    "them as well, or draw with torch"
+                    f"`{ast.unparse(draw)}` draws random numbers, not from torch, that have to be "
+                    "equal on ranks that share layers: also seed Python's `random` and NumPy "
+                    "alike on these ranks, or draw with torch"
                 )
                 warnings.append(errors.warning(words, file.at(draw)))
         return warnings
@@ -68,9 +68,9 @@ class Forks:
         whole = self.tree.nodes[path].cls.__module__.startswith("torch.nn.")
         fork = ".fork_rng()" if whole else ".fork_rng(subgraph=...) of this line"
         words = (
-            f"random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` "
-            f"here, and on {world} ranks these parts differ in size: later numbers for whole "
-            f"values would differ between the ranks; {selected}{fork} mends it"
+            f"random numbers are drawn for a rank's part of `{with_wildcards(draw.source)}` here, "
+            f"and on {world} ranks these parts differ in size: later numbers for whole values "
+            f"would differ between the ranks; use {selected}{fork}"
         )
         return errors.warning(words, self.files.span(place) if place else None)
 
@@ -94,7 +94,7 @@ class Forks:
 
 def _useless(fork: Directive) -> str:
     return errors.warning(
-        "nothing is split between ranks: each of them draws other numbers here for values that all "
-        "have, which are no longer equal; shard what works on parts, or leave it out",
+        "no layer is split, but each rank draws different numbers here for values that all ranks "
+        "have, so these values differ: shard the layers that draw, or remove `fork_rng`",
         fork.at,
     )

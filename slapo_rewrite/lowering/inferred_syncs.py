@@ -37,8 +37,8 @@ class Inference:
                 f"the syncs cannot be inferred: {why}",
                 at=cause.at,
                 also=also,
-                hint="see that the model runs with what `inputs(model)` in the schedule gives; "
-                "where it cannot, write the syncs: `slapo-rewrite primitives sync` shows how",
+                hint="let `inputs(model)` in the schedule return inputs that the model runs with, "
+                "or write the syncs yourself: `slapo-rewrite primitives sync` shows how",
             )
 
     def starts(self, states: States, layers: Mapping[str, Layer]) -> Iterator[States]:

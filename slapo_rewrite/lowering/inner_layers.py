@@ -49,8 +49,8 @@ def _join(tree: Tree, states: dict[str, ModuleRequests], node: Node, inner: Inne
         if shard is None or shard.axis != axis:
             packed = ", parts=3" if blocks == 3 else ""
             raise errors.IncompleteShard(
-                f"{node.shown} is split over heads as one, and `{path}.{name}` is not "
-                f"sharded along axis {axis}",
+                f"{node.shown} is split over heads as a whole, but `{path}.{name}` is not sharded "
+                f"along axis {axis}",
                 at=(shard.cause if shard else first).at,
                 hint=f's["{path}"].shard("{name}", axis={axis}{packed})',
             )
@@ -91,8 +91,8 @@ def _is_inside(path: str, sync: Sync) -> bool:
 
 def _no_place(node: Node, path: str, state: ModuleRequests) -> errors.Unsupported:
     return errors.Unsupported(
-        f"`{path}` is a part of {node.shown}, which is split as one: what is asked of it "
-        "has no place",
+        f"`{path}` is inside {node.shown}, which is split as a whole, so it cannot be changed "
+        "separately",
         at=state.every_cause()[-1].at,
-        hint=f"ask it of {node.shown}, or leave it out",
+        hint=f"select {node.shown} instead, or remove the line",
     )

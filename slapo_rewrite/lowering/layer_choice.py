@@ -88,7 +88,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
                 at=shard.cause.at,
                 hint="it can be sharded as " + ", ".join(f"`{n}` axis {a}" for n, a in possible)
                 if possible
-                else "it stays whole, being made as it is: with sparse=True, say",
+                else "it stays whole because of its arguments, such as sparse=True",
             )
         chosen.setdefault(split, shard)
     if len(chosen) > 1:
@@ -113,8 +113,11 @@ def _split(node: Node, state: ModuleRequests) -> Split:
                 at=shard.cause.at,
                 hint=f'shard both: .shard(["{shard.name}", "{name}"], axis=...)'
                 if of_layer
-                else f"the layer itself has no `{name}`: leave this one whole, or write "
-                f"`{node.cls.__name__}` as a module that holds the layer and what is added to it",
+                else (
+                    f"the layer itself has no `{name}`: leave this one whole, or write "
+                    f"`{node.cls.__name__}` as a module that holds the layer and the additional "
+                    "parameters"
+                ),
             )
     if "weight" in node.parameters and "weight" not in sharded:
         raise errors.IncompleteShard(
@@ -139,11 +142,11 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> N
             'go on, what adds up is its input\'s gradient: .sync("bwd_post", "all_reduce")'
         )
     elif first and split.output == "partition" and sync.op == "scatter":
-        problem = f"the output of {node.shown} is a partition: it is scattered already"
+        problem = f"the output of {node.shown} is a partition: it is already scattered"
         hint = 'split another axis instead: .sync("fwd_post", "RS->SR")'
     elif first and split.output == "partial sum" and sync.op in ("all_gather", "all_to_all"):
         problem = (
-            f"the output of {node.shown} is a partial sum: {spoken} would line up the summands"
+            f"the output of {node.shown} is a partial sum: {spoken} would concatenate the summands"
         )
         hint = 'add them up: .sync("fwd_post", "all_reduce")'
     elif first and split.output == "partial sum" and sync.op in ("scatter", "keep"):

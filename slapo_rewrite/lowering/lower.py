@@ -438,14 +438,16 @@ class _Lowering:
         hint = error.hint
         if gather := self.inference.gather_instead(self._asked().layers, error):
             line = f'.sync("fwd_post", "all_gather", axis={gather.axis})'
-            hint = f"gather what it is made of: {line} on `{gather.path}`"
+            hint = f"gather the value that it is computed from: {line} on `{gather.path}`"
         elif sum_line := self._sum_of_argument(error):
             hint = f"add it up: {sum_line}"
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
-            hint = f"`s.infer_sync()` after the shards adds what is missing; by hand, {hint}"
+            hint = (
+                f"`s.infer_sync()` after the shards adds the missing collectives. By hand: {hint}"
+            )
         # The error may only follow from a gather that was inferred to fix an earlier one.
         if before is not None and (gather := before.remedy) and gather.operation == "all_gather":
-            since = f"what `{gather.path}` gives was gathered, since {before}"
+            since = f"the output of `{gather.path}` was gathered because {before}"
             hint = f"{hint}; {since}" if hint else since
             if before.place is not None:
                 places.insert(1, replace(self.files.span(before.place), note="gathered for this"))
@@ -482,8 +484,8 @@ class _Lowering:
             return self._follow(followed)
         except CannotStandIn as why:
             instead = (
-                f"a small model cannot stand for it: {why}; `verify_model(m)` in the schedule may "
-                "make one with an element of each kind"
+                f"a small model cannot be used instead: {why}; define `verify_model(m)` in the "
+                "schedule, with an element of each kind"
             )
         except CannotRun as why:
             lead = "the model does not run"
@@ -493,8 +495,8 @@ class _Lowering:
         reason = f"{str(error).splitlines()[0]}; {instead}"
         self.inference.refuse(f"{lead}: {reason}", self._raised_at(error))
         self.warnings.append(
-            f"{lead}, so sizes inside `forward` were not followed ({reason}); `--verify` tells "
-            "whether they had to be"
+            f"{lead}, so sizes inside `forward` were not followed ({reason}); `--verify` checks "
+            "the result"
         )
         return ShardingResult()
 
@@ -531,10 +533,10 @@ def _check_called(path: str, state: ModuleRequests) -> None:
     asked += [cause for change, cause in state.asks(Requested) if change.is_called]
     if state.inlined and asked:
         raise errors.ConflictingEdits(
-            f"`{path}` is inlined, so it is not called any more",
+            f"`{path}` is inlined, so it is no longer called",
             at=asked[0].at,
             cause=state.inlined.cause,
-            hint="schedule what it holds, or the module that calls it",
+            hint="schedule its submodules, or the module that calls it",
         )
 
 

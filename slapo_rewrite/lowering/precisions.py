@@ -78,7 +78,8 @@ class Mixed:
             state = to.states.get(path, EMPTY)
             if other := [each for each in (state.replacement, state.decompose) if each]:
                 raise errors.ConflictingEdits(
-                    f"`{path}` is to compute in half precision, and is made otherwise already",
+                    f"`{path}` should compute in half precision, but another line already "
+                    "replaces it",
                     at=self.causes[0].at,
                     cause=other[0].cause,
                     hint=f'keep it in float32: .autocast(keep=["{with_wildcards(path)}"])',
@@ -121,7 +122,7 @@ class Mixing:
         dtypes = sorted({change.dtype for change, _ in self.asked.values()})
         if len(dtypes) > 1:
             raise errors.ConflictingEdits(
-                f"one model is to compute in {dtypes[0]} and in {dtypes[1]}",
+                f"one model cannot compute both in {dtypes[0]} and in {dtypes[1]}",
                 at=causes[-1].at,
                 cause=causes[:-1],
                 hint="give every `autocast` the same `dtype`",
@@ -158,10 +159,10 @@ class Mixing:
             why: Exception = error
         if small is None:
             raise CannotCast(
-                f"the model does not run on the meta device ({why}), and a small one has not all "
-                "layers, each of which has to be followed beside split ones",
+                f"the model does not run on the meta device ({why}), and a small one does not "
+                "have all layers, which all have to be followed next to split ones",
                 None,
-                "leave out the `autocast` or what is split: either is followed alone",
+                "leave out either `autocast` or `shard`: each is followed without the other",
             ) from why
         try:
             like = StandIn(self.tree, self.states, small)
@@ -171,7 +172,7 @@ class Mixing:
             raise CannotCast(
                 f"the model does not run on the meta device ({why}), nor does a small one: {error}",
                 None,
-                "give inputs(model) and verify_model(m) in the schedule",
+                "define inputs(model) and verify_model(m) in the schedule",
             ) from error
 
     def is_half(self, path: str) -> bool:

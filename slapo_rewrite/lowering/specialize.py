@@ -224,19 +224,21 @@ class _Specializing:
             mine = what.get(id(child.live))
             other = next(c for c in alike if what.get(id(c.live)) != mine)
             causes = self.changes.causes[node.path][place]
-            hint = "give each a line of its own"
+            hint = "construct each on a separate line"
             site = self.changes.sites[place.start]
             if construction_calls.is_copy(child.live):
                 call = f"{child.cls.__name__}(...)"
-                hint = f"make each by a call of its own, in a loop there: [{call} for _ in ...]"
+                hint = (
+                    f"construct each with a separate call, in a loop there: [{call} for _ in ...]"
+                )
             _, *around = child.outwards()
             if (stack := next((n for n in around if n.is_stack), None)) is not None:
                 hint = (
-                    f"schedule all layers of {stack.shown} alike, or let {self.file.path.name} "
-                    f"make it: an nn.ModuleList and a loop in the place of {stack.cls.__name__}"
+                    f"schedule all layers of {stack.shown} alike, or replace {stack.cls.__name__} "
+                    f"in {self.file.path.name} by an nn.ModuleList and a loop"
                 )
             raise errors.UnfollowableConstruction(
-                f"{other.shown} and {child.shown} are made by one line, and are scheduled "
+                f"{other.shown} and {child.shown} are constructed by one line, but scheduled "
                 "differently",
                 at=self.file.at(site.value),
                 cause=causes,
@@ -258,12 +260,12 @@ class _Specializing:
             if self.changes.place_of(other) == place:
                 owner, asked = next(each for each in self.changes.made if each[1] == place)
                 raise errors.UnfollowableConstruction(
-                    f"`{site.function.name}` makes {child.shown} and {other.shown}, which are "
-                    "scheduled differently",
+                    f"`{site.function.name}` constructs {child.shown} and {other.shown}, which "
+                    "are scheduled differently",
                     at=self.file.at(site.value),
                     cause=self.changes.causes[owner][asked],
-                    hint="schedule all that it makes alike, or write the construction out where "
-                    "they differ",
+                    hint="schedule all its modules alike, or write the construction out where they "
+                    "differ",
                 )
 
 

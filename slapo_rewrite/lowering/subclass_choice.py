@@ -148,8 +148,8 @@ class SubclassChoice:
         """The error for a class that has no name here from which a subclass could derive."""
         name = node.cls.__name__
         return errors.UnfollowableConstruction(
-            f"{node.shown} needs a subclass of `{name}`, which this file does not name at its "
-            "level, or not once",
+            f"{node.shown} needs a subclass of `{name}`, which this file does not define or "
+            "import exactly once at the top level",
             at=self.file.at(self.changes.sites[self.changes.site(node, causes)[0].start].value),
             cause=causes,
             hint=f"define or import `{name}` there and write the construction out: {name}(...)",
@@ -203,7 +203,7 @@ class SubclassChoice:
         other = next(c for c in children if c.relative != one.relative)
         assert other.owner is not None
         raise errors.UnfollowableConstruction(
-            f"{other.shown} is made here, and so is `{one.relative}` of another "
+            f"{other.shown} is constructed here, and so is `{one.relative}` of another "
             f"`{other.owner.cls.__name__}`",
             at=self.file.at(find_site(self.changes.sources, one).value),
             hint="schedule all instances alike",
@@ -221,8 +221,8 @@ class SubclassChoice:
             site = self.changes.sites[place.start] if isinstance(place, AtSite) else None
             if site is not None and any(other.function is site.function for other in given):
                 raise errors.UnfollowableConstruction(
-                    f"instances of `{cls.__name__}` differ, and here a module that another one is "
-                    "given is scheduled too",
+                    f"instances of `{cls.__name__}` differ, but a module constructed here is "
+                    "scheduled and also passed to another module",
                     at=self.file.at(site.value),
                     cause=definition.causes[place],
                     hint="schedule all instances alike",
@@ -231,7 +231,7 @@ class SubclassChoice:
     def _check_base(self, cls: type, definition: Definition, extra: set[Place]) -> None:
         if AtBase() in extra:
             raise errors.Unsupported(
-                f"some instances of `{cls.__name__}` are split, some not: a class has one base",
+                f"only some instances of `{cls.__name__}` are split, but a class has one base",
                 at=definition.causes[AtBase()][0].at,
                 hint="schedule all instances alike",
             )
@@ -279,8 +279,8 @@ class SubclassChoice:
             match node:
                 case ast.Call(func=ast.Name("super"), args=[of, _]) if "self" in names_in(of):
                     raise errors.Unsupported(
-                        f"`{cls.__name__}` needs a subclass for this, of which "
-                        f"`{ast.unparse(node)}` is `{cls.__name__}` itself",
+                        f"`{cls.__name__}` needs a subclass for this, but there "
+                        f"`{ast.unparse(node)}` would call `{cls.__name__}` itself",
                         at=self.file.at(node),
                         cause=causes,
                         hint="write super() without arguments",
@@ -296,8 +296,8 @@ class SubclassChoice:
         for node in nodes:
             if node.owner is None:
                 raise errors.Unsupported(
-                    f"`{original}` would need a subclass for this, and is made by whoever uses "
-                    "the model",
+                    f"`{original}` would need a subclass for this, but the model itself is "
+                    "constructed by its user",
                     at=causes[0].at if causes else None,
                     hint="select modules inside it",
                 )

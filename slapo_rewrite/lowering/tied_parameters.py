@@ -33,8 +33,8 @@ def follow_ties(tree: Tree, states: dict[str, ModuleRequests]) -> None:
             for node, other in sharded[1:]:
                 if (other.axis, other.parts) != (first.axis, first.parts):
                     raise errors.ConflictingEdits(
-                        f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are "
-                        "one tied parameter, sharded in two ways",
+                        f"`{first_node.path}.{first.name}` and `{node.path}.{other.name}` are one "
+                        "tied parameter, but sharded in two ways",
                         at=other.cause.at,
                         cause=first.cause,
                     )

@@ -317,7 +317,7 @@ CASES = {
     "a lambda, not alike": (
         "Block(lambda a, b: nn.Linear(a, b))",
         '["layers.*.0"].checkpoint()',
-        "`layers.0.0` and `layers.0.1` are made by one line, and are scheduled differently",
+        "`layers.0.0` and `layers.0.1` are constructed by one line, but scheduled differently",
     ),
     "a lambda that a class is given": (
         "Block(lambda a, b: nn.Linear(a, b))",

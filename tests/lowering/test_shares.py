@@ -70,7 +70,7 @@ FIRST_HALF = "blocks[:0.5].checkpoint()"
 
 def said(output, lines):
     """What is warned of but for the forks, which have to be: the models here split nothing."""
-    forks = [each for each in output.warnings if "nothing is split between ranks" in each]
+    forks = [each for each in output.warnings if "no layer is split" in each]
     assert len(forks) == lines.count("fork_rng")
     return [each for each in output.warnings if each not in forks]
 

@@ -397,7 +397,10 @@ def test_what_stands_at_different_numbers_is_counted_from_the_end(tmp_path):
     more = "        if not crossed:\n            self.steps.append(nn.LayerNorm(dim))\n"
     source = case.source.replace(last, last + more)  # nor from the end
     words = refused(tmp_path, source, case.schedule, "SR103")
-    assert "`two.blocks.1.steps.2` is made here, and so is `steps.1` of another `Block`" in words
+    assert (
+        "`two.blocks.1.steps.2` is constructed here, and so is `steps.1` of another `Block`"
+        in words
+    )
 
 
 def test_one_parent_s_instance_changes_and_the_other_s_does_not(tmp_path):
@@ -965,7 +968,7 @@ def test_modules_that_are_given_to_another_one(lines, made, tmp_path):
     schedule += "".join(f"    {line}\n" for line in lines)
     if made is None:
         words = refused(tmp_path, HANDED, schedule, "SR103")
-        assert "here a module that another one is given is scheduled too" in words
+        assert "a module constructed here is scheduled and also passed" in words
     else:
         text = rewritten(tmp_path, HANDED, schedule).files["source_0.py"]
         assert made in " ".join(text.split()), text

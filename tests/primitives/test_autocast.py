@@ -644,7 +644,7 @@ def test_a_small_model_is_not_followed_for_layers_of_which_none_stands_for_other
     in_eval = "        if not self.training:\n            x = x * x.max().item()\n"
     valued = NOTED.replace("        if len", f"{in_eval}        if len")
     text = refused(tmp_path, HEAD + valued, ONE % "" + SPLIT_PARTS, "SR305")
-    assert "a small one has not all layers" in text and "either is followed alone" in text
+    assert "a small one does not have all layers" in text and "either is followed alone" in text
     for schedule in (ONE % "", (ONE % "").replace("s.autocast()", "pass") + SPLIT_PARTS):
         assert changed_lines(rewritten(tmp_path, HEAD + valued, schedule))
 
@@ -655,7 +655,7 @@ def test_a_layer_that_is_decomposed_is_kept_or_refused_and_the_advice_works(line
     text = source("return self.b(self.a(x).tanh())", "self.b = nn.Linear(8, 8)")
     decomposed = f'{lines}    s["{paths}"].decompose()\n'
     words = refused(tmp_path, text, ONE % "" + decomposed, "SR306")
-    assert "made otherwise already" in words and "keep=[" in words
+    assert "already replaces it" in words and "keep=[" in words
     kept = ONE % f"keep={['b'] if paths == 'b' else ['a', 'b']}"
     rewritten(tmp_path, text, kept + decomposed)
 

@@ -243,7 +243,7 @@ def test_what_torch_does_not_seed_is_warned_of(tmp_path, drawn, use):
     )
     assert drawn in text and not rewritten(tmp_path, text, SCHEDULE + "    pass\n").warnings
     warnings = rewritten(tmp_path, text, SCHEDULE + SPLIT).warnings
-    words = f"`{drawn[:-2]}` draws numbers beside torch's, which ranks that share layers"
+    words = f"`{drawn[:-2]}` draws random numbers, not from torch, that have to be"
     assert any(words in warning for warning in warnings)
 
 
@@ -265,7 +265,7 @@ def test_without_need_nothing_is_warned_of(source, lines, tmp_path):
 def test_where_nothing_is_split_a_fork_is_warned_of(fork, tmp_path):
     lines = f'    s["layers.*.inner"].{fork}\n'
     (warning,) = rewritten(tmp_path, SOURCE, SCHEDULE + lines).warnings
-    assert "s.py:17: nothing is split between ranks" in warning
+    assert "s.py:17: no layer is split, but each rank" in warning
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_where_nothing_is_split_a_fork_is_warned_of(fork, tmp_path):
 def test_numbers_for_whole_values_are_not_forked(fork, tmp_path):
     """Each rank would have another copy of the value, and of all gradients behind it."""
     text = refused(tmp_path, SOURCE, SCHEDULE + SPLIT + f"    s{fork}\n", "SR305")
-    assert "for a value that every rank has" in text
+    assert "for a value that is whole on every rank" in text
 
 
 @pytest.mark.processes

@@ -320,7 +320,7 @@ def test_a_refusal_behind_a_gather_says_what_made_it_necessary(tmp_path):
     source = SOURCE.replace("class MLP", f"{top}\n\nclass MLP").replace("torch.relu(", "Act.apply(")
     text = refused(tmp_path, source, SCHEDULE + INFER, "SR104")
     assert "`block.mlp.down` is split over its inputs, but its input is whole" in text
-    assert "what `block.mlp.up` gives was gathered, since `Act` works on a part" in text
+    assert "the output of `block.mlp.up` was gathered because `Act` works on a part" in text
     assert "^ gathered for this\n" in text and "Act.apply(" in text
 
 

@@ -212,4 +212,4 @@ def test_all_that_share_the_text_are_selected(tmp_path):
 def test_what_is_not_called_any_more_is_not_scheduled(tmp_path):
     lines = INLINE + '    blocks["mlp"].sync("fwd_post", "all_reduce")\n'
     text = refused(tmp_path, source("x = self.mlp(x, x)"), SCHEDULE + lines, "SR306")
-    assert "is inlined, so it is not called any more" in text
+    assert "is inlined, so it is no longer called" in text

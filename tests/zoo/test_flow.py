@@ -102,7 +102,7 @@ def test_syncs_that_do_not(syncs, words, tmp_path):
 
 
 def test_what_is_missing_is_said_to_be_inferred_where_nothing_is(tmp_path):
-    advice = "`s.infer_sync()` after the shards adds what is missing; by hand, add it up"
+    advice = "`s.infer_sync()` after the shards adds the missing collectives. By hand: add it up"
     assert advice in refused(tmp_path, SOURCE, SCHEDULE + "    down" + FORWARD, "SR104")
     syncs = "    up" + BACKWARD + "    mlp" + BACKWARD + "    down" + FORWARD
     assert "infer_sync" not in refused(tmp_path, SOURCE, SCHEDULE + syncs, "SR104")

@@ -293,7 +293,7 @@ class MLP(nn.Module):
         + model_of("        self.mlp = MLP(d)\n", "        return self.mlp(x)\n")
     )
     text = refused(tmp_path, source, SCHEDULE + '    split(s["mlp"])\n', "SR103")
-    assert "`mlp.up` and `mlp.down` are made by one line" in text
+    assert "`mlp.up` and `mlp.down` are constructed by one line" in text
 
 
 COPIES = """\
@@ -331,7 +331,9 @@ def test_copies_of_one_that_are_scheduled_differently_are_refused_and_the_advice
     )
     copied = source.replace("MADE", "clones(nn.Linear(d, d), 3)")
     text = refused(tmp_path, copied, lines, "SR103")
-    assert "make each by a call of its own, in a loop there: [Linear(...) for _ in ...]" in text
+    assert (
+        "construct each with a separate call, in a loop there: [Linear(...) for _ in ...]" in text
+    )
     called = source.replace("MADE", "nn.ModuleList([nn.Linear(d, d) for _ in range(3)])")
     assert "if i == 0" in changed_lines(rewritten(tmp_path, called, lines))
 
@@ -372,7 +374,7 @@ def test_copies_of_what_a_constructor_is_given_change_where_that_is_made(selecte
     source, schedule = HEAD + clones + MLP + GIVEN, f'    s["{selected}"].checkpoint()\n'
     if not made:
         text = refused(tmp_path, source, SCHEDULE + schedule, "SR103")
-        assert "are made by one line, and are scheduled differently" in text
+        assert "are constructed by one line, but scheduled differently" in text
         return
     schedule += f'    split(s["{selected}"])\n'
     added = changed_lines(rewritten(tmp_path, source, SCHEDULE + schedule))

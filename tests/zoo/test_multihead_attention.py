@@ -155,7 +155,7 @@ def test_the_layer_takes_the_place_of_torchs(tmp_path):
         (
             WEIGHTS + PROJECTIONS + '    blocks["cross.out_proj"].sync("bwd_post", "all_reduce")\n',
             "SR305",
-            "`blocks.0.cross.out_proj` is a part of `blocks.0.cross`",
+            "`blocks.0.cross.out_proj` is inside `blocks.0.cross`",
         ),
         (
             WEIGHTS + PROJECTIONS + STATED.replace('"{attention,cross}"', '"attention"', 1),

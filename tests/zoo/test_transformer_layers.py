@@ -155,7 +155,7 @@ def test_a_transformer_is_split_with_all_of_its_layers(tmp_path):
     assert "self.pair = ParallelTransformer(\n" in changed
     some = SCHEDULE + WHOLE_TRANSFORMER.replace("{encoder,decoder}", "decoder")
     words = refused(tmp_path, case.source, some, "SR307")
-    assert "`pair` is split over heads as one, and `pair.encoder.layers.0" in words
+    assert "`pair` is split over heads as a whole, but `pair.encoder.layers.0" in words
     layer = "nn.TransformerEncoderLayer(width, 4, 32, batch_first=True)"
     own = f"0.0, custom_encoder=nn.TransformerEncoder({layer}, 2), "
     words = refused(tmp_path, case.source.replace("0.0, ", own), case.schedule, "SR305")
@@ -175,7 +175,7 @@ def test_a_transformer_is_split_with_all_of_its_layers(tmp_path):
         (
             ENCODER + '    e["linear1"].sync("fwd_post", "all_gather", axis=-1)\n',
             "SR305",
-            "which is split as one",
+            "which is split as a whole",
         ),
         (ENCODER.replace("layers.*", "layers.0"), "SR103", "scheduled differently"),
         (
