@@ -467,7 +467,7 @@ def test_inputs_that_the_model_does_not_take(run: Run):
         ("(2, 5))", "(2, -5))", "`inputs` raises RuntimeError: ", 9),
         ("loss(outputs)", "loss()", "`loss` is called with one argument, the outputs", 12),
         ("outputs.square", "outputs.loss.square", "`loss` raises AttributeError: ", 13),
-        (".mean()", "", "the step gives no loss but [2, 5, 30]", 12),
+        (".mean()", "", "the step returns no loss but [2, 5, 30]", 12),
     ],
 )
 def test_inputs_and_a_loss_that_are_none(run: Run, old, new, words, place, body):

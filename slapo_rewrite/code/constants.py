@@ -57,7 +57,7 @@ def _imported(home: str, name: str) -> Any:
     if home == LIGHT:
         return getattr(importlib.import_module(home), name)
     if not home.startswith("slapo_rewrite."):
-        raise NameError(f"`{name}` of {home} is not known before that is imported")
+        raise NameError(f"`{name}` of {home} is only known after its import")
     return constants(home)[name]
 
 

@@ -114,7 +114,7 @@ def check_printed(tree: cst.Module) -> None:
     """
     text = tree.code
     if not _is_same(cst.parse_module(text), tree):
-        raise AssertionError(f"printed otherwise than meant: {text}")
+        raise AssertionError(f"printed differently than intended: {text}")
 
 
 def _trimmed(file: SourceFile, start: int, end: int, text: str) -> tuple[int, int, str]:

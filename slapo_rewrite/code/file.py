@@ -348,12 +348,12 @@ def _parsed(text: str, file: SourceFile) -> ast.Module:
         if tab := re.search(r"^ *\t", file.text, re.M):
             number = file.text.count("\n", 0, tab.start()) + 1
             raise errors.Unsupported(
-                f"{file.path.name} is indented by tabs, and a line that is put into it cannot be",
+                f"{file.path.name} is indented with tabs, but inserted lines cannot be",
                 at=errors.Span(file.display, number, 1, 1, file.line(number)),
-                hint="indent the file by spaces",
+                hint="indent the file with spaces",
             ) from None
         raise errors.BrokenOutput(
-            f"what was to be written does not parse: {error.msg}",
+            f"the new source does not parse: {error.msg}",
             at=at,
             hint="this is a defect of slapo-rewrite, not of your input; nothing was written",
         ) from error

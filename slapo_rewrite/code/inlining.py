@@ -57,8 +57,8 @@ def inline_edits(
             f"no method calls `{accessor(path)}(...)`: there is no place to write its `forward` "
             "into",
             at=cause.at,
-            hint="inline no module that is called through a container or a loop, or of which an "
-            "earlier line has made something else, a fused function say",
+            hint="do not inline a module that is called through a container or a loop, or that an "
+            "earlier line has replaced, by a fused function for example",
         )
     return edits
 
@@ -110,9 +110,9 @@ class _Body:
             if private and not ast.unparse(node).endswith("__"):
                 raise self.refused("it uses a name that is private to its class", node)
         last = self.forward.body[-1]
-        hint = "let it bind its result to a name, and return that at the end"
+        hint = "bind the result to a name, and return it at the end"
         if not isinstance(last, ast.Return) or last.value is None:
-            raise self.refused("it does not end with the `return` of a value", last, hint)
+            raise self.refused("it does not end by returning a value", last, hint)
         early = [r for r in returns(self.forward) if r is not last]
         if early:
             raise self.refused("it returns before its end", early[0], hint)
@@ -137,13 +137,13 @@ class _Site:
     def _statement(self) -> ast.stmt:
         """The statement of the call; raises if it is compound or calls something else before."""
         innermost = self.file.statement_of(self.call)
-        hint = "give the call a line of its own: result = ..."
+        hint = "write the call on a separate line: result = ..."
         if not isinstance(innermost, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
             raise self.body.refused("it is called inside of another statement", innermost, hint)
         for _, node in reversed([*self.file.around(self.call, innermost)]):
             if isinstance(node, _TAKING_TURNS):
                 raise self.body.refused(
-                    "whether it is called depends on what is around", node, hint
+                    "whether it is called depends on the code around it", node, hint
                 )
         value = innermost.value
         for node in ast.walk(value) if value is not None else ():
@@ -178,13 +178,15 @@ class _Site:
             raise self.body.refused("it is called with `*`", self.call)
         if bound.spread and missing:
             raise self.body.refused(
-                f"`**` may give `{missing[0]}` or not", bound.spread[0], "write the argument out"
+                f"`**` may or may not contain `{missing[0]}`",
+                bound.spread[0],
+                "write the argument out",
             )
         self._take_rest(bound)
         for name in missing:
             given[name] = bound.signature.defaults.get(name, self.call)
             if not isinstance(given[name], (ast.Constant, ast.UnaryOp)):
-                raise self.body.refused(f"this call does not give `{name}`", self.call)
+                raise self.body.refused(f"this call does not pass `{name}`", self.call)
         return given
 
     def _take_rest(self, bound: BoundArguments[ast.expr]) -> None:
@@ -193,10 +195,14 @@ class _Site:
         if rest is None or rest not in {**self.body.loads, **self.body.stores}:
             unused = [*bound.spread, *(value for _, value in bound.extra)]
             if rest is None and unused:
-                raise self.body.refused("it is called with what it does not take", unused[0])
+                raise self.body.refused(
+                    "it is called with arguments that it does not take", unused[0]
+                )
             for each in unused:
                 if not isinstance(each, (ast.Name, ast.Constant, ast.Attribute)):
-                    raise self.body.refused("an argument that it does not use is computed", each)
+                    raise self.body.refused(
+                        "the call computes an argument that it does not use", each
+                    )
             return
         value = bound.spread[0] if len(bound.spread) == 1 and not bound.extra else None
         spread = {
@@ -207,7 +213,7 @@ class _Site:
         }
         only_spread = all(id(n) in spread for n in self.body.loads.get(rest, ()))
         if not isinstance(value, ast.Name) or not only_spread or rest in self.body.stores:
-            raise self.body.refused(f"what is in `{rest}` cannot be told", self.call)
+            raise self.body.refused(f"the contents of `{rest}` are not known", self.call)
         bound.given[rest] = value
 
     def _names(self, given: dict[str, ast.expr]) -> dict[str, str]:

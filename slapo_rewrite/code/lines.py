@@ -19,7 +19,7 @@ from slapo_rewrite.code.sinking import is_alone
 from slapo_rewrite.code.splice import Edit as TextEdit
 from slapo_rewrite.directive import Causes, merged_causes
 
-PARTED = "a line of its own for each statement"
+PARTED = "a separate line for each statement"
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _check_alone(file: SourceFile, statement: ast.stmt, causes: Causes) -> None:
             "a statement that changes as a whole shares its line with another",
             at=file.at(statement),
             cause=causes,
-            hint="give each statement a line of its own",
+            hint="write each statement on a separate line",
         )
 
 

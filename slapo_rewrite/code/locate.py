@@ -64,13 +64,13 @@ def locate(source: str) -> tuple[Path, str]:
     if path.is_file() and path.suffix != ".py":
         raise errors.SourceError(
             f"`{source}` is not a Python file: its name does not end in .py",
-            hint="jupyter nbconvert --to script makes one of a notebook"
+            hint="convert a notebook with `jupyter nbconvert --to script`"
             if path.suffix == ".ipynb"
             else None,
         )
     if path.is_dir() and (os.sep in source or source.endswith(".py")):
         raise errors.SourceError(
-            f"`{source}` is a folder", hint="name the file of it that defines the model"
+            f"`{source}` is a folder", hint="name the file in it that defines the model"
         )
     if source.endswith(".py"):
         if not path.is_file():

@@ -97,7 +97,7 @@ def _around(body: list[ast.stmt], calls: list[ast.Call]) -> list[ast.stmt]:
 _OTHER_RANDOM = ("random.", "numpy.random.", "np.random.")
 _SEEDED = ("seed", "default_rng")
 _NEVER_AGAIN = ("time.", "secrets.", "uuid.", "os.urandom", "torch.seed", "torch.random.seed")
-APART = "name calls on one side of it"
+APART = "name only calls before or after it"
 OF_TORCH = ("torch", "F", "nn")
 # Methods that switch a module's mode; a recomputation may stop before the mode is switched back.
 SWITCHING = ("eval", "train")
@@ -171,8 +171,10 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
             or _is_unseeded(node, name)
             or any((root := root_of(value)) and root not in own for value in taken)
         ):
-            words = f"takes `{ast.unparse(node)}`, which gives something else the second time"
-            return Obstacle(node, words, "draw by torch, without a generator, or outside of it")
+            words = f"reads `{ast.unparse(node)}`, which differs the second time"
+            return Obstacle(
+                node, words, "draw with torch, without a generator, or outside of the part"
+            )
     return None
 
 

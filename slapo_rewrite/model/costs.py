@@ -89,7 +89,7 @@ def check_order(paths: Sequence[str], called: Sequence[int]) -> None:
     """Raises `ValueError` unless each module is called once, in this order."""
     if [*called] != [*range(len(paths))]:
         found = [paths[number] for number in called]
-        raise ValueError(f"`forward` calls {found}, and not each of {list(paths)} once")
+        raise ValueError(f"`forward` calls {found}, not each of {list(paths)} once")
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:

@@ -127,7 +127,7 @@ def imported(
         except OSError as error:
             raise errors.OutputUnwritable(
                 f"cannot write temporary files: {error.strerror or error}",
-                hint="TMPDIR says where they are written",
+                hint="set TMPDIR to another folder",
             ) from error
         stack.callback(_forget)
         with _unheard(), uncompiled():

@@ -68,9 +68,9 @@ def find_parameter_site(sources: Sources, node: Node, name: str) -> Site:
     known = sources.known.get(key) or _tensor(sources, node, name)
     if known is None:
         raise errors.UnfollowableConstruction(
-            f"nothing in the source makes the parameter `{joined_path(node.path, name)}` of "
+            f"nothing in the source creates the parameter `{joined_path(node.path, name)}` of "
             f"{node.cls.__name__}",
-            hint="make it in `__init__`: `self.name = nn.Parameter(...)`",
+            hint="create it in `__init__`: `self.name = nn.Parameter(...)`",
         )
     sources.known[key] = known
     return known
@@ -160,9 +160,9 @@ def _module(sources: Sources, node: Node) -> Site:
         classes = sources.classes(node.owner.cls)[:1]
         place = next((file.at(file.classes[name]) for file, name in classes), None)
     raise errors.UnfollowableConstruction(
-        f"nothing that can be followed makes {node.shown} ({node.cls.__name__})",
+        f"the construction of {node.shown} ({node.cls.__name__}) cannot be followed",
         at=place,
-        hint="make it in `__init__` of the class that uses it: `self.name = Class(...)`",
+        hint="construct it in `__init__` of the class that uses it: `self.name = Class(...)`",
     )
 
 

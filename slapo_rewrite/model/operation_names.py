@@ -67,18 +67,18 @@ def _operations(name: str) -> tuple[str, ...]:
             found.append(operation)
     if any(o._schema.is_mutable for o in found) or not found:
         raise UnknownOperation(
-            f"`{name}` changes a tensor in place: there is no result of its own to keep", None
+            f"`{name}` changes a tensor in place, so it has no separate result to keep", None
         )
     if any(torch.Tag.nondeterministic_seeded in o.tags for o in found):
         raise UnknownOperation(
-            f"`{name}` draws random numbers: those that follow would be others if it was not "
-            "computed again",
+            f"`{name}` draws random numbers: if it is not computed again, later random numbers "
+            "change",
             None,
         )
     if all(map(_is_made_of_others, found)):
         raise UnknownOperation(
-            f"`{name}` is carried out as other operations, and has no result of its own to keep",
-            "name those; a function of the schedule given as `save` sees them all",
+            f"`{name}` runs as other operations, so it has no separate result to keep",
+            "name those. A function in the schedule, passed as `save`, sees them all",
         )
     return tuple(
         f"aten.{o.name().removeprefix('aten::').replace('::', '.')}"

@@ -144,7 +144,7 @@ def measured(
                     for names in ([], deaths)
                 ]
                 if runs[0].sizes != runs[1].sizes:
-                    raise CannotMeasure("two runs of it are not alike")
+                    raise CannotMeasure("two runs of it differ")
                 found.append(Way(runs[0], runs[1], of_calls=not training))
             return found
 

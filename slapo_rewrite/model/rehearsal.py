@@ -191,7 +191,7 @@ def _check_step(
         for step in filter(is_other, steps):
             if is_other(reference.again()):
                 raise NotComparedError(
-                    "computes something else each time that it is built, of what lies outside of it"
+                    "computes something else each time that it is built, from state outside of it"
                 )
             rounded = reference.again(ROUNDED)
             error, name, what = worst(reference.want, step, rounded)

@@ -109,6 +109,6 @@ def on_ranks(world: int, run: Callable[[threading.Lock], Step]) -> list[Step]:
     failures = [e for e in failures if not isinstance(e, threading.BrokenBarrierError)]
     first = next((e for e in failures if isinstance(e, Exception)), None)
     if stuck or first is not None:
-        what = f"{type(first).__name__}: {first}" if first else "the ranks wait for one another"
+        what = f"{type(first).__name__}: {first}" if first else "the ranks wait for each other"
         raise OtherNumbersError(world, "", 1.0, f"it fails: {what.splitlines()[0]}") from first
     return [step for step in results if step is not None]

@@ -293,8 +293,8 @@ def step_inputs(schedule: Any, model: nn.Module, seed: int = 7) -> dict[str, Any
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ValueError(
-            f"no inputs for {type(model).__name__} can be made up, because it has no config with "
-            "a vocabulary: define inputs(model) in the schedule"
+            f"no inputs for {type(model).__name__} can be generated, because it has no config "
+            "with a vocabulary: define inputs(model) in the schedule"
         )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_DRAWN, vocabulary, (BATCH, TOKENS), generator=generator)
@@ -380,7 +380,7 @@ def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Ten
         if name not in inputs and parameter.default is parameter.empty:
             raise NotGivenError(
                 "loss",
-                f"`loss` in the schedule takes `{name}`, which inputs(model) does not give",
+                f"`loss` in the schedule takes `{name}`, which inputs(model) does not return",
             )
     more = {name: inputs[name] for name in takes if name in inputs}
     loss = choose(outputs, **more) if choose else _own_loss(outputs)
@@ -388,8 +388,8 @@ def loss_of(schedule: Any, outputs: Any, inputs: Mapping[str, Any]) -> torch.Ten
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise NotGivenError(
             "loss",
-            f"the step gives no loss but {shown}: let inputs(model) in the schedule ask for one "
-            "(labels), or define loss(outputs)",
+            f"the step returns no loss but {shown}: pass labels in inputs(model) of the schedule, "
+            "or define loss(outputs)",
         )
     return loss
 

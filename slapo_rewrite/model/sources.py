@@ -95,9 +95,9 @@ class Sources:
         for node in root.walk():
             if hasattr(node.live, "sharded_parameters"):
                 raise errors.Unsupported(
-                    f"{node.shown} is a {node.cls.__name__} that shares its weight with other "
-                    "ranks already: the file was rewritten before",
-                    hint="rewrite the original, by one schedule that asks for everything",
+                    f"{node.shown} is a {node.cls.__name__} that already shares its weight with "
+                    "other ranks: the file was rewritten before",
+                    hint="rewrite the original with one schedule that contains everything",
                 )
         for cls in dict.fromkeys(c for node in root.walk() for c in node.cls.__mro__):
             if not self.defines(self.main, cls):
@@ -106,10 +106,11 @@ class Sources:
                 is_static = isinstance(vars(cls).get(method.name), staticmethod | classmethod)
                 if not is_static and (name := first_parameter(method)) not in ("self", None):
                     raise errors.Unsupported(
-                        f"`{cls.__name__}.{method.name}` calls its object `{name}`, and what "
-                        "methods do is read by the name `self`",
+                        f"`{cls.__name__}.{method.name}` names its first parameter `{name}`, but "
+                        "methods are only followed through `self`",
                         at=self.main.at(method),
-                        hint="rename it to `self`; without an object it is a @staticmethod",
+                        hint="rename it to `self`, or make the method a @staticmethod if it needs "
+                        "no object",
                     )
 
     def constructor(self, cls: type) -> tuple[SourceFile, ast.FunctionDef] | None:

@@ -16,8 +16,8 @@ FLOOR = 1e-6
 BEYOND = 10
 
 KEPT_IS_CHANGED = (
-    "nothing was written; something changes in place what `save` keeps: let it make another tensor "
-    "(no `inplace=True`, no `+=`), or leave that out of `save`"
+    "nothing was written; a value that `save` keeps is changed in place: create a new tensor (no "
+    "`inplace=True`, no `+=`), or remove the value from `save`"
 )
 
 
@@ -31,8 +31,8 @@ class OtherNumbersError(Exception):
     """
 
     hint = (
-        "nothing was written; leave out one line of the schedule after the other to find the one "
-        "that does it, and please report it"
+        "nothing was written; remove lines of the schedule one by one to find the one that causes "
+        "this, and please report it"
     )
 
     def __init__(self, world: int, name: str, error: float, what: str) -> None:
@@ -52,8 +52,8 @@ class OtherStartError(OtherNumbersError):
     """The output's constructor initialises other weights."""
 
     hint = (
-        "nothing was written; a constructor that asks for a layer's very class, as with `type(m) "
-        "is nn.Linear`, does not find the split one: ask with `isinstance(m, nn.Linear)`"
+        "nothing was written; a constructor that compares a layer's class, as in `type(m) is "
+        "nn.Linear`, does not find the split layer: use `isinstance(m, nn.Linear)`"
     )
 
 
@@ -61,7 +61,7 @@ class HalfPrecisionError(OtherNumbersError):
     """The output does not run with its casts, or a value overflows."""
 
     hint = (
-        "nothing was written; keep in float32 what makes these values, a module or an operation: "
+        "nothing was written; keep the module or operation that computes these values in float32: "
         '.autocast(keep=["PATH", "matmul"])'
     )
 
@@ -71,8 +71,8 @@ class OtherUpdateError(OtherNumbersError):
 
     hint = (
         "nothing was written; the backward pass updates each parameter as soon as its gradient is "
-        "complete, so that nothing may read one later that no gradient comes from, as of "
-        "`weight.detach()`: leave `step_in_backward` out"
+        "complete, so nothing may read a parameter after that without a gradient, as "
+        "`weight.detach()` does: remove `step_in_backward`"
     )
 
 

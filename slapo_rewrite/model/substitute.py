@@ -43,7 +43,7 @@ def built_in_place(
     site = find_site(sources, node)
     scope = construction_calls.scope_at(site.file, site.value, node.live)
     if scope is None:
-        raise CannotBuild("what its constructor gets is not known")
+        raise CannotBuild("the arguments of its constructor are not known")
     if arguments is not None:
         expression = ast.parse(f"{_NEW}({arguments})", mode="eval")
     elif isinstance(site.call, ast.Call) and site.kind != "factory":
@@ -51,7 +51,7 @@ def built_in_place(
         call = ast.Call(new, *site.arguments)
         expression = ast.fix_missing_locations(ast.Expression(ast.copy_location(call, site.value)))
     else:
-        raise CannotBuild("the original is not made by a call that names its class")
+        raise CannotBuild("the original is not constructed by a call that names its class")
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -77,7 +77,7 @@ def built_in_place(
             raise CannotBuild(words) from error
         raise WrongArguments(words) from error
     if not isinstance(module, nn.Module):
-        raise CannotBuild(f"it gives a {type(module).__name__}, not a torch.nn.Module")
+        raise CannotBuild(f"it returns a {type(module).__name__}, not a torch.nn.Module")
     return module
 
 
@@ -135,11 +135,11 @@ def _check_shape(
     try:
         shape = weight.shape(shapes)
         if shape != wanted:
-            raise Misfit(f"`{name}` has shape {list(wanted)}, but {list(shape)} come of {sources}")
+            raise Misfit(f"`{name}` has shape {list(wanted)}, but {sources} give {list(shape)}")
         full = [(0, size) for size in shape]
         weight.read(lambda n: torch.empty(shapes[n], device="meta"), shapes, full)
     except (ValueError, IndexError, RuntimeError) as error:
-        raise Misfit(f"`{name}` cannot be made of {sources}: {error}") from None
+        raise Misfit(f"`{name}` cannot be made from {sources}: {error}") from None
 
 
 class _Recorder:

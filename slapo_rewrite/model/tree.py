@@ -223,8 +223,8 @@ class Tree:
                 continue
             if id(live) in above:
                 raise errors.ModelError(
-                    f"`{joined_path(node.path, name)}` holds the module that it is part of",
-                    hint="a module that is reached from itself has no finite tree",
+                    f"`{joined_path(node.path, name)}` holds a module that contains it",
+                    hint="a module that contains itself has no finite tree",
                 )
             child = node.children[name] = Node(name, live, node)
             self._build(child, above)
@@ -257,7 +257,8 @@ def _check_lookup(node: Node) -> None:
             f"`{node.cls.__name__}` raises {type(error).__name__} for an attribute that it does "
             "not have",
             at=_span(last.filename, last.lineno or 1),
-            hint="raise AttributeError from its `__getattr__`, as Python asks, for any other name",
+            hint="raise AttributeError from its `__getattr__` for any other name, as Python "
+            "requires",
         ) from error
 
 

@@ -16,13 +16,13 @@ def beyond_forward(live: nn.Module) -> str | None:
     Code that does not call the module would lose that.
     """
     if type(live).__call__ is not nn.Module.__call__:
-        return "its class has a `__call__` of its own"
+        return "its class defines `__call__`"
     if "forward" in vars(live):
-        return "it has a `forward` of its own in the place of its class's"
+        return "its `forward` is an attribute of the instance"
     if parametrized := live._modules.get("parametrizations"):
         return f"a parametrization computes its `{'` and `'.join(parametrized._modules)}`"
     if any(getattr(live, name) for name in HOOKS):
-        return "it has hooks, of which `spectral_norm` or pruning may be one"
+        return "it has hooks, for example of `spectral_norm` or pruning"
     return None
 
 
@@ -37,5 +37,5 @@ def check_uncalled(path: str, live: nn.Module) -> None:
     if (reason := beyond_forward(live)) is not None:
         raise errors.Unsupported(
             f"`{path}` has to be called: {reason}",
-            hint="leave it out of the selection, or put into its `forward` what it does besides",
+            hint="leave it out of the selection, or move that code into its `forward`",
         )

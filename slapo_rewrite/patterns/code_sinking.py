@@ -31,21 +31,21 @@ def drawn(
     if len(places) < 2 or not places[0] <= place <= places[-1]:
         return None
     if not all(any(within(s, inner) for s in block) for inner in wanted):
-        return "another branch lies between as well"
+        return "there is another branch in between"
     before, after = block[min(places) : place], block[place + 1 : max(places) + 1]
     around = [*before, *after]
     if not all(isinstance(statement, _SIMPLE) for statement in around):
-        return "a statement with a body lies between as well"
+        return "there is a compound statement in between"
     if any(isinstance(statement, ast.Expr) for statement in before):
-        return "a call lies between of which only the effects count"
+        return "there is a call in between whose result is not used"
     if sum(statement not in wanted for statement in around) > _OTHERS:
-        return "what lies between would have to stand in both arms"
+        return "the code in between would have to be in both branches"
     if not _is_plain(file, branch):
-        return "it is an `elif`, has one, or stands on one line"
+        return "it is an `elif`, has one, or is on one line"
     if not all(is_alone(file, statement) for statement in around):
         return "a statement around it shares its line with another"
     if (lost := _lost(file, branch.test, before)) is not None:
-        return f"its condition reads `{lost}`, which is not the same further up"
+        return f"its condition reads `{lost}`, which has another value further up"
     return Sunk(file, branch, before, after)
 
 
@@ -57,7 +57,7 @@ def way_hint(node: ast.AST, function: ast.FunctionDef | None) -> str | None:
     named = [n.id for n in ast.walk(node.test) if isinstance(n, ast.Name) and n.id in arguments]
     if not named:
         return None
-    return f'if it always goes one way, say which: concrete_args={{"{named[0]}": ...}}'
+    return f'if it always takes one branch, name it: concrete_args={{"{named[0]}": ...}}'
 
 
 def _is_plain(file: SourceFile, branch: ast.If) -> bool:

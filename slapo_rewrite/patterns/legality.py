@@ -58,7 +58,7 @@ class Judge(Standing):
         for wanted, value in self.pairing.held.items():
             if wanted.operation == "parameter" and value.inside and not _is_readable(value):
                 return self._stop(
-                    f"`{wanted.literal}` would be computed inside a call that is looked through",
+                    f"`{wanted.literal}` would be computed inside a called method",
                     _spot(value.inside, "in this call"),
                     _spot(value, "here"),
                     wanted=wanted,
@@ -66,7 +66,7 @@ class Judge(Standing):
         for result in self.results:
             if result.inside is not None and result not in given_by(result.inside):
                 return self._stop(
-                    f"{described(result)} is computed inside a call that gives something else",
+                    f"{described(result)} is computed inside a call that returns something else",
                     _spot(result.inside, "in this call"),
                     _spot(result, "here"),
                 )
@@ -82,7 +82,7 @@ class Judge(Standing):
             _spot(site, "this call"),
             wanted=self.pattern.roots[0],
         )
-        return replace(stop, hint="look for it in that module")
+        return replace(stop, hint="select that module")
 
     def _idle(self) -> Mismatch | None:
         """Refuses a match with several results if one of them is not used."""
@@ -92,10 +92,10 @@ class Judge(Standing):
         for result in self.results:
             if all(use.by is not None and id(use.by) in ours for use in result.site.uses):
                 stop = self._stop(
-                    f"the value of {described(result)} is returned, and nobody reads it",
+                    f"the value of {described(result)} is returned, but not used",
                     _spot(result.site, "computed here"),
                 )
-                return replace(stop, hint="leave it out of what the pattern returns")
+                return replace(stop, hint="do not return it from the pattern")
         return None
 
     def _nameless(self) -> Mismatch | None:
@@ -116,7 +116,7 @@ class Judge(Standing):
                 if id(use.node) in self.tests or (use.by is not None and id(use.by) in ours):
                     continue
                 stop = self._stop(
-                    f"the value of {described(value)} is used elsewhere as well",
+                    f"the value of {described(value)} is also used elsewhere",
                     _spot(value, "computed here"),
                     self._used(use),
                 )
@@ -125,7 +125,7 @@ class Judge(Standing):
             for use in result.site.uses:
                 if use.order <= self.place.moment and (use.by is None or id(use.by) not in ours):
                     return self._stop(
-                        f"the value of {described(result)} is used before all results are there",
+                        f"the value of {described(result)} is used before all results are computed",
                         _spot(result.site, "computed here"),
                         self._used(use),
                     )
@@ -169,7 +169,7 @@ class Judge(Standing):
                 if self._last_use(target, mutation.node):
                     continue
                 return self._stop(
-                    "a value is overwritten that may be read by others",
+                    "a value is overwritten that other code may read",
                     Note(self.graph.file, mutation.node, "overwritten here"),
                     _spot(target, "made here"),
                 )
@@ -208,7 +208,7 @@ class Judge(Standing):
         for way in self.graph.exits:
             if first < way.order < last:
                 return self._stop(
-                    "random numbers would be drawn on one way only",
+                    "random numbers would be drawn in one branch only",
                     Note(self.graph.file, way.node, "a way out in between"),
                     _spot(drawn[0], "after this"),
                     wanted=self.pattern.roots[0],
@@ -281,7 +281,7 @@ class Judge(Standing):
             early = self.place.moment < way.order < self.end
             if early or (way.total and self.start < way.order < self.end):
                 return self._stop(
-                    "a statement lies between after which others may not run, or run otherwise",
+                    "a statement in between may skip or change later statements",
                     Note(self.graph.file, way.node, "this statement"),
                     _spot(self.place.value.site, "the result"),
                     wanted=self.pattern.roots[0],
@@ -299,7 +299,7 @@ class Judge(Standing):
                 outside = id(node) not in self.covered
                 if outside and node.id == bound.name and self.may_be(value, bound.value):
                     return self._stop(
-                        f"`{bound.name}` is bound inside, and read elsewhere",
+                        f"`{bound.name}` is bound inside, but read elsewhere",
                         Note(self.graph.file, bound.walrus, "bound here"),
                         Note(self.graph.file, node, "read here"),
                     )

@@ -88,7 +88,7 @@ class Matcher:
             wanted = self.pattern.roots[0]
             here = Note(self.graph.file, self.graph.function or self.graph.values[0].node)
             where = Note(wanted.file, wanted.node, described(wanted))
-            reason = f"the pattern has {described(wanted)}, the model has none"
+            reason = f"the pattern has {described(wanted)}, but the model has none"
             self.stop(Mismatch(reason, (here,), where))
         return found
 
@@ -116,7 +116,7 @@ class Matcher:
         if not beside:
             spots = [Note(v.site.file, v.site.node, "beside this") for v in so_far.nodes[:1]]
             where = Note(wanted.file, wanted.node, described(wanted))
-            reason = f"there is no {described(wanted)} of the pattern beside what is found"
+            reason = f"the rest of the pattern is found, but no {described(wanted)}"
             self.stop(Mismatch(reason, tuple(spots), where, None, so_far.matched))
 
     @staticmethod
@@ -235,10 +235,10 @@ class Matcher:
             spots.append(Note(held.file, held.node, "one of them"))
             spots[0] = Note(value.file, value.node, "the other")
         elif between:
-            reason = f"{region(value.node)} lies between: there are several values there"
+            reason = f"{region(value.node)} is in between, where the value may differ"
             hint = way_hint(value.node, self.graph.function)
         elif wanted.operation == value.operation == "constant":
-            hint = "what may vary is a parameter of the pattern"
+            hint = "values that vary have to be parameters of the pattern"
         elif wanted.operation == "constant" and value.operation == "training":
             hint = "make it a parameter of the pattern: `training=training`"
         elif {"*0", "*1", "*2", "**1", "**2"} & {name for name, _ in value.arguments}:

@@ -32,7 +32,7 @@ _REFUSED = {
 
 def call_module(path: str, *operands: Any) -> Any:
     """In a pattern: the call of a submodule whose path matches a regular expression."""
-    raise NotImplementedError("`call_module` has a meaning only inside a pattern")
+    raise NotImplementedError("`call_module` can only be used inside a pattern")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +115,8 @@ def located(function: types.FunctionType) -> tuple[SourceFile, ast.FunctionDef, 
         found = _functions(file).get((code.co_name, code.co_firstlineno), [])
     if len(found) != 1:
         raise errors.BadPattern(
-            "which function of this line is the pattern cannot be told",
-            hint="give the pattern a `def` of its own",
+            "this line has several functions, and the pattern could be any of them",
+            hint="write the pattern as a separate `def`",
         )
     name = "the lambda" if function.__name__ == "<lambda>" else function.__name__
     return file, found[0], name
@@ -189,7 +189,7 @@ def _check_names(file: SourceFile, function: ast.FunctionDef, known: dict[str, A
     for name in names:
         if name.id not in own and name.id not in known and not hasattr(builtins, name.id):
             raise errors.BadPattern(
-                f"`{name.id}` is not defined where the pattern stands",
+                f"`{name.id}` is not defined where the pattern is written",
                 at=file.at(name),
                 hint="import it in the schedule",
             )
@@ -231,16 +231,16 @@ def _checked(
         if root.is_leaf:
             raise refuse(last, f"`{name}` returns {described(root)}, which it does not compute")
     if len(set(roots)) < len(roots) or (len(roots) == 1 and roots[0] is not returned):
-        raise refuse(last, f"`{name}` returns one value as a tuple", "return it alone, and once")
+        raise refuse(last, f"`{name}` returns one value as a tuple", "return only this value, once")
     if not _connected(roots):
-        hint = "look for each of them by itself"
+        hint = "search for each of them separately"
         raise refuse(last, f"the values that `{name}` returns have nothing in common", hint)
     if graph.mutations:
         raise refuse(graph.mutations[0].node, "a pattern is a pure computation, without writes")
     used = {id(value) for value in returned.walk()}
     for value in graph.values:
         if id(value) not in used and not value.number:
-            raise refuse(value.node, f"{name} computes this, and does not return it")
+            raise refuse(value.node, f"{name} computes this, but does not return it")
     arguments = all_arguments(function)[method:]
     read = {value.literal for value in returned.walk() if value.operation == "parameter"}
     for argument in arguments:

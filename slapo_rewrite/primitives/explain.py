@@ -53,7 +53,7 @@ def schedule(s):
    |
 20 |     return F.gelu(x, approximate="tanh")
    |                                  ^^^^^^ 'tanh'
-   = help: what may vary is a parameter of the pattern
+   = help: values that vary have to be parameters of the pattern
 """,  # noqa: E501
         ),
     )

@@ -107,7 +107,7 @@ def test_what_is_printed_is_parsed_back(tmp_path):
     def make(node):  # an operand without the parentheses that it needs
         return node.with_changes(left=wrong)
 
-    with pytest.raises(AssertionError, match="printed otherwise"):
+    with pytest.raises(AssertionError, match="printed differently"):
         edited(file, statement, [edit.Edit(statement.value, make)])
 
 

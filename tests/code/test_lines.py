@@ -95,4 +95,4 @@ def test_statements_that_no_longer_fit_their_line(body, after):
 def test_what_goes_has_lines_of_its_own(body):
     with pytest.raises(errors.Unsupported, match="shares its line with another") as caught:
         changed(body, "y", gone=((), "gone"))
-    assert caught.value.hint == "give each statement a line of its own"
+    assert caught.value.hint == "write each statement on a separate line"

@@ -204,14 +204,14 @@ def test_tabs_where_lines_are_put_in(command, tmp_path, capsys):
     )
     source = source.replace("torch.relu(self.up(x))", "torch.relu(self.up(x)).view(-1, self.n)")
     assert main(command("net.py", source)) == 2
-    assert "net.py is indented by tabs" in capsys.readouterr().err
+    assert "net.py is indented with tabs" in capsys.readouterr().err
 
 
 def test_tabs_where_a_rule_is_applied(tmp_path):
     source = Path("tests/models/gpt.py").read_text().replace("    ", "\t")
     schedule = Path("tests/models/gpt_schedule.py").read_text()
     text = refused(tmp_path, source, schedule, "SR305", ("fuse=true",))
-    assert "is indented by tabs" in text and "indent the file by spaces" in text
+    assert "is indented with tabs" in text and "indent the file with spaces" in text
 
 
 @pytest.mark.parametrize("call", ['["up"].checkpoint()', '.apply("bias_gelu")', ".infer_sync()"])

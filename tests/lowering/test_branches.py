@@ -192,7 +192,7 @@ LEFT = [
         "y = x + self.first(x)\nz = x * 2\nv = x * 3\nw = x * 4\nif self.flag:\n    x = F.gelu(y)\n"
         "return x + z + v + w",
         "summed",
-        "would have to stand in both arms",
+        "would have to be in both branches",
     ),
     (
         "y = x + self.first(x)\nother = None\nif other is None:\n    x = F.gelu(y)\nreturn x",
@@ -202,7 +202,7 @@ LEFT = [
     (
         "y = x + self.first(x)\nother.zero_()\nif other:\n    x = F.gelu(y)\nreturn x",
         f"summed, {GIVEN}",
-        "only the effects count",
+        "whose result is not used",
     ),
     (
         "if self.flag:\n    y = x + self.first(x)\n    if other is None:\n        x = x * 2\n"

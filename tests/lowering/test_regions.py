@@ -276,7 +276,7 @@ def test_a_string_of_several_lines_stays_what_it_is(tmp_path):
         ("return self.a(x)", 'save=["addm"]', "SR202", "or `addmm`"),
         ("return self.a(x)", 'save=["dropout"]', "SR202", "draws random numbers"),
         ("return self.a(x)", 'save=["relu_"]', "SR202", "changes a tensor in place"),
-        ("return self.a(x)", 'save=["einsum"]', "SR202", "carried out as other operations"),
+        ("return self.a(x)", 'save=["einsum"]', "SR202", "runs as other operations"),
         ("return self.a(x)", 'save=["mm.default2"]', "SR202", "no overload `default2`"),
         ("return self.a(x)", "save=[]", "SR206", "names nothing"),
         ("return self.a(x)", "save=3", "SR206", "`save` must be a string, a list of"),

@@ -56,7 +56,7 @@ SPLIT = f"{SPLITTING}    split(s)\n"
 def test_a_constructor_that_asks_for_a_very_class_is_refused_and_the_advice_works(asked, tmp_path):
     words = refused(tmp_path, DRAWING.replace("ASKED", asked), SPLIT, "SR106")
     assert "in one process it starts otherwise: `up.weight` is off by" in words
-    assert "ask with `isinstance(m, nn.Linear)`" in words
+    assert "use `isinstance(m, nn.Linear)`" in words
     rewritten(tmp_path, DRAWING.replace("ASKED", "isinstance(m, nn.Linear)"), SPLIT)
     rewritten(tmp_path, DRAWING.replace("ASKED", "'Linear' in type(m).__name__"), SPLIT)
 
@@ -393,7 +393,7 @@ def test_a_constructor_may_draw_with_python():
 def test_so_is_one_without_inputs(tmp_path):
     schedule = f"{SPLITTING}    s['up'].checkpoint()\n".replace("def inputs", "def others")
     (warning,) = rewritten(tmp_path, DRAWING.replace("ASKED", "False"), schedule).warnings
-    assert f"{DOES_NOT_RUN}no inputs for Model can be made up" in warning
+    assert f"{DOES_NOT_RUN}no inputs for Model can be generated" in warning
     assert "define inputs(model) in the schedule" in warning
 
 

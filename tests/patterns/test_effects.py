@@ -88,15 +88,15 @@ STOPPED = [
     # An operand would be computed twice, or a name is bound in what goes.
     (bias_gelu, "a = self.drop(x)\nb = a + y\na = a * 2\nreturn F.gelu(b) + a", "bound again"),
     (bias_gelu, "a = self.fc(x)\nb = a + y\na = z\nreturn F.gelu(b) + a", "bound again"),
-    (bias_gelu, "return F.gelu((a := self.fc(x)) + y) + a", "is bound inside, and read elsewhere"),
-    # Random numbers are drawn on one way only, or in another order.
-    (dropped, "a = self.drop(x)\nif z is None:\n    return x\nreturn a + y", "on one way only"),
+    (bias_gelu, "return F.gelu((a := self.fc(x)) + y) + a", "is bound inside, but read elsewhere"),
+    # Random numbers are drawn on one branch only, or in another order.
+    (dropped, "a = self.drop(x)\nif z is None:\n    return x\nreturn a + y", "in one branch only"),
     (dropped, "for i in z:\n    a = self.drop(x)\n    if i: break\n    y = a + y\nreturn y",
-     "on one way only"),
+     "in one branch only"),
     (dropped, "a = self.drop(x)\ntorch.manual_seed(0)\nreturn a + y", "random numbers"),
     (dropped, "a = self.drop(x)\nb = noisy(z)\nreturn a + y * b", "random numbers"),
     # Gradients are turned off.
-    (bias_gelu, "a = x + y\ntorch.set_grad_enabled(False)\nreturn F.gelu(a)", "run otherwise"),
+    (bias_gelu, "a = x + y\ntorch.set_grad_enabled(False)\nreturn F.gelu(a)", "later statements"),
 ]  # fmt: skip
 METHODS = """
     def rescale(self):
@@ -140,7 +140,7 @@ HELPERS = {
     "computed in one": (
         "def helper(u, v):\n    with torch.no_grad():\n        w = F.gelu(u + v)\n    return w"
     ),
-    "one way only": "def helper(u, v):\n    if v is not None:\n        return F.gelu(u + v)",
+    "one branch only": "def helper(u, v):\n    if v is not None:\n        return F.gelu(u + v)",
     "a decorator": "@torch.no_grad()\ndef helper(u, v):\n    return F.gelu(u + v)",
     "a statement": "def helper(u, v):\n    print(u)\n    return F.gelu(u + v)",
     "a draw": "def helper(u, v):\n    w = torch.rand(3)\n    return F.gelu(u + v)",
@@ -257,6 +257,6 @@ def test_what_one_module_computes_is_found_in_it(tmp_path):
     found = s.find(rms_norm)
     assert not found
     assert "all of it is computed in the call of `norm`" in str(found)
-    assert "look for it in that module" in str(found)
+    assert "select that module" in str(found)
     (match,) = s["norm"].find(rms_norm)
     assert match.operands == {"x": "hidden", "weight": "self.weight", "eps": "self.eps"}

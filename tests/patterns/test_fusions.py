@@ -239,7 +239,7 @@ MISSED = [
     ("gpt2", residual_layer_norm, "a branch lies between", "encoder_hidden_states is not None"),
     ("opt", residual_layer_norm, "a branch lies between", "if self.do_layer_norm_before"),
     ("gemma3", attention_float, "a branch lies between", "if softcap is not None"),
-    ("bert", residual_layer_norm, "nobody reads it", "LayerNorm"),
+    ("bert", residual_layer_norm, "but not used", "LayerNorm"),
     ("opt", attention_float, "the pattern has 2 where the model has -2", "key.transpose(-1, -2)"),
     ("gpt_neox", rotary, "the value of `unsqueeze` is used elsewhere", "cos.unsqueeze"),
 ]

@@ -41,5 +41,5 @@ def test_all_of_them():
 
 
 def test_what_is_not_worked_out_is_said():
-    with pytest.raises(NameError, match="`Tensor` of torch is not known before that is imported"):
+    with pytest.raises(NameError, match="`Tensor` of torch is only known after its import"):
         constants(f"{page.RULES}.swiglu")["Tensor"]

@@ -179,7 +179,7 @@ def test_verification_trains_by_it(tmp_path):
 def test_a_weight_that_no_gradient_comes_from_is_read_after_its_update(tmp_path, spelled):
     call = f"x = block(x) @ self.blocks[-1].linear.{spelled}"
     text = refused(tmp_path, STACK.replace("x = block(x)", call), STEPPING, "SR106")
-    assert "leave `step_in_backward` out" in text
+    assert "remove `step_in_backward`" in text
 
 
 def test_a_method_of_that_name(tmp_path):

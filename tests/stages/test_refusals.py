@@ -243,7 +243,7 @@ def test_a_loss_of_the_schedule_that_needs_what_no_inputs_give(tmp_path):
     source = source.replace("F.mse_loss(self.last(x), y)", "self.last(x)")
     schedule = SCHEDULE.format(cut='s["inner"]["a"]').replace(', "y": torch.randn(2, 1)', "")
     text = refused(tmp_path, source, f"{schedule}\ndef loss(z, y):\n    return z.sum()\n", "SR310")
-    assert "`loss` in the schedule takes `y`, which inputs(model) does not give" in text
+    assert "`loss` in the schedule takes `y`, which inputs(model) does not return" in text
 
 
 def test_a_loss_of_the_schedule_and_a_forward_that_alters_its_target(tmp_path):

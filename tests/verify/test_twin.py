@@ -171,7 +171,7 @@ def test_homegrown_model_is_its_own_twin():
     assert small_model.build_small(schedule, None).weight.device.type == "cpu"
     with pytest.raises(ValueError, match=r"define inputs\(model\)"):
         small_model.step_inputs(schedule, nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"gives no loss but \[2, 3\].*define loss\(outputs\)"):
+    with pytest.raises(ValueError, match=r"returns no loss but \[2, 3\].*define loss\(outputs\)"):
         small_model.loss_of(schedule, torch.ones(2, 3), {})
     with pytest.raises(TypeError, match="`model` returns int"):
         small_model.build_small(SimpleNamespace(model=lambda m: 3), None)
