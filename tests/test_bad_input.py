@@ -187,7 +187,7 @@ def test_unknown_index(run: Run):
         assert hint in run(f's["{path}"].shard("weight", axis=0)')
     assert "is a Linear, not a module list" in run('s["head"][0].checkpoint()')
     for index in ("::0", '"a":'):
-        assert "whole numbers, or by fractions" in run(f's["layers"][{index}].checkpoint()')
+        assert "integers, or fractions" in run(f's["layers"][{index}].checkpoint()')
 
 
 def test_empty_match(run: Run):
@@ -200,7 +200,7 @@ def test_unknown_parameter(run: Run):
     text = run('s["head"].shard("wieght", axis=0)')
     assert "`head` (Linear) has no parameter `wieght`" in text and "did you mean `weight`?" in text
     assert 's[...]["head"], and name `weight`' in run('s.shard("head.weight", axis=0)')
-    assert "is made without its optional `bias`" in run('s["head"].shard("bias", axis=0)')
+    assert "is constructed without its optional `bias`" in run('s["head"].shard("bias", axis=0)')
 
 
 def test_unknown_knob(run: Run):
@@ -236,11 +236,14 @@ def test_unknown_primitive_and_argument(run: Run):
         ('s.find(where="head")', "`where` must be a function, not 'head'"),
         ('s.replace_all("Linear", "Linear")', "`make` must be a class or a function"),
         ('s["head"].inline(None)', "= help: inline(child)"),
-        ('s["layers.*"].checkpoint(["qkv"], name="class")', "'class' is no name for a method"),
+        (
+            's["layers.*"].checkpoint(["qkv"], name="class")',
+            "'class' is not a valid name of a method",
+        ),
         ('s["layers.*"].fuse(torch.nn.Linear, name="class")', "'class' is no name"),
         (
             's["head"].replace(torch.nn.Linear, args="8, 8, 1, 2, 3")',
-            "`Linear` cannot be made in the place of `head` with `8, 8, 1, 2, 3`: TypeError",
+            "`Linear` cannot be constructed instead of `head` with `8, 8, 1, 2, 3`: TypeError",
         ),
     ],
 )
@@ -264,7 +267,7 @@ def test_parts_that_do_not_divide(run: Run):
 
 def test_sharded_twice_shows_both_lines(run: Run):
     text = run('s["head"].shard("weight", axis=0)\ns["head"].shard("weight", axis=1)')
-    assert "sharded already, along axis 0" in text
+    assert "already sharded, along axis 0" in text
     assert f"s.py:{FIRST + 1}:5" in text and f"s.py:{FIRST}:5" in text
 
 
@@ -481,7 +484,7 @@ def test_a_package_that_the_source_imports_and_that_is_not_there(run: Run):
     (run.folder / "net.py").write_text("import nothere.at_all\n" + SOURCE)
     text = run("pass")
     assert "1 | import nothere.at_all\n  | ^^^^^^^^^^^^^^^^^^^^^" in text
-    assert "install `nothere` where slapo-rewrite is" in text
+    assert "install `nothere` in the environment of slapo-rewrite" in text
 
 
 LIBRARY = """\

@@ -32,8 +32,8 @@ from slapo_rewrite.model.tree import Node
 from slapo_rewrite.schedule.source_module import import_source
 
 ADVICE = (
-    "write model(m), inputs(model) and, if the model computes no loss, loss(outputs) into a file, "
-    "with verify_model(m) for a small one of a large model, and give it: --schedule auto:FILE.py"
+    "write a file with model(m), inputs(model) and, if the model computes no loss, loss(outputs). "
+    "Add verify_model(m) if the model is large. Then use --schedule auto:FILE.py"
 )
 
 
@@ -125,7 +125,7 @@ def _given(wanted: str, module: types.ModuleType) -> Step:
     step = Given.read(file)
     if any(isinstance(n, ast.FunctionDef) and n.name == "schedule" for n in step.tree().body):
         raise errors.ScheduleError(
-            f"`{wanted}` defines `schedule` already", hint=f"give it as it is: --schedule {wanted}"
+            f"`{wanted}` already defines `schedule`", hint=f"use it directly: --schedule {wanted}"
         )
     try:
         return tried(step, module)
@@ -151,7 +151,7 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
     if not classes:
         raise errors.ScheduleError(
             f"`{source}` defines no model: none of its own classes is a torch.nn.Module",
-            hint="give the file or module that defines the model's class",
+            hint="name the file or module that defines the model's class",
         )
     if wanted:
         named = {cls.__name__: cls for cls in classes}
@@ -175,16 +175,16 @@ def _made_up(source: str, module: types.ModuleType, wanted: str) -> tuple[Step, 
             further = plain_model.in_order(classes, module) if not is_one(cls) else ()
             beside = [c.__name__ for c in further if c is not cls and c.__name__ not in reasons]
             if beside:
-                passed.append(f"also there: {', '.join(beside)} (--schedule auto:NAME)")
+                passed.append(f"other models there: {', '.join(beside)} (--schedule auto:NAME)")
             return step, tuple(passed)
         if step is not None:  # a class with another head may compute the loss for training
-            without_loss, why = without_loss or step, "it computes no loss of made-up inputs"
-        reasons[cls.__name__] = why or "what to give it is not known"
+            without_loss, why = without_loss or step, "it computes no loss on generated inputs"
+        reasons[cls.__name__] = why or "its inputs are not known"
     if without_loss is not None:
         return without_loss, ()
     said = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
     raise errors.ScheduleError(
-        f"no model of `{source}` runs a training step on made-up inputs"
+        f"no model of `{source}` runs a training step on generated inputs"
         + (f" ({said})" if said else ""),
         hint=ADVICE,
     )

@@ -149,7 +149,7 @@ class Search:
     def _refusal(self, group: Group) -> str | None:
         """Why a group is not legal; None if it is."""
         if self.oracle.asked >= MOST_ASKED:
-            why = f"not tried, since {MOST_ASKED} others were"
+            why = f"not tried, after {MOST_ASKED} others"
         elif (refused := self.oracle.refusal(lines_of([group]))) is None:
             return None
         else:

@@ -41,7 +41,7 @@ def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
     if file.exists():
         known = _known(file)
         if known == (__version__, given):
-            return WorkedOut(file, f"{file} is what was worked out before")
+            return WorkedOut(file, f"{file} is unchanged")
     from slapo_rewrite.auto.derive import derive
 
     derived = derive(source, wanted)
@@ -63,7 +63,7 @@ def _known(file: Path) -> tuple[str, str]:
     found = _SEALED.search(text)
     if found is None or _digest(text[: found.start() - 1]) != found[3]:
         raise errors.ScheduleError(
-            f"`{file}` is there already, and is not what was worked out",
+            f"`{file}` already exists, with other contents",
             hint=f"use it (--schedule {file}), or name another file: --write-schedule FILE.py",
         )
     return found[1], found[2]

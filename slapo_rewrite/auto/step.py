@@ -169,9 +169,7 @@ def tried(
 def _check_small(inputs: Mapping[str, Any]) -> None:
     numbers = sum(tensor.numel() for tensor in tensors(inputs))
     if numbers > MOST_NUMBERS:
-        raise DoesNotRun(
-            f"inputs made up for it hold {numbers} numbers, too many for a small model"
-        )
+        raise DoesNotRun(f"its generated inputs hold {numbers} numbers, too many for a small model")
 
 
 class _Reads(TorchFunctionMode):

@@ -135,7 +135,7 @@ def _check_shape(
     try:
         shape = weight.shape(shapes)
         if shape != wanted:
-            raise Misfit(f"`{name}` has shape {list(wanted)}, but {sources} give {list(shape)}")
+            raise Misfit(f"`{name}` has shape {list(wanted)}, but {sources} gives {list(shape)}")
         full = [(0, size) for size in shape]
         weight.read(lambda n: torch.empty(shapes[n], device="meta"), shapes, full)
     except (ValueError, IndexError, RuntimeError) as error:

@@ -75,22 +75,22 @@ s["down"].annotate("bias", "group", "biases")
             raise errors.UnknownParameter(
                 f"{node.shown} ({node.cls.__name__}) has no parameter `{name}`"
                 + (": it is a buffer" if is_buffer else ""),
-                hint="a buffer is another one after each `model.to(...)`"
+                hint="`model.to(...)` creates new buffers, without the attributes"
                 if is_buffer
                 else parameter_hint(name, node, node.parameters),
             )
         if not may_be_bound(key):
-            raise errors.BadArgument(f"{key!r} is no name for an attribute")
+            raise errors.BadArgument(f"{key!r} is not a valid name of an attribute")
         if hasattr(parameter, key):
             raise errors.BadArgument(
-                f"parameters have an attribute `{key}` already", hint="choose another name"
+                f"parameters already have an attribute `{key}`", hint="choose another name"
             )
         for earlier, cause in state.asks(Change):
             if (earlier.name, earlier.key) == (name, key):
                 raise errors.ConflictingEdits(
-                    f"`{node.path}.{name}` has an attribute `{key}` already: {earlier.value}",
+                    f"`{node.path}.{name}` already has an attribute `{key}`: {earlier.value}",
                     cause=cause,
-                    hint="take one of the two lines out",
+                    hint="remove one of the two lines",
                 )
         return state.asking(Change(name, key, self._literal(value)), call.directive)
 

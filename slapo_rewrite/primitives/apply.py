@@ -153,7 +153,9 @@ def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
     found = beside(rule, nodes, engine.sources)
     if not found.groups and found.left:
         match, reason = found.left[0]
-        raise errors.NoMatch(f"`{rule.name}` cannot pack what it finds: {reason}", at=match.place)
+        raise errors.NoMatch(
+            f"`{rule.name}` cannot pack the layers that it finds: {reason}", at=match.place
+        )
     if not found.groups:
         raise nothing_found(rule.name, None)
     note: dict[str, object] = {"rule": rule.name}
@@ -192,6 +194,6 @@ def backends_of(call: Call) -> Backends:
         raise errors.BadArgument(
             f"there is no backend {backend!r}",
             hint=errors.did_you_mean(backend, known)
-            or f"there are {', '.join(known)}, and any module that can be imported",
+            or f"use {', '.join(known)}, or any module that can be imported",
         )
     return found

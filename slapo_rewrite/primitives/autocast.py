@@ -156,7 +156,7 @@ class Autocast(Primitive):
             )
         if earlier := [cause for _, cause in state.asks(HalfPrecision)]:
             raise errors.ConflictingEdits(
-                f"{node.shown} computes in half precision already", cause=earlier
+                f"{node.shown} already computes in half precision", cause=earlier
             )
         return state.asking(HalfPrecision(dtype, _kept(call, node)), call.directive)
 
@@ -171,6 +171,7 @@ def _kept(call: Call, node: Node) -> tuple[str, ...]:
             known = [inner.path[start:] for inner in node.walk() if inner is not node]
             raise errors.UnknownPath(
                 f"{node.shown} holds no module `{name}`, and there is no such operation",
-                hint=errors.did_you_mean(name, known) or "name modules as in s[...]",
+                hint=errors.did_you_mean(name, known)
+                or "name modules by their paths, as in s[...]",
             )
     return tuple(names)

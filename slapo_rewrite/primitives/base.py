@@ -206,7 +206,7 @@ def parameter_hint(name: str, node: Node, known: Iterable[str]) -> str:
     path, _, own = name.rpartition(".")
     inner = node.at(path)
     if path and inner is not None and own in {**inner.parameters, **inner.buffers}:
-        return f'select the module that has it: s[...]["{path}"], and name `{own}` alone'
+        return f'select the module that owns it: s[...]["{path}"], and name `{own}` alone'
     names = list(known)
     return errors.did_you_mean(name, names) or f"it has {', '.join(names) or 'none of its own'}"
 
@@ -225,9 +225,8 @@ def function_of(call: Call, value: Any, what: str) -> Function:
     name = getattr(value, "__qualname__", None)
     if not callable(value) or name is None or "<" in name or "." in name:
         raise errors.BadArgument(
-            f"{what} must be a class or function with a name of its own at the top level of a "
-            "file, "
-            f"not {value!r}"
+            f"{what} must be a class or function, with a name, at the top level of a file, not "
+            f"{value!r}"
         )
     home = getattr(value, "__module__", None)
     if home == call.schedule.__name__:
@@ -241,10 +240,10 @@ def subgraph_of(call: Call) -> Subgraph | None:
     """The part of `forward` that the argument `subgraph` selects; None for all of it."""
     given, name = call.arguments["subgraph"], call.arguments.get("name")
     if name is not None and not may_be_bound(name):
-        raise errors.BadArgument(f"{name!r} is no name for a method")
+        raise errors.BadArgument(f"{name!r} is not a valid name of a method")
     if given is None:
         if name is not None:
-            raise errors.BadArgument("`name` is for a part: give a `subgraph` as well")
+            raise errors.BadArgument("`name` needs a `subgraph`: it names the method for that part")
         return None
     if isinstance(given, str):
         try:
@@ -255,6 +254,6 @@ def subgraph_of(call: Call) -> Subgraph | None:
     if not given:
         raise errors.BadArgument(
             "`subgraph` names nothing",
-            hint='name the calls of `forward` that are meant: ["attention", "mlp"]',
+            hint='name the calls in `forward`: ["attention", "mlp"]',
         )
     return Subgraph(tuple(given), name)

@@ -185,10 +185,10 @@ class Checkpoint(Primitive):
         given, parameters = call.arguments, inspect.signature(self.takes).parameters
         if given["budget"] is None:
             wrong = [name for name in OF_STEP if given[name] != parameters[name].default]
-            words = "says which step has to fit a budget, and there is none"
+            words = "describes the step for a budget, but there is no budget"
         else:
             wrong = [name for name in ("subgraph", "save", "name") if given[name] is not None]
-            words = "does not go with a budget, which chooses what is recomputed"
+            words = "cannot be combined with a budget, which itself chooses what is recomputed"
         if wrong:
             raise errors.BadArgument(f"`{wrong[0]}` {words}")
 
@@ -197,7 +197,7 @@ class Checkpoint(Primitive):
         check_called(call, node)
         if call.arguments["order_args_fn"] is not None:
             raise errors.BadArgument(
-                "arguments need no order: they stay as they are, keywords included",
+                "leave the argument out: positional and keyword arguments stay as they are",
                 hint="take `order_args_fn` out",
             )
         part = subgraph_of(call)
@@ -206,7 +206,7 @@ class Checkpoint(Primitive):
         regions = state.asks(RecomputeRegion)
         earlier += [cause for region, cause in regions if part in (None, region.part)]
         if earlier:
-            raise errors.Unsupported(f"{node.shown} is checkpointed already", cause=earlier)
+            raise errors.Unsupported(f"{node.shown} is already checkpointed", cause=earlier)
         if part is not None:
             return state.asking(RecomputeRegion(part, kept), call.directive)
         if not node.path:

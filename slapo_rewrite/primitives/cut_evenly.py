@@ -106,7 +106,7 @@ class CutEvenly(CutPipelineStage):
         n, by = call.arguments["n"], call.arguments["by"]
         if by not in MEASURES:
             raise errors.BadArgument(
-                f"stages are made even by {' or '.join(MEASURES)}, not by {by!r}",
+                f"`by` is {' or '.join(MEASURES)}, not {by!r}",
                 hint=errors.did_you_mean(str(by), MEASURES),
             )
         layers = [layer for node in nodes for layer in layers_in(node, "ModuleList")]
@@ -199,9 +199,9 @@ def called_layers(call: Call, layers: list[Node], once: bool = False) -> list[No
         return [inner[path] for path in called if counts[path] == 1]
     if len(layers) == 1 and (times := counts[layers[0].path]) > 1:
         raise errors.BadArgument(
-            f"`{layers[0].path}` is called {times} times, and there is no other layer: all that it "
-            "computes shares one set of weights, which every stage would have to hold and tie",
-            hint="leave the cuts out, or give the model layers of their own weights",
+            f"`{layers[0].path}` is the only layer, called {times} times: every stage would have "
+            "to hold and tie its weights",
+            hint="remove the cuts, or use layers with separate weights",
         )
     first = {inner[path].path: inner[path] for path in counts}
     return [*first.values()]
@@ -255,7 +255,7 @@ def timed(call: Call, layers: list[Node]) -> tuple[list[Node], list[float]]:
         seconds = step_seconds(costs_of(model, inputs, paths), hardware("h200").device)
     except Exception as error:  # the model's own code, and the schedule's
         raise errors.Unsupported(
-            f"what the layers cost cannot be counted: {errors.first_line(error)}",
+            f"the cost of the layers cannot be counted: {errors.first_line(error)}",
             hint='by="parameters" needs no run of the model',
         ) from error
     ends = [number for number, path in enumerate(paths, 1) if path in found]

@@ -132,6 +132,6 @@ s["layers"][2].cut_pipeline_stage()
             )
         if state.cut is not None:
             raise errors.ConflictingEdits(
-                f"a stage ends after {node.shown} already", cause=state.cut.cause
+                f"a stage already ends after {node.shown}", cause=state.cut.cause
             )
         return replace(state, cut=StageCut(target, call.directive))

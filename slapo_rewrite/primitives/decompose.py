@@ -103,5 +103,5 @@ s["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()
             raise errors.Unsupported(f"{node.shown} has no bias")
         if state.decompose is not None:
             earlier = state.decompose.cause
-            raise errors.ConflictingEdits(f"{node.shown} is decomposed already", cause=earlier)
+            raise errors.ConflictingEdits(f"{node.shown} is already decomposed", cause=earlier)
         return replace(state, decompose=Wish(call.directive))

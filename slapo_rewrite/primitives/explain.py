@@ -71,5 +71,5 @@ def schedule(s):
         """The matches, or the nearest misses."""
         matches = found(call, nodes)
         text = "\n".join([*map(str, matches), *(miss.render() for miss in matches.misses)])
-        print(text or "nothing is found, nor anything near")
+        print(text or "no match, and no near miss")
         return text

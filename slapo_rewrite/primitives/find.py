@@ -238,7 +238,8 @@ def found(call: Call, nodes: list[Node]) -> Matches:
         )
     if given.values and not callable(wanted):
         raise errors.BadArgument(
-            "`concrete_args` is for a pattern that is a computation: a call is found on any way"
+            "`concrete_args` is only for a pattern that is a function: calls are found in all "
+            "branches"
         )
     if where is not None:
         return _by_predicate(where, nodes, sources)
@@ -279,7 +280,7 @@ def _check_original(call: Call, node: Node) -> None:
         new = state.replacement if state is not None else None
         if new is not None and above.cls.__name__ != new.target.name:
             raise errors.Unsupported(
-                f"{above.shown} was replaced by what cannot be looked into",
+                f"{above.shown} was replaced by a module whose source cannot be searched",
                 cause=new.cause,
-                hint="look for the pattern before the module is replaced",
+                hint="search for the pattern before the module is replaced",
             )

@@ -111,7 +111,7 @@ class ForkRng(Primitive):
         earlier += [cause for fork, cause in state.asks(ForkRegion) if fork.part == part]
         if earlier:
             raise errors.Unsupported(
-                f"{node.shown} has random numbers of its own already", cause=earlier
+                f"{node.shown} already has its own random numbers", cause=earlier
             )
         change = ForkRandom() if part is None else ForkRegion(part)
         return state.asking(change, call.directive)

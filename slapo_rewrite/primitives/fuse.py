@@ -219,9 +219,9 @@ class Fuse(Rewriting):
         owner = engine.sharing.owner_of(function)
         if method and owner is None:
             raise errors.NoMatch(
-                f"`{match.function}` is no method, so `{name}` cannot be one",
+                f"`{match.function}` is not a method, so `{name}` cannot be a method",
                 at=match.place,
-                hint='make it a function: compiler="inductor"',
+                hint='write a function instead: compiler="inductor"',
             )
         body = moved(match, graph, method)
         plain = shown = name if call.arguments["name"] or not method else f"_{name}"
@@ -255,8 +255,8 @@ class Fuse(Rewriting):
         if taken:
             where = file.path.name if compiled else f"`{owner}`"
             raise errors.NameTaken(
-                f"`{name}` means something already in {where}",
-                hint='choose another: fuse(..., name="...")',
+                f"`{name}` already means something else in {where}",
+                hint='choose another name: fuse(..., name="...")',
             )
 
     def _kernel(self, call: Call, match: Match) -> Claim:
@@ -269,7 +269,7 @@ class Fuse(Rewriting):
                     return claim
         names = ", ".join(rule.name for rule in known)
         raise errors.NoMatch(
-            f"no rule has a kernel for what `{name_of(call)}` finds",
+            f"no rule has a kernel for the matches of `{name_of(call)}`",
             at=match.place,
             hint=f'the rules with kernels are {names}; compiler="inductor" compiles anything',
         )
@@ -288,5 +288,5 @@ def name_of(call: Call) -> str:
     if given is not None:
         raise errors.BadArgument(f"{given!r} is no name")
     raise errors.BadArgument(
-        "the pattern has no name for what it finds", hint='give one: fuse(..., name="...")'
+        "the pattern has no name for the new function", hint='give it a name: fuse(..., name="...")'
     )

@@ -90,6 +90,6 @@ s.infer_sync()
         """Marks the module: collectives below it are inferred once all shards are known."""
         if state.infer_sync is not None:
             raise errors.Unsupported(
-                f"the syncs of {node.shown} are inferred already", cause=state.infer_sync.cause
+                f"the syncs of {node.shown} are already inferred", cause=state.infer_sync.cause
             )
         return replace(state, infer_sync=Wish(call.directive))

@@ -157,11 +157,11 @@ class Inline(Rewriting):
                 at = file.at(method)
                 break
         raise errors.Unsupported(
-            f"{child.shown} is a {child.cls.__name__}: its `forward` does not stand in "
-            f"{file.path.name}, or is not all that calling it does",
+            f"{child.shown} is a {child.cls.__name__}: its `forward` is not in {file.path.name}, "
+            "or a call does more than `forward`",
             at=at,
-            hint=f"have class `{child.cls.__name__}` in {file.path.name}, with what it does in "
-            "its own `forward`",
+            hint=f"define class `{child.cls.__name__}` in {file.path.name}, with all of its code "
+            "in `forward`",
         )
 
     def _check_all(
@@ -179,17 +179,17 @@ class Inline(Rewriting):
         for node in call.tree.nodes.values():
             if node.path not in selected and homes & set(node.cls.__mro__):
                 raise errors.Unsupported(
-                    f"{node.shown} is a {node.cls.__name__}, which has the methods of "
-                    f"`{same[0].path}`, and is not selected",
-                    hint="inline in all modules that share the text",
+                    f"{node.shown} is a {node.cls.__name__}, which shares the methods of "
+                    f"`{same[0].path}`, but is not selected",
+                    hint="select all modules that share these methods",
                 )
 
     def apply(self, call: Call, node: Node, state: ModuleRequests) -> ModuleRequests:
         """Records that the submodule is no longer called."""
         if state.inlined is None and not replace(state, shards=(), shares=()).is_plain():
             raise errors.ConflictingEdits(
-                f"{node.shown} cannot be inlined after it was scheduled itself",
-                hint="inline first, then schedule what it holds",
+                f"{node.shown} cannot be inlined after it was scheduled",
+                hint="inline first, then schedule its submodules",
             )
         return replace(state, inlined=Wish(call.directive))
 

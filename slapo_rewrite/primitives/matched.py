@@ -99,7 +99,7 @@ def _noted(
 def nothing_found(name: str, nearest: Miss | None) -> errors.NoMatch:
     """The error for a computation that is not found."""
     if nearest is None:
-        return errors.NoMatch(f"`{name}` matches nothing here, nor anything near")
+        return errors.NoMatch(f"`{name}` matches nothing here, and there is no near miss")
     places = nearest.places
     return errors.NoMatch(
         f"`{name}` matches nothing; nearest is `{nearest.path or 'the model'}`, "
@@ -123,12 +123,12 @@ def replaced(call: Call, nodes: list[Node]) -> Rewrite:
         return in_place_of(engine, call, matches, function)
     if is_module and call.arguments["weights"] is not None:
         raise errors.Unsupported(
-            "weights are mapped where a whole module is replaced, or calls side by side"
+            "`weights` is only for replacing a whole module, or several calls on one operand"
         )
     for name in ("args", "weights", "name"):
         if call.arguments[name] is not None and not is_module:
             raise errors.BadArgument(
-                f"`{name}` is for a module, and `{function.name}` is a function"
+                f"`{name}` is only for a module, but `{function.name}` is a function"
             )
     origin = dotted(function)
     if not is_module:
@@ -139,7 +139,7 @@ def replaced(call: Call, nodes: list[Node]) -> Rewrite:
     for match in matches:
         if hasattr(call.tree.nodes[match.path].live, name):
             where = type(call.tree.nodes[match.path].live).__name__
-            raise errors.NameTaken(f"`{where}` has a `{name}` already")
+            raise errors.NameTaken(f"`{where}` already has a `{name}`")
         claim = _claim(call, match, new, f"{main.name}.self.{name}")
         claims.append(replace(claim, constructor=made))
     return carried_out(engine, claims, [])
@@ -162,7 +162,7 @@ def _claim(call: Call, match: Match, new: Callable[..., Any], origin: str) -> Cl
         taken = [p for p in parameters if p.kind in _BY_POSITION][: len(operands)]
         if len(taken) < len(operands) or len(needed) > len(operands):
             raise errors.BadArgument(
-                f"`{name}` takes {_listed(p.name for p in parameters)}, and the pattern gives "
+                f"`{name}` takes {_listed(p.name for p in parameters)}, but the pattern has "
                 f"{_listed(operands)}",
                 hint="give both the same parameters",
             )
@@ -190,11 +190,11 @@ def in_place_of(engine: Engine, call: Call, matches: Matches, target: Function) 
     if alone or any(len(g) > 1 for g in groups.values()):
         wrong = alone[0] if alone else next(g for g in groups.values() if len(g) > 1)[1][0]
         raise errors.NoMatch(
-            "this call stands beside no other on the same operand"
+            "there is no other call on the same operand"
             if alone
-            else "there are calls side by side in several places",
+            else "several groups of calls on one operand match",
             at=wrong.place,
-            hint="let the expression match the calls that one module is to take the place of",
+            hint="let the expression match only the calls that one module replaces",
         )
     given = call.arguments["weights"]
     weights = {f"{name}.{n}": weight_of(w) for n, w in given.items()} if given else None
@@ -214,7 +214,7 @@ def module_name(call: Call) -> str:
     if given is None:
         given = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", call.arguments["new_mod"].__name__).lower()
     if not may_be_bound(given):
-        raise errors.BadArgument(f"{given!r} is no name for a module")
+        raise errors.BadArgument(f"{given!r} is not a valid name of a module")
     return given
 
 
@@ -231,7 +231,7 @@ def check_stateless(call: Call, node: Node) -> None:
     held = node.children.get(name)
     if held is not None and (tensors := list(held.live.state_dict())):
         raise errors.WeightsMisfit(
-            f"{held.shown} would hold `{tensors[0]}`, and nothing says what that is made of",
-            hint="give the function what the pattern's own parameters stand for, or replace the "
-            "whole module, with weights=...",
+            f"{held.shown} would hold `{tensors[0]}`, and its values are not known",
+            hint="pass the pattern's parameters to the function, or replace the whole module, with "
+            "weights=...",
         )

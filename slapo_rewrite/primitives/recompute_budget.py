@@ -85,7 +85,7 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
     _check_layers(call, nodes)
     step = _check_precision(call, step)
     if step.ranks > 1 and call.on_ranks is None:
-        return Chosen((), f"nothing is recomputed yet: it is counted what {step} take")
+        return Chosen((), f"nothing is recomputed yet: the tool is counting the memory of {step}")
     from slapo_rewrite.model.folded_step import DoesNotRun
 
     try:
@@ -102,10 +102,10 @@ def fitted(call: Call, nodes: Sequence[Node]) -> Chosen:
     if found is None:
         least = shown_size(search.smallest())
         raise errors.NothingFits(
-            f"a step needs {least} at least, whatever of the selected layers is "
-            f"recomputed, and {shown_size(step.budget)} is the budget ({step})",
-            hint="select more layers, or count smaller micro-batches, layers that more ranks share "
-            "(ranks=), or parameters and optimizer divided (zero=, replicas=)",
+            f"a step needs at least {least}, even if all selected layers are recomputed, but the "
+            f"budget is {shown_size(step.budget)} ({step})",
+            hint="select more layers, use smaller micro-batches, share layers over more ranks "
+            "(ranks=), or divide parameters and optimizer (zero=, replicas=)",
         )
     root = call.tree.nodes
     modules = [
@@ -122,20 +122,20 @@ def _step(call: Call) -> Step:
     text = given["budget"]
     budget = byte_size(text) if isinstance(text, str) else None
     if budget is None:
-        raise errors.BadArgument(f"{text!r} is no size of a memory", hint='budget="40GiB"')
+        raise errors.BadArgument(f"{text!r} is not a size of memory", hint='budget="40GiB"')
     for name in ("batch", "sequence", "micro_batches", "zero", "replicas", "ranks"):
         least = 0 if name == "zero" else 1
         value = given[name]
         if value is not None and (type(value) is not int or value < least):
-            raise errors.BadArgument(f"`{name}` is a number from {least} on, not {value!r}")
+            raise errors.BadArgument(f"`{name}` is at least {least}, not {value!r}")
     if given["precision"] not in PRECISIONS or given["zero"] > 3:
         raise errors.BadArgument(
             f"there is no precision {given['precision']!r} with ZeRO {given['zero']}",
-            hint=f"trained is in {', '.join(PRECISIONS)}, with ZeRO 0 to 3",
+            hint=f"use {', '.join(PRECISIONS)}, and ZeRO 0 to 3",
         )
     if not hasattr(call.schedule, "inputs") and None in (given["batch"], given["sequence"]):
         raise errors.BadArgument(
-            "nothing says what a step is: the schedule has no `inputs`",
+            "the step is not known: the schedule has no `inputs`",
             hint=f'checkpoint(budget="{text}", batch=8, sequence=2048), or write inputs(model)',
         )
     rows = given["batch"] or _rows(call)
@@ -159,8 +159,8 @@ def _check_layers(call: Call, nodes: Sequence[Node]) -> None:
     for node in nodes:
         if node.path.rpartition(".")[0] not in lists or not node.path:
             raise errors.Unsupported(
-                f"{node.shown} is no layer of an nn.ModuleList of several: a budget says "
-                "how many of those are recomputed",
+                f"{node.shown} is not in an nn.ModuleList of several layers: a budget chooses how "
+                "many of these are recomputed",
                 hint=f'select layers: s["{min(lists)}.*"]' if lists else None,
             )
 
@@ -175,11 +175,11 @@ def check_casts_known(call: Call) -> None:
     late = [cause for _, cause in _casts(call) if cause.number > call.directive.number]
     if late:
         raise errors.ConflictingEdits(
-            "what is recomputed was chosen for a step whose products are not in half precision",
+            "the budget was met for a step whose products are not in half precision",
             at=late[0].at,
             cause=call.directive,
-            hint='call `autocast` first, then checkpoint(budget=..., precision="fp32"), for the '
-            "float32 that weights stay in",
+            hint='call `autocast` first, then checkpoint(budget=..., precision="fp32"), since '
+            "weights stay in float32",
         )
 
 
@@ -190,8 +190,8 @@ def _check_precision(call: Call, step: Step) -> Step:
         return replace(step, products=step.precision)
     if step.precision != "fp32":
         raise errors.ConflictingEdits(
-            f"the budget is for a step in {step.precision}, and `autocast` leaves weights and what "
-            "it does not cast in float32",
+            f"the budget is for a step in {step.precision}, but `autocast` leaves the weights, "
+            "and all that it does not cast, in float32",
             cause=casts[0][1],
             hint='count it in float32: checkpoint(budget=..., precision="fp32")',
         )
@@ -233,7 +233,7 @@ def search_of(ways: CountedWays, chosen: Collection[str], step: Step) -> Recompu
 def _uncounted(error: Exception) -> errors.Unsupported:
     return errors.Unsupported(
         f"a step of this model cannot be counted: {errors.first_line(error)}",
-        hint="take shares of the layers without a budget: [:0.5].checkpoint()",
+        hint="select a share of the layers without a budget: [:0.5].checkpoint()",
     )
 
 
@@ -251,7 +251,7 @@ def _said(step: Step, ways: CountedWays, search: RecomputeSearch, found: Found) 
     """A message about the choice."""
     none = search.judged(search.same(0))
     words = [*_runs(found.ways, ways)]
-    took = f"{shown_size(found.peak)} of {shown_size(step.budget)} are predicted for {step}"
+    took = f"predicted for {step}: {shown_size(found.peak)} of {shown_size(step.budget)}"
     if not words:
         return f"nothing is recomputed: {took}"
     longer = found.seconds / none.seconds - 1

@@ -133,7 +133,9 @@ class Release(Rewriting):
 
         sequence = call.arguments["sequence"]
         if sequence is not None and sequence < 1:
-            raise errors.BadArgument(f"`sequence` is how many tokens a row has, not {sequence!r}")
+            raise errors.BadArgument(
+                f"`sequence` is the number of tokens in a row, not {sequence!r}"
+            )
         sharing = Sharing(call.tree, call.sources)
         lives = _lives(call, nodes, sharing)
         found = {d: each.function for each in lives for d in deaths(sharing.file, each.function)}
@@ -146,9 +148,9 @@ class Release(Rewriting):
             dropped = _paying(call, lives, found, given)
         except (CannotMeasure, ValueError) as error:
             raise errors.Unsupported(
-                f"what is held cannot be measured: {error}",
-                hint="leave `release` out: it needs a model that runs on the meta device, and "
-                "inputs for it",
+                f"the memory that names hold cannot be measured: {error}",
+                hint="remove `release`: it needs a model that runs on the meta device, and inputs "
+                "for it",
             ) from error
         _check_selected(nodes, sharing, {found[death]: death for death in dropped})
         if not dropped:
@@ -159,7 +161,7 @@ class Release(Rewriting):
 
 def _unchanged(cause: Directive) -> str:
     line = f"line {cause.at.line}: " if cause.at else ""
-    return f"{line}`release` drops nothing: no name keeps what would lower the memory that is held"
+    return f"{line}`release` drops nothing: no name holds memory that could be freed"
 
 
 def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
@@ -170,8 +172,7 @@ def _lives(call: Call, nodes: Sequence[Node], sharing: Sharing) -> list[Live]:
     if not own:
         name = nodes[0].cls.__name__
         raise errors.Unsupported(
-            f"`{nodes[0].path}` is a {name}: its `forward` does not stand in "
-            f"{sharing.file.path.name}",
+            f"`{nodes[0].path}` is a {name}: its `forward` is not in {sharing.file.path.name}",
             hint=own_copy(name, sharing.file),
         )
     return live_functions(call.tree, sharing.file, [(f, sharing.owner_of(f)) for f in own])
@@ -234,8 +235,8 @@ def _check_selected(
         others = [node for node in sharing.sharers(function) if node.path not in selected]
         if others:
             raise errors.Unsupported(
-                f"`{others[0].path or 'the model'}` runs `{function.name}` too, where "
-                f"`{death.name}` is to be dropped, and is not selected",
+                f"`{others[0].path or 'the model'}` also runs `{function.name}`, where "
+                f"`{death.name}` would be dropped, but is not selected",
                 at=sharing.file.at(death.statement),
                 hint="select all modules that run it, or the whole model: s.release()",
             )
@@ -273,7 +274,8 @@ def _edits(
         several = len(dead) > 1
         quoted = listed(dead)
         why = (
-            f"nothing needs {quoted} any more, and {'they hold' if several else 'it holds'} memory"
+            f"nothing needs {quoted} any longer, but {'they hold' if several else 'it holds'} "
+            "memory"
         )
         line = Line(f"del {', '.join(dead)}", (cause,), why)
         lines.setdefault(statement, Lines()).after.append(line)

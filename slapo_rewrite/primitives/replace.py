@@ -158,15 +158,17 @@ class Rebuilding(Primitive):
         except WrongArguments as error:
             shown = "the original's arguments" if arguments is None else f"`{arguments}`"
             raise errors.BadArgument(
-                f"`{name}` cannot be made in the place of {node.shown} with {shown}: {error}",
-                hint='give its own: replace(..., args="...")' if arguments is None else None,
+                f"`{name}` cannot be constructed instead of {node.shown} with {shown}: {error}",
+                hint='give the new arguments: replace(..., args="...")'
+                if arguments is None
+                else None,
             ) from None
         except CannotBuild as error:
             if not call.arguments.get("weights") and call.done is None:
                 return None
             raise errors.WeightsMisfit(
-                f"`{name}` cannot be made in the place of {node.shown}, so nothing is known of "
-                f"its weights: {error}"
+                f"`{name}` cannot be constructed instead of {node.shown}, so its weights are not "
+                f"known: {error}"
             ) from None
         except errors.UnfollowableConstruction:
             if not call.arguments.get("weights"):
@@ -204,7 +206,7 @@ def check_free(node: Node, state: ModuleRequests) -> None:
         raise errors.ConflictingEdits(
             f"{node.shown} cannot be replaced after it was changed",
             cause=causes,
-            hint="replace first, then schedule what stands there",
+            hint="replace first, then schedule the new module",
         )
     if not node.path:
         raise errors.Unsupported("the model itself cannot be replaced")
@@ -229,7 +231,7 @@ def weights_of(call: Call) -> dict[str, Weight]:
     for name, source in given.items():
         if not isinstance(name, str) or not isinstance(source, (str, Weight)):
             raise errors.BadArgument(
-                f"`weights` maps names to what they are made of, not {name!r}: {source!r}",
+                f"`weights` maps names to their sources, not {name!r}: {source!r}",
                 hint='write weights={"qkv.weight": concat("query.weight", "key.weight")}, with '
                 "`from slapo_rewrite import concat, split, transpose`",
             )

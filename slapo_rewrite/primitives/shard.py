@@ -89,7 +89,7 @@ s["down"].sync("fwd_post", "all_reduce")
 """
 NORM_SAMPLE = Sample(NORM, setting("Normed(12)"))
 MEAN_SAMPLE = Sample(MEAN, setting("Mean(48, 12)"))
-ONE_OF_TWO = "take one of the two lines out"
+ONE_OF_TWO = "remove one of the two lines"
 
 
 class Shard(Primitive):
@@ -214,10 +214,10 @@ class Shard(Primitive):
             return self._share(call, node, state, name)
         if parameter is None and (made_of := _worked_out(node, name)):
             raise errors.UnknownParameter(
-                f"`{node.path or 's'}.{name}` ({node.cls.__name__}) is no parameter: it is worked "
-                f"out of {listed(made_of)}, by a parametrization or a hook, which would see a "
-                "rank's part",
-                hint="leave the layer whole, or make the parameter plain before it is split: "
+                f"`{node.path or 's'}.{name}` ({node.cls.__name__}) is not a parameter: a "
+                f"parametrization or a hook computes it from {listed(made_of)}, and would get "
+                "only a rank's part",
+                hint="leave the layer whole, or first turn it into a plain parameter: "
                 "torch.nn.utils.parametrize.remove_parametrizations",
             )
         if parameter is None:
@@ -225,7 +225,7 @@ class Shard(Primitive):
             raise errors.UnknownParameter(
                 f"{node.shown} ({node.cls.__name__}) "
                 + (
-                    f"is made without its optional `{name}`"
+                    f"is constructed without its optional `{name}`"
                     if empty
                     else f"has no parameter `{name}`, and no integer attribute"
                 ),
@@ -233,7 +233,7 @@ class Shard(Primitive):
             )
         for earlier in state.shards:
             if earlier.name == name:
-                words = f"`{node.path}.{name}` is sharded already, along axis {earlier.axis}"
+                words = f"`{node.path}.{name}` is already sharded, along axis {earlier.axis}"
                 raise errors.ShardedTwice(words, cause=earlier.cause, hint=ONE_OF_TWO)
         shape = tuple(parameter.shape)
         axis = call.arguments["axis"]
@@ -257,12 +257,12 @@ class Shard(Primitive):
         spoken = f"`{node.path or 's'}.{name}`"
         for earlier in state.shares:
             if earlier.name == name:
-                words = f"{spoken} is sharded already"
+                words = f"{spoken} is already sharded"
                 raise errors.ShardedTwice(words, cause=earlier.cause, hint=ONE_OF_TWO)
         base, axis, parts = base_of(node.cls), call.arguments["axis"], call.arguments["parts"]
         if base is not None and name in inspect.signature(base).parameters:
             raise errors.Unsupported(
-                f"{spoken} says what the weight of a {base.__name__} is: it follows from that",
+                f"{spoken} of a {base.__name__} follows from its weight",
                 hint='shard the weight instead: .shard("weight", axis=...)',
             )
         if axis not in (0, -1):
@@ -292,7 +292,7 @@ class Shard(Primitive):
                 + (
                     f"parts {list(sizes)} add up to {sum(sizes)}"
                     if given_as_sizes
-                    else f"it cannot be cut in {len(sizes)} equal parts"
+                    else f"it cannot be cut into {len(sizes)} equal parts"
                 )
             )
         common = math.gcd(*sizes)

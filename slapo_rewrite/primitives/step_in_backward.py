@@ -27,16 +27,16 @@ class StepInBackward(Requested):
         """Adds a base class to the model's class."""
         if cut := [state.cut.cause for state in to.states.values() if state.cut]:
             raise errors.Unsupported(
-                "stages run several batches backward before a step, so that no gradient is "
-                "complete before the last of them",
+                "pipeline stages run several backward passes in a step, so no gradient is "
+                "complete before the last one",
                 at=cause.at,
                 cause=cut,
-                hint="take `step_in_backward` or the cuts out",
+                hint="remove `step_in_backward` or the cuts",
             )
         if (home := to.files.of(node.cls)) is None:
             raise errors.Unsupported(
-                f"the model is a `{node.cls.__module__}.{node.cls.__qualname__}`, which is not a "
-                "class of this file that could be changed",
+                f"the model is a `{node.cls.__module__}.{node.cls.__qualname__}`, which is no "
+                "class of a file that is rewritten",
                 at=cause.at,
                 hint=own_copy(node.cls.__name__, to.files.main.file),
             )
@@ -119,8 +119,8 @@ class StepInBackwardPrimitive(Primitive):
             )
         if earlier := [cause for _, cause in state.asks(StepInBackward)]:
             raise errors.Unsupported(
-                "the model updates its parameters in the backward pass already", cause=earlier
+                "the model already updates its parameters in the backward pass", cause=earlier
             )
         if hasattr(node.cls, self.name):
-            raise errors.Unsupported(f"`{node.cls.__name__}` has a `{self.name}` of its own")
+            raise errors.Unsupported(f"`{node.cls.__name__}` already defines `{self.name}`")
         return state.asking(StepInBackward(), call.directive)

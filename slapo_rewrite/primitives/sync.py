@@ -259,17 +259,15 @@ s.sync("bwd_post", "all_reduce", of="key")
             if mode == "bwd_post" and chosen != "all_reduce":
                 raise errors.Unsupported(
                     f"`bwd_post` cannot be combined with `{operation}`",
-                    hint="the gradient of a scatter or gather follows from the one in the forward "
-                    "pass; only `all_reduce` is a gradient's own",
+                    hint="the forward pass determines the gradient of a scatter or gather: only "
+                    "`all_reduce` is for gradients alone",
                 )
         elif arguments["of"] is not None:
             raise errors.BadArgument("`of` is for collectives, not for functions")
         else:
             chosen, scatter_axis = function_of(call, operation, "a sync function"), None
         if summed is not None and chosen != "all_gather":
-            raise errors.BadArgument(
-                "`tensor_parallel_output_grad` is about the gradient of an `all_gather`"
-            )
+            raise errors.BadArgument("`tensor_parallel_output_grad` is only for an `all_gather`")
         of = call.arguments["of"]
         if of is not None:
             of = self._of(call, node, of)
@@ -287,7 +285,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         for earlier in state.syncs:
             if replace(earlier, partial_gradient=summed) == added:
                 raise errors.SyncMismatch(
-                    f"{node.shown} has this sync already", cause=earlier.cause
+                    f"{node.shown} already has this sync", cause=earlier.cause
                 )
         return replace(state, syncs=(*state.syncs, added))
 
@@ -315,7 +313,7 @@ s.sync("bwd_post", "all_reduce", of="key")
         before, arrow, after = asked.partition("->")
         if arrow and before.strip() in LAYOUTS and after.strip() in LAYOUTS:
             if axis is not None:
-                raise errors.BadArgument(f'`"{asked}"` says the axes: it takes no `axis`')
+                raise errors.BadArgument(f'`"{asked}"` already names the axes: leave out `axis`')
             old, new = LAYOUTS[before.strip()], LAYOUTS[after.strip()]
             if old == new:
                 return "keep", old, None
@@ -327,8 +325,10 @@ s.sync("bwd_post", "all_reduce", of="key")
             raise errors.BadArgument(
                 f"`sync` does not offer `{asked}`",
                 hint=errors.did_you_mean(asked, [*OPERATIONS, *known])
-                or f"it offers {', '.join(OPERATIONS)}, reshard strings like `RR->RS`, or a "
-                "function of your own",
+                or (
+                    f"it offers {', '.join(OPERATIONS)}, reshard strings like `RR->RS`, or your "
+                    "own function"
+                ),
             )
         if asked == "all_reduce" and axis is not None:
             raise errors.BadArgument("`all_reduce` takes no axis")

@@ -29,7 +29,7 @@ class Choices:
             raise _wrong("`Choices` needs at least one value")
         for value in values:
             if not is_value(value):
-                raise _wrong(f"`Choices` takes numbers, texts and booleans, not {value!r}")
+                raise _wrong(f"`Choices` takes numbers, strings and booleans, not {value!r}")
         if len(set(values)) < len(values):
             raise _wrong("`Choices` has a value twice")
         if memory not in (None, "up", "down"):

@@ -49,9 +49,9 @@ def locate(name: str) -> Path:
         return known[name]
     if name == "auto" or name.startswith("auto:"):
         raise errors.ScheduleError(
-            "`auto` works a schedule out where files are written or shown",
-            hint="have it written first, and give that file: "
-            "slapo-rewrite SOURCE --schedule auto --write-schedule s.py --diff",
+            "`auto` is not available here: only a rewrite, or --diff, derives a schedule",
+            hint="write it to a file first, and use that file: slapo-rewrite SOURCE --schedule "
+            "auto --write-schedule s.py --diff",
         )
     raise errors.ScheduleError(
         f"there is no schedule `{name}`",
@@ -303,8 +303,8 @@ def check_functions(
             kind = type(function).__name__
             raise errors.ScheduleError(
                 f"`{name}` in `{path}` is not a function, but of type {kind}",
-                hint=f"that name says what a schedule gives: define `{name}`, or name what is "
-                "there otherwise (an import of all names may have brought it)",
+                hint=f"the name `{name}` is reserved in a schedule: define it as a function, or "
+                "rename the present one (`import *` may have brought it in)",
             )
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise errors.ScheduleError(
@@ -361,7 +361,7 @@ def convert(annotation: Any, text: str) -> Any:
     if annotation is str:
         return text
     if annotation is types.NoneType:
-        raise ValueError("its default says no type: annotate it, as `int | None` say")
+        raise ValueError("its default has no type: annotate it, for example as `int | None`")
     kind = getattr(annotation, "__name__", annotation)
     raise ValueError(f"knobs of type {kind} cannot be set from the command line")
 

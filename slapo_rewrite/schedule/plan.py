@@ -124,7 +124,7 @@ class Plan:
             if self.tree.nodes.get(node.path) is not node:
                 raise errors.UnknownPath(
                     f"{node.shown} was part of a module that has been replaced",
-                    hint=f's["{node.path}"] selects what stands there now'
+                    hint=f's["{node.path}"] selects the module that is there now'
                     if node.path in self.tree.nodes
                     else "select from `s` again",
                 )
@@ -199,10 +199,10 @@ class Plan:
         for path, state in self.states.items():
             if state != EMPTY and path not in self.tree.nodes:
                 raise errors.ConflictingEdits(
-                    f"`{path}` is gone since `{directive.primitive}(...)`, and was scheduled "
-                    "before it",
+                    f"`{path}` no longer exists after `{directive.primitive}(...)`, but was "
+                    "scheduled before",
                     cause=self._causes(path),
-                    hint="change the source first, then schedule what stands there",
+                    hint="change the source first, then schedule the new modules",
                 )
 
     def _causes(self, path: str) -> list[Directive]:
@@ -213,7 +213,10 @@ class Plan:
         for above in node.outwards() if self.idle else ():
             if above.path not in self.idle:
                 continue
-            words, hint = f"{above.shown} is no longer called", "schedule what takes its place"
+            words, hint = (
+                f"{above.shown} is no longer called",
+                "schedule the module that replaces it",
+            )
             raise _conflict(words, self.idle[above.path], directive, hint)
         if node.path in self.seldom:
             words, hint = f"in training {node.shown} is no longer called", "leave it as it is"
@@ -227,7 +230,7 @@ class Plan:
             for other in tied:
                 path = other.rpartition(".")[0]
                 if path in self.seldom:
-                    words = f"`{name}` is `{other}` too, which is read whole in training"
+                    words = f"`{name}` is also `{other}`, which is read as a whole in training"
                     raise _conflict(words, self.seldom[path], shard.cause, "leave it whole")
 
     def check(self) -> None:
@@ -241,12 +244,15 @@ class Plan:
         cuts = {path: state.cut for path, state in self.states.items() if state.cut}
         if cuts and self.seldom:
             path, cause = next(iter(self.seldom.items()))
-            words = f"the last stage is to give what `{path}` gives, which training leaves out"
+            words = (
+                f"the last stage has to return the output of `{path}`, which training does not "
+                "compute"
+            )
             raise _conflict(words, cause, next(iter(cuts.values())).cause, None)
         budget = next((d for d in self.directives if d.outcome is not None), None)
         if cuts and budget is not None:
-            words = "a budget is for a step of the whole model, and there are stages"
-            hint = "take shares of the layers without one: [:0.5].checkpoint()"
+            words = "a budget is for a step of a model without pipeline stages"
+            hint = "select a share of the layers instead: [:0.5].checkpoint()"
             raise _conflict(words, budget, next(iter(cuts.values())).cause, hint)
         for inner, cut in cuts.items():
             for outer, state in self.states.items():
@@ -254,7 +260,7 @@ class Plan:
                 if wrapped and inner.startswith(f"{outer}." if outer else ""):
                     words = f"no stage can end at `{inner}`, inside of `{outer or 'the model'}`, "
                     words += "whose forward is run as a whole"
-                    hint = "name what is inside instead, on either side of the cut"
+                    hint = "name modules inside of it instead, on both sides of the cut"
                     raise _conflict(words, wrapped[0][1], cut.cause, hint)
 
     def _check_untouched(self, grafts: Mapping[str, Any]) -> None:
@@ -267,7 +273,7 @@ class Plan:
                 raise errors.ConflictingEdits(
                     f"`{above}` cannot be replaced after `{path}` in it was changed",
                     cause=self._causes(path),
-                    hint="replace first, then schedule what stands there",
+                    hint="replace first, then schedule the new modules",
                 )
 
 

@@ -130,7 +130,7 @@ class Selection:
         if key.step == 0 or not all(end is None or type(end) is int for end in ends):
             raise errors.BadArgument(
                 f"`{self._said}[{_show_slice(key)}]` is no slice of a list",
-                hint="a slice goes by whole numbers, or by fractions from 0.0 to 1.0",
+                hint="a slice takes integers, or fractions from 0.0 to 1.0",
             )
 
     def _fractions(self, key: slice) -> tuple[Fraction, Fraction] | None:
@@ -140,14 +140,14 @@ class Selection:
             return None
         start = 0.0 if key.start is None else key.start
         stop = 1.0 if key.stop is None else key.stop
-        hint = "a share goes from one fraction of a module list to another: [:0.5], [0.25:0.75]"
+        hint = "a share has only fractions of a module list as bounds: [:0.5], [0.25:0.75]"
         if key.step is not None:
             wrong = "a share has no step"
         elif not all(isinstance(end, float) for end in ends):
-            wrong = "a slice goes by numbers or by fractions, not by both"
+            wrong = "a slice takes integers or fractions, not both"
             hint += "; all of it is 1.0"
         elif not 0 <= start <= stop <= 1:
-            wrong = "the fractions of a share go up, from 0.0 to 1.0"
+            wrong = "the fractions of a share must increase, from 0.0 to 1.0"
         else:
             return _fraction(start), _fraction(stop)
         shown = f"{self._said}[{_show_slice(key)}]"

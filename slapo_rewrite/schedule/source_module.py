@@ -65,9 +65,12 @@ def import_source(file: SourceFile) -> types.ModuleType:
 
 def _import_hint(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
-        return f"the source is run as it stands: install `{error.name}` where slapo-rewrite is"
+        return (
+            f"the tool imports the source: install `{error.name}` in the environment of "
+            "slapo-rewrite"
+        )
     if isinstance(error, ImportError):
-        return "a file of a package is imported as part of it: give its dotted module name"
+        return "if the file is part of a package, give its dotted module name"
     return None
 
 

@@ -207,7 +207,7 @@ def test_the_file_gives_the_same_bytes_and_is_verified(tmp_path, capsys):
     }
     capsys.readouterr()
     assert main([GPT, "--schedule", "auto", "-o", str(out), "--check"]) == 0
-    assert "worked out before" in capsys.readouterr().err
+    assert "is unchanged" in capsys.readouterr().err
     assert verify(out, chosen(out, [2])).ok
 
 
@@ -223,7 +223,7 @@ def test_a_file_that_was_edited_is_not_written_over(tmp_path, capsys):
     kept.write_text(kept.read_text().replace("axis=0", "axis=0 "))
     assert asked("auto") == 2
     said = capsys.readouterr().err
-    assert "is not what was worked out" in said and "--write-schedule" in said
+    assert "already exists, with other contents" in said and "--write-schedule" in said
     assert asked(str(kept)) == 0
     assert asked("auto", "--write-schedule", str(other)) == 0 and other.is_file()
 
@@ -307,7 +307,7 @@ def test_what_cannot_be_made_up_is_asked_for_and_the_advice_works(tmp_path):
         (
             "def model(m):\n    return m.MLP()\n\n\ndef schedule(s):\n    pass\n",
             "already",
-            "as it is",
+            "directly",
         ),
         ("def inputs(model):\n    return {}\n", "no function `model`", "def model(m)"),
         ("def model(m:\n", "does not parse", ""),
@@ -547,7 +547,7 @@ def test_which_models_there_are_is_said(tmp_path, capsys):
     assert main([str(source), *step]) == 0
     said = capsys.readouterr().err
     assert "Other as its constructor has it; 100%" in said
-    assert "not `Pair`: what to give it is not known" in said
+    assert "not `Pair`: its inputs are not known" in said
     assert "also there: MLP (--schedule auto:NAME)" in said
 
 

@@ -218,9 +218,13 @@ def test_tabs_where_a_rule_is_applied(tmp_path):
 def test_methods_that_call_their_object_otherwise(call, tmp_path):
     schedule = MODEL + f"def schedule(s):\n    s{call}\n"
     text = refused(tmp_path, MLP.replace("self", "this"), schedule, "SR305")
-    assert "`MLP.__init__` calls its object `this`" in text and "rename it to `self`" in text
+    assert (
+        "`MLP.__init__` names its first parameter `this`" in text and "rename it to `self`" in text
+    )
     only = MLP.replace("def forward(self, x)", "def forward(me, x)").replace("(self.", "(me.")
-    assert "`MLP.forward` calls its object `me`" in refused(tmp_path, only, schedule, "SR305")
+    assert "`MLP.forward` names its first parameter `me`" in refused(
+        tmp_path, only, schedule, "SR305"
+    )
 
 
 @pytest.mark.parametrize("call", ['["up"].checkpoint()', '["up"].shard("weight", axis=0)'])

@@ -272,7 +272,7 @@ CASES = {
     "called twice, not alike": (
         "Stack(Stack(*[two(8, 8) for i in range(2)]), Stack(*[two(8, 16) for i in range(2)]))",
         '["0.*.up"].checkpoint()',
-        "`two` makes `0.0.up` and `1.0.up`, which are scheduled differently",
+        "`two` constructs `0.0.up` and `1.0.up`, which are scheduled differently",
     ),
     "returns another thing": (
         "Stack(*[either(i % 2 == 0) for i in range(4)])",
@@ -282,7 +282,7 @@ CASES = {
     "recursion": (
         "Stack(*[nested(i) for i in range(3)])",
         '["2.inner"].checkpoint()',
-        "`nested` makes `1` and `2.inner`, which are scheduled differently",
+        "`nested` constructs `1` and `2.inner`, which are scheduled differently",
     ),
     "one for two classes": (
         "(lambda one: Stack(Wrap(one), Two(one, nn.Linear(8, 8))))(nn.Linear(8, 8))",
@@ -297,7 +297,7 @@ CASES = {
     "counted from the end": (
         "Stack(*[two(8, 16) for i in range(3)][::-1])",
         '["0"].checkpoint()',
-        "`two` makes `0` and `1`, which are scheduled differently",
+        "`two` constructs `0` and `1`, which are scheduled differently",
     ),
     "counted otherwise than it stands": (
         "Stack(*[Wrap(nn.Linear(8, 8)) for i in range(4) if i != 1])",
@@ -307,7 +307,7 @@ CASES = {
     "a variable that is another one by then": (
         "Stack(*[f() for f in [lambda: two(8, 8 * (i + 1)) for i in range(3)]])",
         "[:1].checkpoint()",
-        "`two` makes `0` and `1`, which are scheduled differently",
+        "`two` constructs `0` and `1`, which are scheduled differently",
     ),
     "a lambda, alike": (
         "Block(lambda a, b: nn.Linear(a, b))",

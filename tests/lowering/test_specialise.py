@@ -932,7 +932,7 @@ def test_a_function_that_does_not_know_the_size_of_a_head(tmp_path):
     )
     text = refused(tmp_path, source, schedule, "SR103")
     assert "multiples of `self.size`, which `proj`, where it is constructed, does not know" in text
-    assert "make `self.q` in the constructor itself" in text
+    assert "construct `self.q` in the constructor itself" in text
 
 
 @pytest.mark.parametrize(

@@ -258,10 +258,10 @@ WRONG = {
     'MLP = {"gate.weight": "bot.weight"}': "the original has no `bot.weight`",
     "del MLP['up.weight']": "the new module's `up.weight` is made of",
     "MLP['up.weight'] = MLP['gate.weight']": "`both.weight` goes to two places",
-    "MLP['down.weight'] = 'down'": "`down.weight` has shape [16, 32], but [32, 16] come of `down`",
+    "MLP['down.weight'] = 'down'": "`down.weight` has shape [16, 32], but `down",
     "MLP['up.weight'] = split('both.weight', parts=3, index=1)": "64 does not divide into blocks",
     "MLP['up.weight'] = split('both.weight', parts=2, index=2)": "`up.weight` cannot be made from",
-    "MLP['gate.weight'] = concat('both.weight', 'down')": "but [96, 16] come of",
+    "MLP['gate.weight'] = concat('both.weight', 'down')": "gives [96, 16]",
     "MLP['gate.weight'] = concat('both.weight', axis=2)": "`gate.weight` cannot be made from",
 }
 

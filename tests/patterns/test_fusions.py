@@ -241,7 +241,7 @@ MISSED = [
     ("gemma3", attention_float, "a branch lies between", "if softcap is not None"),
     ("bert", residual_layer_norm, "but not used", "LayerNorm"),
     ("opt", attention_float, "the pattern has 2 where the model has -2", "key.transpose(-1, -2)"),
-    ("gpt_neox", rotary, "the value of `unsqueeze` is used elsewhere", "cos.unsqueeze"),
+    ("gpt_neox", rotary, "the value of `unsqueeze` is also used elsewhere", "cos.unsqueeze"),
 ]
 
 

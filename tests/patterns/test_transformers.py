@@ -166,7 +166,7 @@ def test_what_stops_attention():
     """The probabilities are returned as well, so the whole of it is no one value."""
     found = model("bert").find(attention)
     assert not found
-    assert "the value of `dropout` is used elsewhere" in str(found)
+    assert "the value of `dropout` is also used elsewhere" in str(found)
     assert "return attn_output, attn_weights" in str(found)
 
 

@@ -644,7 +644,10 @@ def test_a_small_model_is_not_followed_for_layers_of_which_none_stands_for_other
     in_eval = "        if not self.training:\n            x = x * x.max().item()\n"
     valued = NOTED.replace("        if len", f"{in_eval}        if len")
     text = refused(tmp_path, HEAD + valued, ONE % "" + SPLIT_PARTS, "SR305")
-    assert "a small one does not have all layers" in text and "either is followed alone" in text
+    assert (
+        "a small one does not have all layers" in text
+        and "each is followed without the other" in text
+    )
     for schedule in (ONE % "", (ONE % "").replace("s.autocast()", "pass") + SPLIT_PARTS):
         assert changed_lines(rewritten(tmp_path, HEAD + valued, schedule))
 

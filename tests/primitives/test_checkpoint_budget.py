@@ -278,22 +278,26 @@ def test_a_budget_that_nothing_has_to_be_done_for_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ('s["blocks.*"].checkpoint(budget="lots")', "SR206", "'lots' is no size of a memory"),
+        ('s["blocks.*"].checkpoint(budget="lots")', "SR206", "'lots' is not a size of memory"),
         ('s["blocks.*"].checkpoint(budget="1MiB")', "SR605", "a step needs "),
-        ('s["blocks.*"].checkpoint(budget="1GiB", batch=0)', "SR206", "`batch` is a number from 1"),
+        ('s["blocks.*"].checkpoint(budget="1GiB", batch=0)', "SR206", "`batch` is at least 1"),
         ('s["blocks.*"].checkpoint(budget="1GiB", zero=4)', "SR206", "ZeRO 4"),
-        ('s["blocks.*"].checkpoint(batch=8)', "SR206", "and there is none"),
-        ('s["blocks.*"].checkpoint("wide", budget="1GiB")', "SR206", "does not go with a budget"),
+        ('s["blocks.*"].checkpoint(batch=8)', "SR206", "but there is no budget"),
+        (
+            's["blocks.*"].checkpoint("wide", budget="1GiB")',
+            "SR206",
+            "cannot be combined with a budget",
+        ),
         (
             's["blocks.*.wide"].checkpoint(budget="1GiB")',
             "SR305",
-            "is no layer of an nn.ModuleList",
+            "is not in an nn.ModuleList",
         ),
         ('s["blocks"].checkpoint(budget="1GiB")', "SR305", "select its elements"),
         (
             's["blocks.*"].checkpoint(budget="9MiB")\n    s["blocks.2"].cut_pipeline_stage()',
             "SR306",
-            "a budget is for a step of the whole model",
+            "a budget is for a step of a model without pipeline stages",
         ),
     ],
 )
@@ -322,7 +326,7 @@ def test_products_take_what_they_take_in_the_precision_of_the_step(tmp_path):
 def test_without_inputs_it_has_to_be_said_what_a_step_is(tmp_path):
     head = HEAD.replace("def inputs", "def other")
     line = '    s["blocks.*"].checkpoint(budget="1GiB")\n'
-    assert "nothing says what a step is" in refused(tmp_path, BLOCKS, head + line, "SR206")
+    assert "the step is not known" in refused(tmp_path, BLOCKS, head + line, "SR206")
 
 
 def test_layers_that_run_several_times_are_refused(tmp_path):

@@ -121,5 +121,5 @@ SHARED = HEADLESS.replace("for layer in self.layers:", "for layer in [*self.laye
 def test_one_layer_that_is_called_several_times(tmp_path):
     schedule = STEP.replace("depth=4", "depth=1") + "def schedule(s):\n    s.cut_evenly(2)\n"
     text = refused(tmp_path, SHARED.format(returned="x.sum()"), schedule, "SR206")
-    assert "`layers.0` is called 3 times, and there is no other layer" in text
-    assert "shares one set of weights, which every stage would have to hold and tie" in text
+    assert "`layers.0` is the only layer, called 3 times" in text
+    assert "every stage would have to hold and tie its weights" in text

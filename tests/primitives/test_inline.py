@@ -122,7 +122,7 @@ def test_ways_to_call(tmp_path, call, line):
     schedule = SCHEDULE + INLINE
     if "**" in call:
         text = refused(tmp_path, source(call), schedule, "SR305")
-        assert "`**` may give `times` or not" in text
+        assert "`**` may or may not contain `times`" in text
         call = call.replace("y, **", "y, times=1, **")
     assert f"+        {line}" in changed_lines(rewritten(tmp_path, source(call), schedule))
 
@@ -178,14 +178,14 @@ def test_numbers_with_what_else_is_asked(tmp_path):
          "it returns before its end"),
         (("y = self.up(x)", "y = super().forward(x)"), "it uses `super`"),
         (("y = self.up(x)", "y = (lambda z: self.up(z))(x)"), "it defines a function"),
-        (("y = self.up(x)", "y = self.up(x) + kwargs['z']"), "what is in `kwargs` cannot be told"),
+        (("y = self.up(x)", "y = self.up(x) + kwargs['z']"), "the contents of `kwargs`"),
         (("    def forward(self, x, res", "    @torch.no_grad()\n    def forward(self, x, res"),
          "its `forward` is decorated"),
         (("x = self.mlp(x, x)", "x = x if y is None else self.mlp(x, x)"), "whether it is called"),
         (("x = self.mlp(x, x)", "x = torch.tanh(y) + self.mlp(x, x)"), "something else is called"),
         (("x = self.mlp(x, x)", "x = self.mlp(*[x, x])"), "it is called with `*`"),
         (("class Block", "MLP.forward = lambda self, x, res: x\n\n\nclass Block"),
-         "or is not all that calling it does"),
+         "or a call does more than `forward`"),
         (("x = self.mlp(x, x)", "for _ in (1, 2):\n            x = [self.mlp(x, x)][0]"), None),
     ],
 )  # fmt: skip

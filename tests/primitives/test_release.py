@@ -263,7 +263,7 @@ def test_models_of_transformers(tmp_path, run: Callable[[Path], str], lines: str
 def test_modules_that_share_the_text(tmp_path):
     part = MODEL + 'def schedule(s):\n    s["blocks"][:2].release()\n'
     text = refused(tmp_path, BLOCK, part, "SR305")
-    assert "`blocks.2` runs `forward` too, where `mixed` is to be dropped" in text
+    assert "`blocks.2` also runs `forward`, where `mixed` is to be dropped" in text
     whole = MODEL + 'def schedule(s):\n    s["blocks.*"].release()\n'
     assert "self.mix(x)" in changed_lines(rewritten(tmp_path, BLOCK, whole))
 
@@ -271,7 +271,7 @@ def test_modules_that_share_the_text(tmp_path):
 def test_a_model_that_needs_values(tmp_path):
     source = body("if float(x.sum()) > 0:\n    x = x + 1\nreturn self.a(x)")
     text = refused(tmp_path, source, RELEASING, "SR305")
-    assert "what is held cannot be measured" in text
+    assert "the memory that names hold cannot be measured" in text
 
 
 NORM = """\

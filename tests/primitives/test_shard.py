@@ -266,7 +266,7 @@ def test_an_attribute_is_split_where_it_is_asked_for(tmp_path):
         ('    s["first.fc_in"].shard("in_features", axis=0)\n', "SR305", "shard the weight"),
         ('    s["first"].shard("features", axis=1)\n', "SR301", "there is no axis 1"),
         ('    s["first"].shard("features", axis=0, parts=3)\n', "SR206", "it has no parts"),
-        (BLOCK + '    s["first"].shard("features", axis=0)\n', "SR303", "sharded already"),
+        (BLOCK + '    s["first"].shard("features", axis=0)\n', "SR303", "already sharded"),
     ],
 )
 def test_attributes_that_are_refused(lines, code, words, tmp_path):
@@ -290,7 +290,7 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             "SR104",
             "a TorchScript function gets a part and cannot be followed",
         ),
-        (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "sharded already"),
+        (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "already sharded"),
         (
             MLP.replace("F.gelu(", "self.scale * F.gelu(").replace(
                 "= nn.Identity()\n",
@@ -374,7 +374,7 @@ def test_a_weight_that_is_worked_out_of_others_is_refused_in_words(normed, names
         'def model(m):\n    return m.Model()\n\n\ndef schedule(s):\n    s["fc_in"].shard("weight"'
     )
     words = refused(tmp_path, source, schedule + ", axis=0)\n", "SR203")
-    assert f"is no parameter: it is worked out of {names}, by a parametrization" in words
+    assert f"is not a parameter: a parametrization or a hook computes it from {names}" in words
 
 
 OWN_LAYERS = """\

@@ -184,13 +184,13 @@ def test_a_weight_that_no_gradient_comes_from_is_read_after_its_update(tmp_path,
 
 def test_a_method_of_that_name(tmp_path):
     taken = STACK + "\n    def step_in_backward(self):\n        pass\n"
-    assert "has a `step_in_backward` of its own" in refused(tmp_path, taken, STEPPING, "SR305")
+    assert "already defines `step_in_backward`" in refused(tmp_path, taken, STEPPING, "SR305")
 
 
 def test_a_model_of_another_file(tmp_path):
     torchs = MODEL.replace("m.Stack(8, depth=4)", "torch.nn.Sequential(m.Block(8), m.Block(8))")
     text = refused(tmp_path, STACK, STEPPING.replace(MODEL, torchs), "SR305")
-    assert "not a class of this file" in text
+    assert "no class of a file that is rewritten" in text
 
 
 def test_twice(tmp_path):

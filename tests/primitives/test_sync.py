@@ -397,12 +397,12 @@ GRADIENTS = [
 ]
 ARGUMENTS = [
     (sync("fc1", "scatter"), "SR206", "`scatter` needs an axis"),
-    (sync("fc1", "RS->SR", ", axis=1"), "SR206", "says the axes"),
+    (sync("fc1", "RS->SR", ", axis=1"), "SR206", "already names the axes"),
     (sync("fc1", "SS->RR"), "SR206", "did you mean"),
     (
         sync("fc1", "all_reduce", ", tensor_parallel_output_grad=True"),
         "SR206",
-        "is about the gradient of an `all_gather`",
+        "is only for an `all_gather`",
     ),
     (
         sync("fc1", "all_gather", ', axis=1, tensor_parallel_output_grad="yes"'),
@@ -410,7 +410,7 @@ ARGUMENTS = [
         "must be True or False",
     ),
     (sync("fc1", "reduce_scatter", ", axis=1", "bwd_post"), "SR305", "cannot be combined"),
-    (sync("fc1", "RR->RS") + sync("fc1", "scatter", ", axis=-1"), "SR304", "has this sync already"),
+    (sync("fc1", "RR->RS") + sync("fc1", "scatter", ", axis=-1"), "SR304", "already has this sync"),
     (sync("mlp", "all_reduce", ', of="y"', "bwd_post"), "SR206", "takes no argument 'y'"),
     (sync("mlp", "all_reduce", ', of="x"'), "SR206", "binds no name 'x' beside its arguments"),
 ]

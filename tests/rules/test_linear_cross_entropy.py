@@ -239,10 +239,10 @@ def test_homemade(written_so, tmp_path):
 SHARD = '    s["model.embed_tokens"].shard("weight", axis=0)\n'
 CUT = '    s["model.layers.0"].cut_pipeline_stage()\n'
 REFUSED = {
-    "the weight is split by another name": (APPLY + SHARD, "SR306", "read whole in training"),
+    "the weight is split by another name": (APPLY + SHARD, "SR306", "read as a whole in training"),
     "it was split before": (SHARD + APPLY, "SR309", "`model.embed_tokens.weight` is sharded"),
-    "the stages need logits": (APPLY + CUT, "SR306", "which training leaves out"),
-    "they did before": (CUT + APPLY, "SR306", "which training leaves out"),
+    "the stages need logits": (APPLY + CUT, "SR306", "which training does not compute"),
+    "they did before": (CUT + APPLY, "SR306", "which training does not compute"),
     "there is no loss left": (APPLY + APPLY, "SR309", "the logits are a branch"),
 }
 

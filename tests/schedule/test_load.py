@@ -55,7 +55,7 @@ def test_settings(tmp_path):
     assert schedule.settings(["ratio=1", "on=no"]) == {"ratio": 1.0, "n": 2, "on": False}
     assert schedule.settings(["n=7"])["n"] == 7, "without an annotation the default's type counts"
     unsaid = write(tmp_path, "def model(m): ...\ndef schedule(s, n=None): ...\n")
-    with pytest.raises(errors.BadKnob, match=r"annotate it, as `int | None` say"):
+    with pytest.raises(errors.BadKnob, match=r"annotate it, for example as `int | None`"):
         unsaid.settings(["n=7"])
 
 

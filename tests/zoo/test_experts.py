@@ -352,10 +352,10 @@ def test_gates_beside_what_they_let_through_and_biases_of_partial_sums(tmp_path)
         (
             "self.experts(x, chosen) * weight",
             "(self.experts(x, chosen) + self.experts.down_bias[chosen]) * weight",
-            "`add` needs the value",
+            "`add` needs the whole value",
         ),
-        ("self.down_bias[chosen]", "self.down_bias[chosen].relu()", "`add` needs the value"),
-        ("self.down_bias[chosen]", "x", "`add` needs the value"),
+        ("self.down_bias[chosen]", "self.down_bias[chosen].relu()", "`add` needs the whole value"),
+        ("self.down_bias[chosen]", "x", "`add` needs the whole value"),
     ],
 )
 def test_what_is_neither_a_pair_nor_a_bias(tmp_path, before, after, words):
