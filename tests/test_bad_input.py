@@ -508,7 +508,7 @@ def test_a_copy_is_advised_where_one_helps(run: Run):
     text = run('s["one.linear1"].checkpoint()')
     assert "copy class `TransformerEncoderLayer` into net.py, and use the copy" in text
     text = run('s["many.layers"][:1].checkpoint()')
-    assert "copy class" not in text and "let net.py make it" in text
+    assert "copy class" not in text and "in net.py by an nn.ModuleList" in text
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,11 @@ def test_a_size_that_does_not_fit_is_told_before_its_ranks_start(capsys, monkeyp
         ("\ufb01le", "`\ufb01le` cannot be imported", "`-o file`"),  # a ligature
         ("__main__", "`__main__` cannot be imported", "`-o main`"),
         ("class", "`class` cannot be imported", "`-o class_`"),
-        ("torch", "called `torch` hides the module `torch`", "`-o torch_rewritten`"),
-        ("sub/transformers", "hides the module `transformers`", "`-o sub/transformers_rewritten`"),
-        ("json", "hides the module `json`", "`-o json_rewritten`"),
-        ("layers", "hides the module `layers`", "`-o layers_rewritten`"),
-        ("knobs", "hides the module `knobs`", "`-o knobs_rewritten`"),
+        ("torch", "called `torch` would hide the module `torch`", "`-o torch_rewritten`"),
+        ("sub/transformers", "hide the module `transformers`", "`-o sub/transformers_rewritten`"),
+        ("json", "hide the module `json`", "`-o json_rewritten`"),
+        ("layers", "hide the module `layers`", "`-o layers_rewritten`"),
+        ("knobs", "hide the module `knobs`", "`-o knobs_rewritten`"),
         ("out.py", "`out.py` is the name of a file: an output is a folder", "`-o out`"),
     ],
 )
@@ -138,9 +138,7 @@ def test_an_output_that_could_not_be_imported(name, words, instead, tmp_path, ca
     (tmp_path / name / "rewrite.json").write_text("{}")
     assert main([*REWRITE, "-o", name]) == 2
     other = instead.replace("-o ", "")
-    assert f"rename the folder that is there to {other}, and give {instead}" in (
-        capsys.readouterr().err
-    )
+    assert f"rename that folder to {other}, and give {instead}" in (capsys.readouterr().err)
 
 
 def test_the_current_folder_needs_a_name_too(tmp_path, capsys, monkeypatch):

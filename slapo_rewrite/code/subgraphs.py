@@ -264,10 +264,10 @@ def _changed_by(
     is_marked = is_in_place(name)
     for keyword in call.keywords:
         if keyword.arg == "out" and root(keyword.value):
-            return keyword.value, "take `out` out"
+            return keyword.value, "remove `out=`"
         is_on = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         if keyword.arg == "inplace" and is_on and call.args and root(call.args[0]):
-            return call.args[0], "take `inplace` out"
+            return call.args[0], "remove `inplace`"
     if isinstance(call.func, ast.Attribute) and (is_marked or name in MUTATING):
         hint = APART if name in MUTATING else f"call `{name.rstrip('_')}`, or {APART}"
         if root(call.func.value):

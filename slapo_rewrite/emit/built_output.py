@@ -74,12 +74,12 @@ class BuiltOutput:
             is_own = path in meant or have in written or state.is_plain() or state.replacement
             if have != want and is_own:
                 raise errors.Unsupported(
-                    f"of the modules that are a `{was}` some were to be made otherwise, by what "
-                    "makes others too, or puts them elsewhere: "
-                    f"`{path}` is a `{have}`, not a `{want}`",
+                    f"only some modules of class `{was}` should change, but the code that "
+                    f"constructs them also constructs others, or moves them: `{path}` is a "
+                    f"`{have}`, not a `{want}`",
                     at=causes[0].at if causes else None,
-                    hint="schedule all of them alike, give some a class of their own, or let the "
-                    "constructor make the elements of a list in their order",
+                    hint="schedule all of them alike, use a separate class for some, or construct "
+                    "the elements of a list in their order",
                 )
 
     def _check_parts(self) -> None:
@@ -93,12 +93,15 @@ class BuiltOutput:
                 have: Any = getattr(self.built.nodes[path].live, name, None)
                 axis, size, full = parts.get(name, (0, None, None))
                 if have is not None and have.shape[axis] != size:
-                    what = f"is replaced by a whole tensor after `{node.name}` was made"
-                    hint = f"make `{name}` in its constructor, and change its values in place later"
+                    what = f"is replaced by a whole tensor after `{node.name}` was constructed"
+                    hint = (
+                        f"create `{name}` in its constructor, and later change only its values, "
+                        "in place"
+                    )
                     raise _no_part(node, name, shards, what, hint)
                 if name in own and own[name].shape[axis] != full:
-                    what = "is made of what is a rank's part by then, and would be cut once more"
-                    hint = f"work `{name}` out in `forward`, or leave whole what it is made of"
+                    what = "is computed from a rank's part, and would be cut a second time"
+                    hint = f"compute `{name}` in `forward`, or leave its sources whole"
                     raise _no_part(node, name, shards, what, hint)
 
     def _check_names(self) -> None:
@@ -112,11 +115,11 @@ class BuiltOutput:
             for name in sorted(parts[path].keys() & node.parameters.keys()):
                 if joined_path(path, name) not in names:
                     raise errors.Unsupported(
-                        f"`{path}.{name}` is not in the model's state dict by this name, by which "
-                        "the parts of ranks are cut and put together",
+                        f"`{path}.{name}` is not in the model's state dict under this name, which "
+                        "is needed to split and gather it",
                         at=construction_calls.place(construction_calls.stack_of(node.live)),
-                        hint="keep the parameter's own name in `state_dict()`, and rename what is "
-                        "saved where it is saved",
+                        hint="keep the parameter's own name in `state_dict()`, and rename entries "
+                        "where they are saved",
                     )
 
     def _check_set(self) -> None:
@@ -214,9 +217,9 @@ def _no_part(
 def _uncalled(own: Any, other: Any) -> str | None:
     """What calls of the other module no longer do, as a message; None for nothing."""
     if "forward" in vars(own) and "forward" not in vars(other):
-        return "it has not the `forward` there that was put on it"
+        return "it does not have the `forward` there that was set on it"
     if any(hooks_on(own, table) > hooks_on(other, table) for table in HOOKS):
-        return "it has not the hooks there that were put on it"
+        return "it does not have the hooks there that were registered on it"
     return None
 
 
@@ -260,7 +263,7 @@ def _resized(own: Any, other: Any, parts: Collection[str]) -> str | None:
         if name in parts or tensor is None or there is None or there.shape == tensor.shape:
             continue
         shapes = f"{tuple(there.shape)} on a rank of two, and {tuple(tensor.shape)} whole"
-        made = "is made of what is split, or by what asks torch.distributed"
+        made = "is computed from something that is split, or depends on torch.distributed"
         return f"its `{name}` {made}: its shape is {shapes}"
     return None
 
@@ -274,8 +277,8 @@ def _not_kept(node: Node, lost: str) -> errors.RewriteError:
     return errors.Unsupported(
         f"{node.shown} (`{node.cls.__name__}`) is not the original's in the output: {lost}",
         at=construction_calls.place(construction_calls.stack_of(node.live)),
-        hint="have it so from its own constructor, by an argument say, or schedule all instances "
-        "of the class that holds it alike",
+        hint="set this in its own constructor, by an argument for example, or schedule all "
+        "instances of the class that holds it alike",
     )
 
 
@@ -300,9 +303,9 @@ def _read_off(
     shown = joined_path(node.path, name)
     return errors.Unsupported(
         f"`{shown}` is {have!r} on a rank of two, and {want!r} in the whole model: its "
-        "constructor reads it off something that is split, or asks torch.distributed",
+        "constructor computes it from something that is split, or from torch.distributed",
         at=_assigned_at(sources, node.cls, name),
-        hint="work it out of the constructor's arguments, or set it once the model is built",
+        hint="compute it from the constructor's arguments, or set it after the model is built",
     )
 
 

@@ -38,11 +38,11 @@ from slapo_rewrite.project import Project
 from slapo_rewrite.schedule.plan import Plan
 
 # The begin of the warning that no number of ranks fits the small model.
-UNFIT = "what is split was not compared with the original: the small model does not fit"
+UNFIT = "the split layers were not compared with the original: the small model does not fit"
 TOO_LARGE = (
     f"the small model has more than {MOST_OF_SMALL:,} parameters, or inputs of more than "
-    f"{MOST_ELEMENTS:,} elements, so that the last check, a run against the original, was left "
-    "out: define a verify_model(m), and inputs(model), in the schedule that are smaller"
+    f"{MOST_ELEMENTS:,} elements, so the last check, a run against the original, was left out: "
+    "define a smaller verify_model(m), and inputs(model), in the schedule"
 )
 
 
@@ -128,14 +128,14 @@ class Construction:
         if rehearsed.apart:
             held = " and ".join(f"`{name}`" for name in rehearsed.apart[:2])
             draft.warnings.append(
-                f"no state dict holds {held}, of which a rank makes another than the original's: "
-                "begin with `loading.build`, also where weights are loaded"
+                f"no state dict holds {held}, which a rank computes differently from the "
+                "original: begin with `loading.build`, even if weights are loaded"
             )
         if rehearsed.unfit:
             tried = " or ".join(map(str, self.sizes))
             draft.warnings.append(
-                f"{UNFIT} {tried} ranks ({rehearsed.unfit}): define a verify_model(m) that "
-                "does, and verify the output"
+                f"{UNFIT} {tried} ranks ({rehearsed.unfit}): define a verify_model(m) that fits, "
+                "and verify the output"
             )
 
     def _called(self, *kinds: type[Change]) -> dict[str, Directive]:
@@ -178,7 +178,7 @@ class Construction:
             places = list(dict.fromkeys(c.at for c in causes if c.at is not None))
             unfollowed = [words for words in self.said if "not followed: " in words]
             raise errors.OtherNumbers(
-                f"what comes of this schedule is not the model any more: {error}",
+                f"this schedule gives another model: {error}",
                 at=places[0] if places else None,
                 also=places[1:3],
                 hint="; ".join([error.hint, *unfollowed]),

@@ -145,17 +145,17 @@ def reasons(content: Mapping[str, Any], request: Request) -> list[str]:
     found = []
     if content.get("with", []) != list(request.further):
         named = [", ".join(names) or "none" for names in (content.get("with", []), request.further)]
-        found.append(f"further helpers were {named[0]}, and are {named[1]}")
+        found.append(f"further helpers were {named[0]}, and are now {named[1]}")
     if content["source"]["sha256"] != record.digest(request.source_file.read_bytes()):
         found.append(f"the source {content['source']['name']} has changed")
     if content["schedule"]["sha256"] != record.digest(request.schedule_file.read_bytes()):
         found.append(f"the schedule {content['schedule']['name']} has changed")
     for name, version in content.get("packages", {}).items():
         if record.installed(name) != version:
-            found.append(f"{name} is {record.installed(name)} now; it was {version}")
+            found.append(f"{name} was {version}, and is now {record.installed(name)}")
     found += changed_modules([n for n, d in _modules(content).items() if _digest(n, request) != d])
     if content.get("set", {}) != request.knobs:
-        found.append(f"knobs were {content.get('set', {})}, and are {request.knobs}")
+        found.append(f"knobs were {content.get('set', {})}, and are now {request.knobs}")
     if content.get("tool", {}).get("digest") not in (None, record.tool_digest()):
         found.append(TOOL_CHANGED)
     return found

@@ -70,7 +70,7 @@ class Causes:
         own = name in self.helpers and name != f"{MODULES}.py"
         if own or caused[0]:
             return errors.BrokenOutput(
-                f"what was to be written does not work: {words}",
+                f"the new output does not work: {words}",
                 at=at,
                 also=also,
                 hint="this is a defect of slapo-rewrite, not of your input; nothing was written",
@@ -79,9 +79,9 @@ class Causes:
             f"the rewritten file does not work: {words}",
             at=at,
             also=also,
-            hint="it is imported beside the original, as another module and from another folder: "
-            "change a line that does not stand this (a registry that refuses a name that it has "
-            "may take the new one), or move it into a module that both import",
+            hint="it is imported together with the original, as another module in another folder: "
+            "change the line that does not allow this (a registry may accept a name twice), "
+            "or move it into a module that both import",
         )
 
     def _causes(self, name: str, line: int) -> Sequence[Directive]:

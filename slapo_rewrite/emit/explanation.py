@@ -21,9 +21,7 @@ def explain(out: Path, place: str | None) -> str:
     """
     content = record.read(out)
     edited = hand_edited(out)
-    lines = [
-        f"note: {name} was edited by hand since; its line numbers may be off" for name in edited
-    ]
+    lines = [f"note: {name} was edited by hand, so line numbers may be off" for name in edited]
     if place is None:
         lines += _changes(content)
         name = content["schedule"]["name"]
@@ -146,8 +144,8 @@ def rule_words(note: Mapping[str, Any]) -> list[str]:
         found.append(f"matches nothing; nearest is {note['nearest']}")
     if "lacking" in note:
         names = listed(note["lacking"])
-        found.append(f"matches nothing; where it comes nearest, there is no {names}")
-    return found or ["matches nothing, nor anything near"]
+        found.append(f"matches nothing; at the nearest miss there is no {names}")
+    return found or ["matches nothing, without a near miss"]
 
 
 def _causes(content: dict[str, Any], change: dict[str, Any]) -> list[str]:

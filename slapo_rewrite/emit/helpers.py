@@ -63,8 +63,8 @@ def optional_helpers(names: Iterable[str]) -> dict[str, set[str]]:
     for name in names:
         if name not in OPTIONAL:
             raise errors.UsageError(
-                f"there is no further helper `{name}`",
-                hint=errors.did_you_mean(name, OPTIONAL) or f"there are {', '.join(OPTIONAL)}",
+                f"there is no helper `{name}`",
+                hint=errors.did_you_mean(name, OPTIONAL) or f"choose from {', '.join(OPTIONAL)}",
             )
         found.setdefault(OPTIONAL[name], set()).add(name)
     return found
@@ -115,7 +115,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
     apart = [m.partition(".")[0] for m in used if kernels.is_of_kernels(m)]
     if len(set(apart)) > 1:
         raise errors.Unsupported(
-            f"one function of {', '.join(sorted(set(apart)))} is carried out by two backends",
+            f"two backends implement one function of {', '.join(sorted(set(apart)))}",
             hint="leave out --single-file: helpers then keep to files of their own",
         )
     picked = _picked(used, schedule)

@@ -133,8 +133,8 @@ def _lines(node: ast.stmt) -> tuple[int, int]:
 
 def _refusal(name: str, change: Change) -> errors.Unsupported:
     return errors.Unsupported(
-        f"`{name}` would not run as it is written: another function takes its place",
+        f"`{name}` would not run: another function replaces it",
         at=next((c.at for c in change.causes if c.at is not None), None),
         hint="a statement outside of the class, a constructor, `__init_subclass__` or a metaclass "
-        "puts it there: write what it does into the class's own methods",
+        "does this: move its code into the class's own methods",
     )

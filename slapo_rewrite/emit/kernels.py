@@ -167,8 +167,8 @@ def _check_apart(kernels: Iterable[Picked], others: Iterable[Picked]) -> None:
     )
     if both := sorted(one & other):
         raise errors.Unsupported(
-            f"`{both[0]}` would be in one file both as a Triton kernel and without one",
-            hint="give the outputs that share a folder of helpers one backend, or leave out "
+            f"`{both[0]}` would be in one file both with and without a Triton kernel",
+            hint="use one backend for all outputs that share a support folder, or leave out "
             "--support",
         )
 

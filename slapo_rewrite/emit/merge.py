@@ -48,7 +48,7 @@ def merged(out: Path, files: Mapping[str, str]) -> Merged:
                 at=errors.Span(
                     str(path), marked, 1, 7, data.decode(errors="replace").splitlines()[marked - 1]
                 ),
-                hint="choose between both versions, take git's markers out, and merge again",
+                hint="choose one of both versions, remove git's markers, and merge again",
             )
         try:
             by_hand = data.decode()

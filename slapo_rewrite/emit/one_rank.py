@@ -63,9 +63,9 @@ class OneRank:
     def __call__(self, ranks: int, count: Count) -> Any:
         """Calls `count` with the output's tree and modules; raises `DoesNotFit` if that fails."""
         if sys.platform != "linux":
-            raise DoesNotFit("a budget for several ranks is counted on Linux alone")
+            raise DoesNotFit("a budget with `ranks=` works only on Linux")
         told = [*forked(lambda: [self._told(ranks, count)])]
-        found, why = told[0] if told else (None, "the process that counts ended")
+        found, why = told[0] if told else (None, "the process that counts memory ended")
         if why is not None:
             raise DoesNotFit(why)
         return found

@@ -44,8 +44,8 @@ def check_name(
         return
     if not _importable(path.name):
         raise errors.UsageError(
-            f"`{path.name}` cannot be imported: an output is a package, and its name a word of "
-            "letters, digits and underscores that Python has no other use for",
+            f"`{path.name}` cannot be imported: an output is a package, so its name has to be a "
+            "Python identifier, and no keyword",
             hint=_another(out, path.name),
         )
     file, module = locate_source(source)
@@ -56,7 +56,7 @@ def check_name(
         return
     if _hides(path, module, files):
         raise errors.UsageError(
-            f"an output called `{path.name}` hides the module `{path.name}` from what imports it",
+            f"an output called `{path.name}` would hide the module `{path.name}`",
             hint=_another(out, f"{path.name}_rewritten"),
         )
 
@@ -67,20 +67,19 @@ def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) 
     if path == its or path.parent != its.parent:
         another = out.parent / (its.name if path != its else "support")
         raise errors.UsageError(
-            f"`{support}` does not lie beside `{out}`: a model file imports `..{its.name}`",
+            f"`{support}` is not in the folder of `{out}`: a model file imports `..{its.name}`",
             hint=f"give `--support {another}`",
         )
     for each in (its.name, path.parent.name):
         if not _importable(each):
             raise errors.UsageError(
-                f"`{each}` cannot be imported: output and support folder are packages, and lie in "
-                "one",
+                f"`{each}` cannot be imported: output and support folder are packages, and so is "
+                "the folder around them",
                 hint=f"give `-o models/{path.name} --support models/support`, say",
             )
     if _hides(path.parent, module, files):
         raise errors.UsageError(
-            f"outputs in `{path.parent.name}` hide the module `{path.parent.name}` from what "
-            "imports it",
+            f"outputs in `{path.parent.name}` would hide the module `{path.parent.name}`",
             hint=f"give `-o models/{path.name} --support models/{its.name}`, say",
         )
 
@@ -118,8 +117,8 @@ def _another(out: Path, wanted: str) -> str:
     name = f"out_{name}" if not name.isidentifier() else name
     name = f"{name}_" if keyword.iskeyword(name) else name
     if out.name != os.path.basename(os.path.abspath(out)):  # such as `.`
-        return "give a folder of its own, such as `-o out`"
+        return "give a separate folder, such as `-o out`"
     other = out.with_name(name)
     if (out / record.NAME).is_file():
-        return f"rename the folder that is there to `{other}`, and give `-o {other}`"
+        return f"rename that folder to `{other}`, and give `-o {other}`"
     return f"give another name, such as `-o {other}`"

@@ -38,7 +38,7 @@ def pipeline_text(
 
     if single_file:
         raise errors.CannotCut(
-            "pipeline stages are a file of their own, which `--single-file` does not leave",
+            "pipeline stages need a separate file, which `--single-file` does not allow",
             at=cuts[0].cause.at,
             hint="leave out --single-file, or the cuts",
         )

@@ -145,7 +145,7 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
     """The record of an output or a support folder; raises `NotAnOutput` without a valid one."""
     path = out / name
     if out.is_file():
-        raise errors.NotAnOutput(f"`{out}` is a file, and not the folder of an output")
+        raise errors.NotAnOutput(f"`{out}` is a file, not the folder of an output")
     if path.exists() and not path.is_file():
         raise errors.NotAnOutput(f"`{path}` is not a file")
     try:
@@ -171,7 +171,7 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
         wrong = "rules"
     if wrong is not None:
         raise errors.NotAnOutput(
-            f"`{path}` is not a record of slapo-rewrite: its {wrong} is not what it writes",
+            f"`{path}` is not a record of slapo-rewrite: its {wrong} is not valid",
             hint="restore it, or write to another folder",
         )
     return content  # type: ignore[no-any-return]
@@ -220,7 +220,7 @@ def written_files(out: Path) -> dict[str, str]:
         return {name: _unpacked(text) for name, text in kept.items()}
     except (ValueError, OSError, EOFError) as error:
         raise errors.NotAnOutput(
-            f"`{out / NAME}` is damaged: what it keeps of the written files cannot be read: {error}"
+            f"`{out / NAME}` is damaged: its copy of the written files cannot be read: {error}"
         ) from None
 
 

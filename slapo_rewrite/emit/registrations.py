@@ -60,7 +60,7 @@ def _left_out(
         return []
     file = source.edited(draft.texts[name])
     if found := decorated_alike(file.tree, line):
-        why = f"`{callee(found[0][1])}` refuses what it has of the original"
+        why = f"`{callee(found[0][1])}` refuses a name that the original has registered"
         edits = [without_decorator(file, d).caused_by((), why) for _, d in found]
         changed = rewritten(file, edits, edits, draft.changes[name])
         draft.texts[name], draft.changes[name] = changed

@@ -339,9 +339,9 @@ class _Emission:
 
 
 UNCHECKED = (
-    f"the model has more than {MOST_PARAMETERS:,} parameters, so that the last check, a run "
-    "against the original, was left out: define verify_model(m) in the schedule, which builds a "
-    "smaller one"
+    f"the model has more than {MOST_PARAMETERS:,} parameters, so the last check, a run against "
+    "the original, was left out: define verify_model(m) in the schedule, which builds a smaller "
+    "model"
 )
 
 
@@ -398,9 +398,9 @@ def check_single(copies: SiblingFiles, edits: Mapping[str, Sequence[Edit]]) -> N
     if others:
         causes = merged_causes(*(e.causes for f in others for e in edits.get(f.name, ())))
         raise errors.Unsupported(
-            f"the schedule changes {others[0].path.name} beside {copies.sources.main.path.name}",
+            f"the schedule changes both {others[0].path.name} and {copies.sources.main.path.name}",
             at=causes[0].at if causes else None,
-            hint="leave out --single-file: each then keeps to a file of its own",
+            hint="leave out --single-file: each is then a separate file",
         )
 
 

@@ -15,7 +15,7 @@ from slapo_rewrite.code.lines import Lines, removals
 from slapo_rewrite.code.splice import Change, Edit, apply_edits
 from slapo_rewrite.directive import merged_causes
 
-UNUSED = "import what is used, no more"
+UNUSED = "import only the names that are used"
 
 
 def rewritten(

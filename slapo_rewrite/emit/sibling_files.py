@@ -92,8 +92,8 @@ class SiblingFiles:
         site = known_site(self.sources, known) if known is not None else None
         if site and name not in {*names_in(site.call), getattr(site.callee, "attr", "")}:
             return errors.UnfollowableConstruction(
-                f"{node.shown} is a `{name}`, which changes, and is made here by what knows the "
-                "original's class alone",
+                f"{node.shown} is a `{name}`, which changes, but the code that constructs it here "
+                "only knows the original's class",
                 at=site.file.at(site.value),
                 cause=causes,
                 hint=f"write the construction out: {_written_out(site.value, name)}"
@@ -101,11 +101,11 @@ class SiblingFiles:
             )
         stack = construction_calls.stack_of(known.live) if known is not None else ()
         return errors.UnfollowableConstruction(
-            f"{node.shown} is the original's `{name}` in the output as well: what makes it does "
-            "not take the class from the output",
+            f"{node.shown} is the original's `{name}` in the output as well: the code that "
+            "constructs it does not use the output's class",
             at=construction_calls.place(stack),
             cause=causes,
-            hint="name the class where it is made; in the schedule, take it from `m`",
+            hint="name the class where it is constructed. In the schedule, take it from `m`",
         )
 
     def _why(self, file: SourceFile, name: str, before: Iterable[Change]) -> tuple[Directive, ...]:
@@ -344,15 +344,15 @@ class SiblingFiles:
             raise errors.Unsupported(
                 f"`{ast.unparse(node)}` comes from `{target[0]}`, which is rewritten as well",
                 at=file.at(node),
-                hint=f"import it by its name: from {target[0]} import {target[1]}",
+                hint=f"import it by name: from {target[0]} import {target[1]}",
             )
 
     def _check_free(self, file: SourceFile, node: ast.stmt, name: str) -> None:
         if name in file.names:
             raise errors.NameTaken(
-                f"`{name}` means something else in {file.path.name}, and is a rewritten module",
+                f"`{name}` means something else in {file.path.name}, but is a rewritten module",
                 at=file.at(node),
-                hint=f"import the module under a name of its own: import ... as {name}_module",
+                hint=f"import the module under another name: import ... as {name}_module",
             )
 
     def _stem(self, module: str) -> str:
@@ -380,7 +380,7 @@ def _absolute(file: SourceFile, node: ast.ImportFrom) -> list[Edit]:
         return []
     if not file.package:
         raise errors.SourceError(
-            "a relative import in a file that lies in no package",
+            "a relative import in a file that is in no package",
             at=file.at(node),
             hint="give the file's dotted module name instead of its path",
         )

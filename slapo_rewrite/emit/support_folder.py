@@ -185,7 +185,7 @@ def write_both(
         both = _meanwhile(others, name, _used_before(out, folder), uses)
         wrong = in_the_way(folder, both, record.SUPPORT)
         if wrong and not force:
-            hint = "--force overwrites them; what the model alone needs goes into its own folder"
+            hint = "--force overwrites them. Code for this model alone belongs into its own folder"
             raise edited(folder, wrong, hint)
         known = recorded(folder, record.SUPPORT)
         names = [each for each in (*known, record.SUPPORT) if (folder / each).is_file()]
@@ -236,8 +236,8 @@ def _check_tool(folder: Path, others: Collection[str]) -> None:
     today = _files(known["outputs"])
     if any(record.digest(today.get(n, "")) != digest for n, digest in known["files"].items()):
         raise errors.OthersWouldChange(
-            f"`{folder}` was made by another version of slapo-rewrite, and what "
-            f"{', '.join(others)} import from it would change",
-            hint="give another folder, and write these with it as well; or --force, and write "
-            "these again before they are used",
+            f"`{folder}` was written by another version of slapo-rewrite, and the helpers that "
+            f"{', '.join(others)} import would change",
+            hint="give another folder, and write these outputs with it as well. Or use --force, "
+            "and write these outputs again before use",
         )

@@ -91,7 +91,7 @@ def put(out: Path, files: Mapping[str, bytes], known: Collection[str]) -> None:
         _take_back(out, steps)
         if isinstance(error, _EditedError):
             raise errors.OutputEdited(
-                f"{error} was edited while it was to be written: `{out}` is as it was",
+                f"{error} was edited during the run: `{out}` is unchanged",
                 hint="--merge carries the edit over, --force overwrites it",
             ) from None
         if isinstance(error, OSError):
@@ -184,8 +184,8 @@ def locked(out: Path) -> Iterator[Callable[[], str | None]]:
             words = _recovered(out)
         except OSError as error:
             raise errors.OutputUnwritable(
-                f"an earlier run was interrupted while it wrote `{out}`, and cannot be ended: "
-                f"{error.strerror or error}",
+                f"an earlier run was interrupted while it wrote `{out}`, and cannot be undone or "
+                f"completed: {error.strerror or error}",
                 hint=f"make `{out}` writable and run this again",
             ) from None
         yield lambda: words
@@ -220,7 +220,7 @@ def _recovered(out: Path) -> str | None:
     work = out / WORK
     if not os.path.lexists(work):
         return None
-    strange = "what is there is not slapo-rewrite's"
+    strange = "it was not written by slapo-rewrite"
     if work.is_symlink() or not work.is_dir():
         raise OSError(f"{work}: {strange}")
     if set(os.listdir(work)) - {NEW, OLD, FORWARD, BACK, "journal"}:
@@ -228,7 +228,7 @@ def _recovered(out: Path) -> str | None:
     journal = next((work / n for n in (BACK, FORWARD) if (work / n).exists()), None)
     if journal is None:
         _clear(out)
-        return f"a run that was interrupted had not changed `{out}` yet; what it had left is gone"
+        return f"an interrupted run had not changed `{out}` yet; its temporary files were removed"
     try:
         steps = [Step(s["name"], s["old"], s["new"]) for s in json.loads(journal.read_bytes())]
     except (ValueError, TypeError, KeyError):
@@ -239,12 +239,12 @@ def _recovered(out: Path) -> str | None:
         try:
             _forward(out, steps)
             _clear(out)
-            return f"an earlier run was interrupted while it wrote `{out}`; all of it is there now"
+            return f"an earlier run was interrupted while it wrote `{out}`; it is now complete"
         except _EditedError:
             os.replace(work / FORWARD, work / BACK)
     _back(out, steps)
     _clear(out)
-    return f"an earlier run was interrupted while it wrote `{out}`; it is as it was before"
+    return f"an earlier run was interrupted while it wrote `{out}`; it is now as before that run"
 
 
 @contextlib.contextmanager

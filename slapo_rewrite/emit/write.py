@@ -30,8 +30,8 @@ def in_the_way(out: Path, files: Mapping[str, str], own: str = record.NAME) -> l
         mine = [n for n, text in files.items() if state(out / n) not in (None, record.digest(text))]
         if mine:
             raise errors.NotAnOutput(
-                f"`{out}` is not an output of mine, and holds {', '.join(sorted(mine))} already"
-                + ("" if own not in mine else f": {error.message}"),
+                f"`{out}` was not written by slapo-rewrite, and already holds "
+                f"{', '.join(sorted(mine))}" + ("" if own not in mine else f": {error.message}"),
                 hint="give another folder, or move these files elsewhere",
             ) from None
         return []
@@ -81,8 +81,8 @@ def check_apart(out: Path, inputs: Collection[Path]) -> None:
     for path in inputs:
         if os.path.realpath(path.parent) == os.path.realpath(out):
             raise errors.NotAnOutput(
-                f"`{out}` is not an output of mine: it holds {path.name}, which goes into this one",
-                hint="give a folder of its own, such as `-o out`",
+                f"`{out}` was not written by slapo-rewrite, and already holds {path.name}",
+                hint="give a separate folder, such as `-o out`",
             )
 
 

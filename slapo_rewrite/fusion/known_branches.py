@@ -128,7 +128,7 @@ def _opened(
         if isinstance(way, Sunk) and _is_found(way, pattern, scope, node, sources):
             return replace(match, drawn=way)
         if isinstance(way, str) and stop is None:
-            reason = f"a branch lies between that cannot take in what is around it: {way}"
+            reason = f"a branch is in between that cannot take in the code around it: {way}"
             result = Note(file, match.root.site.node, "the result")
             spots = (Note(file, branch, "this branch"), result)
             stop = Mismatch(reason, spots, matched=pattern.size, complete=True, between=True)

@@ -157,6 +157,6 @@ def check_sync(node: Node, split: Split, sync: Sync, state: ModuleRequests) -> N
             f"the gradient of the input of {node.shown} is no partial sum: there is "
             "nothing to reduce"
         )
-        hint = "take this line out"
+        hint = "remove this line"
     if problem:
         raise errors.SyncMismatch(problem, at=sync.cause.at, also=[shard.cause.at], hint=hint)

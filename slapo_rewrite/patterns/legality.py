@@ -144,9 +144,9 @@ class Judge(Standing):
                 arms = itertools.zip_longest(value.regions, expected)
                 arm = next(one or other for one, other in arms if one != other)
                 stop = self._stop(
-                    f"{region(arm[0])} lies between",
+                    f"{region(arm[0])} is in between",
                     _spot(value, "computed here"),
-                    Note(self.graph.file, arm[0], "this lies between"),
+                    Note(self.graph.file, arm[0], "this is in between"),
                     wanted=wanted,
                 )
                 return replace(stop, hint=way_hint(arm[0], self.graph.function))

@@ -198,7 +198,7 @@ class Checkpoint(Primitive):
         if call.arguments["order_args_fn"] is not None:
             raise errors.BadArgument(
                 "leave the argument out: positional and keyword arguments stay as they are",
-                hint="take `order_args_fn` out",
+                hint="remove `order_args_fn`",
             )
         part = subgraph_of(call)
         kept = kept_of(call)
@@ -234,7 +234,7 @@ def kept_of(call: Call) -> SavePolicy:
         return policy
     names = (given,) if isinstance(given, str) else given
     if not names:
-        raise errors.BadArgument("`save` names nothing", hint="take it out")
+        raise errors.BadArgument("`save` names nothing", hint="remove `save`")
     try:
         operations(names)
     except UnknownOperation as error:

@@ -271,7 +271,7 @@ class Shard(Primitive):
             )
         if parts != 1:
             raise errors.BadArgument(
-                f"{spoken} is a whole number: it has no parts", hint="take `parts` out"
+                f"{spoken} is a whole number: it has no parts", hint="remove `parts`"
             )
         size = vars(node.live)[name]
         if size < 2:

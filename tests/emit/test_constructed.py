@@ -142,7 +142,7 @@ def test_a_method_that_does_not_run_is_refused(source, line, words, tmp_path):
         ("self.register_state_dict_post_hook(lambda *of: None)", None),
         (
             "self.register_buffer('scale', self.up.bias.detach().abs())",
-            "`mlp.scale` is made of what is a rank's part by then",
+            "`mlp.scale` is computed from a rank's part",
         ),
         ("self.register_buffer('scale', torch.rand(12))", None),
     ],

@@ -56,7 +56,7 @@ def test_what_is_asked_for_is_there(given, name):
 
 
 def test_a_name_that_is_none(given):
-    with pytest.raises(errors.UsageError, match="no further helper `load_pretraned`") as caught:
+    with pytest.raises(errors.UsageError, match="no helper `load_pretraned`") as caught:
         rewrite(*given, further=["load_pretraned"])
     assert "load_pretrained" in (caught.value.hint or "")
 

@@ -84,7 +84,7 @@ def test_every_module_of_the_user_s_is_an_input(command, tmp_path, monkeypatch, 
 def test_an_input_is_never_written_over(command, tmp_path, capsys):
     for out in (".", "package"):
         assert main([*command[:-1], out, "--force"]) == 2
-        assert f"`{out}` is not an output of mine" in capsys.readouterr().err
+        assert f"`{out}` was not written by slapo-rewrite" in capsys.readouterr().err
     assert not (tmp_path / "rewrite.json").exists()
     assert (tmp_path / "package" / "__init__.py").read_text() == ""
 

@@ -206,7 +206,7 @@ def test_a_written_form_that_is_spoilt(command, tmp_path, capsys, packed):
     path.write_text(json.dumps({**content, "written": {"net.py": packed}}))
     (tmp_path / "out" / "net.py").write_text("mine\n")
     assert main([*command, "--merge"]) == 2
-    assert "what it keeps of the written files cannot be read" in capsys.readouterr().err
+    assert "its copy of the written files cannot be read" in capsys.readouterr().err
     assert (tmp_path / "out" / "net.py").read_text() == "mine\n"
 
 

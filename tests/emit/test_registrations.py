@@ -102,7 +102,7 @@ def test_what_the_registry_has_is_not_registered_again(tmp_path, monkeypatch):
     changed = changed_lines(found)
     assert "-@register()\n" in changed and '-@register(\n-    name="small",\n-)\n' in changed
     assert "@cached" not in changed and "registry import cached\n" in found.files["net.py"]
-    assert "`register` refuses what it has of the original" in found.warnings[0]
+    assert "`register` refuses a name that the original has registered" in found.warnings[0]
     assert "does not register `Net` and `small_net`" in found.warnings[0]
 
 

@@ -266,7 +266,10 @@ def test_a_folder_of_somebody_else(capsys):
     Path("models/support").mkdir()
     Path("models/support/tensor_parallel.py").write_text("mine\n")
     assert write("one", "s.py", "--force") == 2
-    assert "not an output of mine, and holds tensor_parallel.py already" in capsys.readouterr().err
+    assert (
+        "not written by slapo-rewrite, and already holds tensor_parallel.py"
+        in capsys.readouterr().err
+    )
     assert held("support") == {"tensor_parallel.py": "mine\n"}
     assert write("one", support="") == 0
     assert write("two", support="one") == 2, "an output is none"

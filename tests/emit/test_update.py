@@ -298,7 +298,7 @@ def test_what_moved_is_told_where_it_is(capsys, tmp_path):
 def test_what_is_no_output_of_this_tool_is_refused(capsys):
     error = update(capsys, code=2)
     assert "holds no rewrite.json" in error and "slapo-rewrite SOURCE --schedule S -o out" in error
-    with pytest.raises(errors.NotAnOutput, match=r"`net\.py` is a file, and not the folder"):
+    with pytest.raises(errors.NotAnOutput, match=r"`net\.py` is a file, not the folder"):
         record.read(Path("net.py"))
     rewrite()
     path = Path("out/rewrite.json")

@@ -109,7 +109,9 @@ def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path, force, text):
     out = tmp_path / "out"
     out.mkdir()
     (out / "net.py").write_text(text)
-    with pytest.raises(errors.NotAnOutput, match=r"not an output of mine, and holds net\.py"):
+    with pytest.raises(
+        errors.NotAnOutput, match=r"not written by slapo-rewrite, and already holds net\.py"
+    ):
         write(out, files(), force=force)
     assert listing(out) == {"net.py": text}
 
@@ -401,7 +403,7 @@ def test_a_strange_folder_in_the_place_of_the_tool_s_is_left_alone(tmp_path):
     (tmp_path / module.WORK).mkdir()
     (tmp_path / module.WORK / "mine").write_text("mine")
     for action in (lambda: write(tmp_path, NEW), lambda: tidied(tmp_path)):
-        with pytest.raises(errors.OutputUnwritable, match="not slapo-rewrite's"):
+        with pytest.raises(errors.OutputUnwritable, match="not written by slapo-rewrite"):
             action()
     assert (tmp_path / module.WORK / "mine").read_text() == "mine"
     assert listing(tmp_path) == OLD

@@ -162,7 +162,7 @@ LEFT = [
     (
         "x = x + self.first(x)\nif other is None:\n    x = F.gelu(x)\nreturn x",
         "summed",
-        "say which",
+        "name it",
     ),
     (
         "x = x + self.first(x)\nif self.training:\n    x = F.gelu(x)\nreturn x",

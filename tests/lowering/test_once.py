@@ -596,7 +596,7 @@ def test_what_does_not_run_with_the_model_may_change_it(tmp_path):
     for put_on in (hook, later):
         hooked = source.replace(listed, f"{listed}{put_on}")
         words = refused(tmp_path, hooked, SCHEDULE.format(arguments=""), "SR305")
-        assert "`self.blocks[0].up.requires_grad_(False)` changes a value that may differ" in words
+        assert "`self.blocks[0].up.requires_grad_(False)` changes state that may differ" in words
 
 
 @pytest.mark.parametrize("change", ["SCALE[0] += 2", "scale(2)"])
@@ -874,4 +874,4 @@ def test_a_module_that_holds_its_cache_itself_fills_none_in_training(tmp_path):
         assert torch.equal(ours.get_parameter(name).grad, parameter.grad), name
     kept = STATEFUL.replace("        self.forget()\n", "")
     words = refused(tmp_path, kept, SCHEDULE.format(arguments=""), "SR106")
-    assert "is not the model any more" in words
+    assert "gives another model" in words

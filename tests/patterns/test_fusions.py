@@ -236,9 +236,9 @@ def test_found_where_a_reader_would(pattern):
 
 # What a pattern comes nearest to, and what stops it there.
 MISSED = [
-    ("gpt2", residual_layer_norm, "a branch lies between", "encoder_hidden_states is not None"),
-    ("opt", residual_layer_norm, "a branch lies between", "if self.do_layer_norm_before"),
-    ("gemma3", attention_float, "a branch lies between", "if softcap is not None"),
+    ("gpt2", residual_layer_norm, "a branch is in between", "encoder_hidden_states is not None"),
+    ("opt", residual_layer_norm, "a branch is in between", "if self.do_layer_norm_before"),
+    ("gemma3", attention_float, "a branch is in between", "if softcap is not None"),
     ("bert", residual_layer_norm, "but not used", "LayerNorm"),
     ("opt", attention_float, "the pattern has 2 where the model has -2", "key.transpose(-1, -2)"),
     ("gpt_neox", rotary, "the value of `unsqueeze` is also used elsewhere", "cos.unsqueeze"),

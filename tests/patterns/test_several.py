@@ -112,12 +112,12 @@ STOPPED = [
     (turned, "a = x * z\nx.mul_(2)\nb = y * z\nreturn a + b", "overwritten"),
     (turned, "a = x * z\na.mul_(2)\nb = y * z\nreturn a + b", "overwritten"),
     (turned, "a = x * z\nz = y\nb = y * z\nreturn a + b", "two different values"),
-    (turned, "a = x * z\nif y:\n    b = y * z\nreturn a + b", "a branch lies between"),
-    (turned, "a = x * z\nreturn a, y and y * z", "a branch lies between"),
+    (turned, "a = x * z\nif y:\n    b = y * z\nreturn a + b", "a branch is in between"),
+    (turned, "a = x * z\nreturn a, y and y * z", "a branch is in between"),
     (both, "return self.fc(F.gelu(x + y))", "but not used"),
     (both, "h = x + y\nn = F.gelu(h)\nreturn n", "but not used"),
     (turned, "a = x * z\nreturn a", "the rest of the pattern is found, but no `mul`"),
-    (both, "h = x + y\nif z:\n    h = self.fc(h)\nn = F.gelu(h)\nreturn n, h", "a branch lies"),
+    (both, "h = x + y\nif z:\n    h = self.fc(h)\nn = F.gelu(h)\nreturn n, h", "a branch is"),
     (both, "h = self.drop(x) + y\nb = self.drop(h)\nn = F.gelu(h)\nreturn n, h, b", ""),
 ]
 

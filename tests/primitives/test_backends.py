@@ -166,7 +166,7 @@ def test_one_function_by_two_backends_stands_in_two_files(tmp_path):
     assert "triton" not in output.files["kernels_eager.py"]
     compare(rules()["rms_norm"], tmp_path, output)
     (tmp_path / "net.py").write_text(NET)
-    with pytest.raises(errors.Unsupported, match="carried out by two backends") as caught:
+    with pytest.raises(errors.Unsupported, match="two backends implement one function") as caught:
         rewrite(str(tmp_path / "net.py"), str(tmp_path / "s.py"), single_file=True)
     assert "leave out --single-file" in str(caught.value.hint)
 
@@ -243,7 +243,7 @@ def test_outputs_that_share_helpers_have_one_backend_for_a_function(tmp_path, mo
     capsys.readouterr()
     assert wrote("three", 's.apply("swiglu", backend="eager")') == 2
     shown = capsys.readouterr().err
-    assert "`swiglu` would be in one file both as a Triton kernel and without one" in shown
+    assert "`swiglu` would be in one file both with and without a Triton kernel" in shown
     assert "leave out --support" in shown
     assert not (tmp_path / "models/three").exists()
     assert (tmp_path / "models/support/kernels.py").read_text() == text

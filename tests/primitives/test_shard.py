@@ -307,7 +307,7 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             ),
             PAIR,
             "SR305",
-            "something that is split, or asks torch.distributed",
+            "something that is split, or from torch.distributed",
         ),
         (
             MLP.replace(
@@ -317,7 +317,7 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             ),
             PAIR,
             "SR305",
-            "or by what asks torch.distributed: its shape is (6,) on a rank of two, and (12,)",
+            "or depends on torch.distributed: its shape is (6,) on a rank of two, and (12,)",
         ),
         (
             TWO_OF_A_CLASS,

@@ -25,7 +25,7 @@ def test_the_record_says_what_became_of_each_rule(tmp_path):
     write(tmp_path / "out", output.files)
     shown = explain(tmp_path / "out", None)
     assert "rule `swiglu` of" in shown and "left layers.*: `layers.0.act`, which it calls" in shown
-    assert "matches nothing; where it comes nearest, there is no `tanh`" in shown
+    assert "matches nothing; at the nearest miss there is no `tanh`" in shown
 
 
 def test_the_record_says_what_came_near(tmp_path):

@@ -486,7 +486,7 @@ def test_for_torch_only_what_is_trained_goes_from_stage_to_stage(tmp_path):
     ("given", "words"),
     [
         ('"x": torch.randn(3, 8), ', "`x`, of shape (3, 8), but torch's schedules divide"),
-        ('"x": torch.randn(2, 8), "scale": torch.tensor(2.0), ', "`scale`, of shape (), and"),
+        ('"x": torch.randn(2, 8), "scale": torch.tensor(2.0), ', "`scale`, of shape (), but"),
     ],
 )
 def test_for_torch_arguments_have_rows(given, words, tmp_path):
@@ -503,7 +503,7 @@ def test_one_pipeline_is_for_one_engine(tmp_path):
     schedule = SCHEDULE.format(cut='s["inner"]["a"]')
     schedule += '    s["inner"]["b"].cut_pipeline_stage(target="torch")\n'
     text = refused(tmp_path, source, schedule, "SR306")
-    assert 'use target="torch", and another one for "deepspeed"' in text
+    assert 'for target="torch", and another one for "deepspeed"' in text
     assert text.count(".cut_pipeline_stage(") == 2
 
 

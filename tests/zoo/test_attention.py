@@ -328,7 +328,7 @@ def test_heads_that_lie_in_the_batch_are_no_slice(tmp_path):
         tmp_path, source, SCHEDULE + INFERRED, "SR104"
     )
     stated = '    layers.sync("fwd_post", "scatter", axis=0, of="bias")\n'
-    assert "joins 2 equal parts with one block" in refused(
+    assert "combines 2 equal parts with one block" in refused(
         tmp_path, source, SCHEDULE + stated + INFERRED, "SR104"
     )
 

@@ -557,7 +557,7 @@ def test_a_way_that_only_later_steps_take_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("before", "test", "why"),
     [
-        ("", "x.is_cuda", "device or dtype, and only float32 without a GPU"),
+        ("", "x.is_cuda", "device or dtype, and only float32 on the CPU"),
         ("", "x.device.type == 'mps'", "device or dtype"),
         ("", "torch.cuda.is_available() and x.device.type == 'cuda'", "device or dtype"),
         ("fast = h.dtype == torch.bfloat16\n        ", "fast", "device or dtype"),

@@ -75,7 +75,7 @@ WRONG = {
     source("ctx.n = h.shape[-1]; return h * 1.0", "return g / ctx.n"): "",
     source("ctx.n = h.numel(); return h * 1.0", "return g * ctx.n"): "",
     # Another way for a part.
-    source("return h * 1.0", "return g if g.numel() > 40 else g * 2.0"): "another way",
+    source("return h * 1.0", "return g if g.numel() > 40 else g * 2.0"): "another branch",
     source("return h * 1.0", "return g * (1.0 if g.numel() > 40 else 2.0)"): "",
     source("return h * 1.0", "return g * 2.0 if g.numel() > 40 else g"): "something else",
     # A gradient of something whole that is a summand on each rank.

@@ -233,7 +233,7 @@ class MLP(nn.Module):
 def test_one_of_a_class_that_makes_itself_is_refused_and_the_advice_works(tmp_path, lines, instead):
     schedule, other = ("".join(f"    {line}\n" for line in each) for each in (lines, instead))
     words = refused(tmp_path, RECURSIVE, SCHEDULE + schedule, "SR305")
-    assert "of the modules that are a `MLP` some were to be made otherwise" in words
+    assert "only some modules of class `MLP` should change" in words
     rewritten(tmp_path, RECURSIVE, SCHEDULE + other)
 
 
@@ -447,7 +447,7 @@ def outers(afterwards: str) -> str:
         ("norm.eps = 0.5", "its `eps` is 1e-05 there, and was 0.5"),
         ("norm.bias = None", "its `bias` is back there"),
         ("norm = nn.Identity()", "`outers.0.inner.norm` is a `LayerNorm`, not a `Identity`"),
-        ("norm.register_full_backward_hook(print)", "it has not the hooks there"),
+        ("norm.register_full_backward_hook(print)", "it does not have the hooks there"),
         ("norm.bias = self.inner.norm.weight", "are no longer one parameter there"),
     ],
 )
