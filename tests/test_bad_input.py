@@ -385,9 +385,9 @@ def test_output_that_cannot_be_written(run: Run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["net.py", "--schedule", "s.py"], "where to write is missing"),
+        (["net.py", "--schedule", "s.py"], "the output folder is missing"),
         (["net.py", "-o", "out"], "--schedule"),
-        (["net.py", "--schedule", "s.py", "-o", "out", "--world", "2"], "belongs to `--verify`"),
+        (["net.py", "--schedule", "s.py", "-o", "out", "--world", "2"], "needs `--verify`"),
         (["net.py", "--schedule", "s.py", "-o", "out", "--diff", "--check"], "exclude"),
         (["explain", "nothing"], "rewrite.json"),
         (["verify", "nothing"], "rewrite.json"),
@@ -484,7 +484,7 @@ def test_a_package_that_the_source_imports_and_that_is_not_there(run: Run):
     (run.folder / "net.py").write_text("import nothere.at_all\n" + SOURCE)
     text = run("pass")
     assert "1 | import nothere.at_all\n  | ^^^^^^^^^^^^^^^^^^^^^" in text
-    assert "install `nothere` in the environment of slapo-rewrite" in text
+    assert "install `nothere` for slapo-rewrite's Python" in text
 
 
 LIBRARY = """\

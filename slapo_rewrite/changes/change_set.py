@@ -165,8 +165,7 @@ class ChangeSet:
         if called is not None and called is not getattr(site.callee, "value", None):
             return
         raise errors.UnfollowableConstruction(
-            f"{node.shown} is a {node.cls.__name__}, but is not constructed by a call of that "
-            "class here",
+            f"{node.shown} is a {node.cls.__name__}, but no call of that class constructs it",
             at=self.file.at(site.value),
             cause=causes,
             hint=f"write the construction out: self.{site.path} = nn.{node.cls.__name__}(...)",

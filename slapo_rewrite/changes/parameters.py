@@ -39,8 +39,7 @@ class BehindParameter(Change):
         if isinstance(place, AtSite):
             if site.loops:
                 raise errors.UnfollowableConstruction(
-                    f"`{site.path}` is constructed in a loop: its `{self.name}` cannot be named "
-                    "there",
+                    f"`{site.path}` is constructed in a loop: `{self.name}` has no name there",
                     **text.where(site.value),
                     hint="create it in the constructor of a separate class",
                 )

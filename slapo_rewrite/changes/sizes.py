@@ -317,10 +317,7 @@ def _place_argument(
         for name in home.file.classes:
             methods = [method.name for method in home.file.methods(name)]
             if home.classes.holds(name, place.line) and len(methods) > len({*methods}):
-                where = (
-                    f"`{name}`, which defines a method several times, and does not run the last "
-                    "definition"
-                )
+                where = f"`{name}`, which defines a method several times, but runs an earlier one"
                 hint = "move the definition that runs to the end, or remove the others"
         raise errors.UnfollowableSize(
             f"this number would be a rank's share, but is in {where}",

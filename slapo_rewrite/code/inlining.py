@@ -178,7 +178,7 @@ class _Site:
             raise self.body.refused("it is called with `*`", self.call)
         if bound.spread and missing:
             raise self.body.refused(
-                f"`**` may or may not contain `{missing[0]}`",
+                f"`**` may lack `{missing[0]}`",
                 bound.spread[0],
                 "write the argument out",
             )
@@ -195,14 +195,10 @@ class _Site:
         if rest is None or rest not in {**self.body.loads, **self.body.stores}:
             unused = [*bound.spread, *(value for _, value in bound.extra)]
             if rest is None and unused:
-                raise self.body.refused(
-                    "it is called with arguments that it does not take", unused[0]
-                )
+                raise self.body.refused("it is called with unknown arguments", unused[0])
             for each in unused:
                 if not isinstance(each, (ast.Name, ast.Constant, ast.Attribute)):
-                    raise self.body.refused(
-                        "the call computes an argument that it does not use", each
-                    )
+                    raise self.body.refused("an argument is computed, but not used", each)
             return
         value = bound.spread[0] if len(bound.spread) == 1 and not bound.extra else None
         spread = {

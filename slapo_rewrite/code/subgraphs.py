@@ -172,9 +172,7 @@ def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:
             or any((root := root_of(value)) and root not in own for value in taken)
         ):
             words = f"reads `{ast.unparse(node)}`, which differs the second time"
-            return Obstacle(
-                node, words, "draw with torch, without a generator, or outside of the part"
-            )
+            return Obstacle(node, words, "draw with torch, without a generator, or outside of it")
     return None
 
 

@@ -76,10 +76,10 @@ def _check_planning(options: argparse.Namespace) -> None:
     if options.gpus > options.nodes_of and options.gpus % options.nodes_of:
         raise errors.UsageError(
             f"{options.gpus} GPUs are not whole nodes of {options.nodes_of}",
-            hint="say how many GPUs a node has by --nodes-of",
+            hint="give the number of GPUs of a node with --nodes-of",
         )
     if options.output is not None and options.output.is_file():
-        raise errors.OutputUnwritable(f"`{options.output}` is a file, where a folder is to be")
+        raise errors.OutputUnwritable(f"`{options.output}` is a file, but has to be a folder")
     if options.plot is None:
         return
     if options.plot.suffix not in (".png", ".svg"):

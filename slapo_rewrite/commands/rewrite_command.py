@@ -36,7 +36,7 @@ def rewrite_command(options: argparse.Namespace) -> int:
         options.support.absolute().name if options.support is not None else None,
     )
     if options.check:
-        remedy = "the same without --check makes it current"
+        remedy = "run the same command without --check to update it"
         return _check(options, options.output, options.support, request, remedy)
     if options.diff:
         return _diff(options, request)
@@ -53,14 +53,14 @@ def rewrite_command(options: argparse.Namespace) -> int:
 def _check_combination(options: argparse.Namespace) -> None:
     if options.output is None and not options.diff:
         raise errors.UsageError(
-            "where to write is missing", hint="give -o OUT, or --diff to print only"
+            "the output folder is missing", hint="give -o OUT, or --diff to only print"
         )
     if options.write_schedule is not None and not is_auto(options.schedule):
-        raise errors.UsageError("`--write-schedule` belongs to `--schedule auto`")
+        raise errors.UsageError("`--write-schedule` needs `--schedule auto`")
     if options.check and options.output is None:
         raise errors.UsageError("`--check` needs the folder to check", hint="give -o OUT")
     if sum((options.diff, options.check, options.verify)) > 1:
-        raise errors.UsageError("`--diff`, `--check` and `--verify` exclude one another")
+        raise errors.UsageError("`--diff`, `--check` and `--verify` exclude each other")
     if options.support is not None and options.single_file:
         raise errors.UsageError(
             "`--single-file` puts the helpers into the model file, `--support` into a folder: "
@@ -69,12 +69,12 @@ def _check_combination(options: argparse.Namespace) -> None:
     if options.json and (options.diff or options.verify):
         raise errors.UsageError(
             "`--json` tells what was written, or what `--check` found",
-            hint="`slapo-rewrite verify OUT --json` tells of a verification",
+            hint="use `slapo-rewrite verify OUT --json` for a verification",
         )
     if options.merge and options.force:
         raise errors.UsageError("`--merge` keeps hand edits, `--force` overwrites them: give one")
     if (given := _asked(options)) and not options.verify:
-        raise errors.UsageError(f"`{given[0]}` belongs to `--verify`")
+        raise errors.UsageError(f"`{given[0]}` needs `--verify`")
 
 
 def _asked(options: argparse.Namespace) -> list[str]:
@@ -224,7 +224,7 @@ def update_command(options: argparse.Namespace) -> int:
     if shared is not None:
         tidy(shared)
     if options.check:
-        return _check(options, out, shared, request, f"slapo-rewrite update {out} makes it current")
+        return _check(options, out, shared, request, f"run slapo-rewrite update {out}")
     if (warnings := current.up_to_date(out, request, shared)) is not None:
         return _up_to_date(options, out, warnings)
     reasons = list(current.reasons(content, request))
@@ -237,10 +237,10 @@ def update_command(options: argparse.Namespace) -> int:
     new = "".join(each.render() for each in fresh_in(out, output))
     merge = _put(out, output, shared, merges=not options.force, force=options.force)
     words = [_shown(new).removesuffix("\n")] if new else []
-    words.append(f"updated {out}" if new else f"{out} stays as it is: that makes no difference")
+    words.append(f"updated {out}" if new else f"{out} stays as it is: the output is the same")
     if kept := sorted(merge.replacing.keys() - set(merge.conflicts)):
         words.append(f"hand edits carried over: {', '.join(kept)}")
     if content.get("verification") and new:
-        words.append(f"what was verified has changed: slapo-rewrite verify {out}")
+        words.append(f"changed since it was verified: run slapo-rewrite verify {out}")
     reason = "updated" if new else "no difference"
     return _answered_merge(options, merge, reason, words, inputs=reasons, diff=new)

@@ -12,13 +12,13 @@ def explain_command(options: argparse.Namespace) -> int:
     """Explains which line of the schedule caused a change, or writes the page for review."""
     whole = "--html" if options.html is not None else "--markdown" if options.markdown else None
     if whole is not None and options.json:
-        raise errors.UsageError(f"`{whole}` and `--json` are two forms: give one")
+        raise errors.UsageError(f"`{whole}` and `--json` exclude each other")
     if whole is None:
         for name in ("world", "source", "schedule"):
             if getattr(options, name) is not None:
-                raise errors.UsageError(f"`--{name}` belongs to `--html` and `--markdown`")
+                raise errors.UsageError(f"`--{name}` needs `--html` or `--markdown`")
     elif options.place is not None:
-        raise errors.UsageError(f"`{whole}` tells of every line: give it without FILE:LINE")
+        raise errors.UsageError(f"`{whole}` shows every line: use it without FILE:LINE")
     tidy(options.out)
     if whole is not None:
         return _reviewed(options)

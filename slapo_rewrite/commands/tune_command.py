@@ -20,17 +20,17 @@ def tune_command(options: argparse.Namespace) -> int:
 def _check_tuning(options: argparse.Namespace) -> None:
     """Refuses options that exclude each other, or are out of range."""
     if not 0 < options.confidence < 1:
-        raise errors.UsageError("--confidence lies between 0 and 1")
+        raise errors.UsageError("--confidence must be between 0 and 1")
     if options.timeout is not None and not options.timeout > 0:
         raise errors.UsageError("--timeout is above 0")
     if options.replay is not None:
         for name in ("source", "schedule", "run", "trials", "timeout"):
             if getattr(options, name) is not None:
                 shown = name.upper() if name == "source" else f"--{name}"
-                raise errors.UsageError(f"`--replay` runs nothing, so `{shown}` is too much")
+                raise errors.UsageError(f"`--replay` runs nothing, so leave out `{shown}`")
         return
     if options.seeds is not None:
-        raise errors.UsageError("`--seeds` belongs to `--replay`")
+        raise errors.UsageError("`--seeds` needs `--replay`")
     if options.source is None and options.schedule is None:
         raise errors.UsageError(
             "what to tune is missing", hint="give SOURCE --schedule S, or --replay GRID"
@@ -41,11 +41,11 @@ def _check_tuning(options: argparse.Namespace) -> None:
         )
     if options.schedule is not None and is_auto(options.schedule):
         raise errors.UsageError(
-            "`auto` works a schedule out where files are written or shown",
-            hint="have it written first, by --write-schedule, and say in it what knobs may be",
+            "`auto` is not available here: only a rewrite, or --diff, derives a schedule",
+            hint="write it to a file first, with --write-schedule, and add the knobs' choices",
         )
     if options.strategy and len(options.strategy) > 1:
-        raise errors.UsageError("several strategies are for `--replay`")
+        raise errors.UsageError("several strategies need `--replay`")
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -93,5 +93,5 @@ def _search(options: argparse.Namespace) -> int:
         return tell(code, reason=reason, **searched.as_json())
     print(searched.render())
     if searched.best is not None:
-        print(f"the surface is drawn in {options.output / SURFACE}")
+        print(f"plot of the results: {options.output / SURFACE}")
     return code

@@ -39,6 +39,7 @@ def verified(
         print(report.render())
     if not note_verification(out, report.record(), verified):
         print(
-            f"note: {out} was written again meanwhile: this is not in its record", file=sys.stderr
+            f"note: {out} was written again meanwhile: its record lacks this result",
+            file=sys.stderr,
         )
     return code

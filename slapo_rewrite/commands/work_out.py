@@ -21,7 +21,7 @@ def work_out(options: argparse.Namespace) -> None:
         name = options.output.absolute().name.removesuffix(".py")
         file = options.output.parent / f"{name}_schedule.py"
     wanted = options.schedule.partition(":")[2]
-    with working(f"working out a schedule for {options.source}"):
+    with working(f"deriving a schedule for {options.source}"):
         said = worked_out(options.source, wanted, file)
     say(said.words)
     options.schedule = str(said.file)

@@ -94,10 +94,7 @@ class BuiltOutput:
                 axis, size, full = parts.get(name, (0, None, None))
                 if have is not None and have.shape[axis] != size:
                     what = f"is replaced by a whole tensor after `{node.name}` was constructed"
-                    hint = (
-                        f"create `{name}` in its constructor, and later change only its values, "
-                        "in place"
-                    )
+                    hint = f"create `{name}` in its constructor, and later change it in place"
                     raise _no_part(node, name, shards, what, hint)
                 if name in own and own[name].shape[axis] != full:
                     what = "is computed from a rank's part, and would be cut a second time"

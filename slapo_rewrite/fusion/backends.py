@@ -122,7 +122,7 @@ class Measured:
         name, width = kernel.rpartition(".")[2], rule.width(found) or features_of(found)
         dtype = self.dtype or _dtype(found.node)
         if width is None:
-            return Choice(EAGER, f"{EAGER}: how wide the rows of `{name}` are is not known here")
+            return Choice(EAGER, f"{EAGER}: the width of the rows of `{name}` is not known here")
         size = f"{width} wide in {dtype}"
         row = self.table.nearest(name, width, dtype)
         if row is None:
@@ -161,8 +161,8 @@ def _at_hand(known: Mapping[str, Table]) -> Table:
 
     if not torch.cuda.is_available():
         raise errors.BadArgument(
-            "there is no GPU here to choose for",
-            hint=f'say what is trained on: backend="{MEASURED}", device="h100"',
+            "there is no GPU here to choose kernels for",
+            hint=f'name the GPU that you train on: backend="{MEASURED}", device="h100"',
         )
     name = torch.cuda.get_device_name()
     return next((t for t in known.values() if t.device == name), Table(name))
@@ -201,14 +201,16 @@ class Plugged:
             raise errors.BadArgument(
                 f"`{home}` has no function `{name}`, which the rule calls",
                 hint=errors.did_you_mean(name, public)
-                or f"define it there, or apply by it the rules that it has functions for: "
-                f's.apply(..., backend="{home}")',
+                or (
+                    "define it there, or use this backend for rules with functions there: "
+                    f's.apply(..., backend="{home}")'
+                ),
             )
         want, have = (_parameters(f) for f in (kernel_function(kernel), function))
         if want != have:
             raise errors.BadArgument(
-                f"`{home}.{name}` does not take what `{name}` takes",
-                hint=f"it has to be called so: {name}({', '.join(want)})",
+                f"`{home}.{name}` takes other arguments than `{name}`",
+                hint=f"it is called as {name}({', '.join(want)})",
             )
         self._check_numbers(kernel, function)
 
@@ -225,14 +227,14 @@ class Plugged:
             except Exception as failed:
                 raise errors.OtherNumbers(
                     f"`{home}.{name}({given})` fails on a CPU: {type(failed).__name__}: {failed}",
-                    hint="outputs are run on CPUs, too: have it call PyTorch's operations where "
-                    f"its own kernel does not run, as `{kernel}` does",
+                    hint="outputs also run on CPUs: call PyTorch's operations there, as "
+                    f"`{kernel}` does",
                 ) from failed
             if error > LIMIT:
                 raise errors.OtherNumbers(
                     f"`{home}.{name}({given})` computes something else than `{name}`: {what} "
                     f"differs by {error:.1e} of the largest value",
-                    hint="on small inputs in float32, on a CPU; what it should compute says "
+                    hint="this was measured on small inputs in float32, on a CPU; the reference is "
                     f"`{reference.__module__}.{name}`",
                 )
 

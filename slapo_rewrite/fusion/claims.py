@@ -262,7 +262,7 @@ def misuse(claim: Claim) -> str | None:
     values = claim.match.values if claim.values is None else claim.values
     for name in reads:
         if name not in claim.operands:
-            return f"`{claim.expression.name}` needs `{name}`, which the pattern does not give"
+            return f"`{claim.expression.name}` needs `{name}`, which the pattern does not contain"
         plain = name in values and (values[name].is_leaf or claim.operands[name].isidentifier())
         if reads.count(name) > 1 and not plain:
             return f"`{name}` would be computed twice"

@@ -83,7 +83,7 @@ class Engine:
                 )
                 other = next(others, None)
                 if other is not None:
-                    reason = f"`{other.what}` takes its place already"
+                    reason = f"`{other.what}` already replaces it"
                     apart = {*claim.match.nodes}.isdisjoint(other.match.nodes)
                     left.append(Skipped(claim, reason, harmless=True, waits=apart))
                     continue
@@ -99,40 +99,40 @@ class Engine:
         first = group[0]
         match = first.match
         if match.file is not self.file:
-            where = f"it stands in {match.file.path.name}, which is not rewritten"
+            where = f"it is in {match.file.path.name}, which is not rewritten"
             return Skipped(first, where, harmless=True)
         for claim in group:
             if is_looked_up(self.sources, claim.node):
-                where = f"`{claim.node.path}` is made by what knows the original's class alone"
+                where = f"`{claim.node.path}` is constructed by code that uses the original's class"
                 return Skipped(claim, where, "write its construction out", harmless=True)
         if not match.replaced.whole:
-            return Skipped(first, "a statement computes part of it among other things")
+            return Skipped(first, "a statement computes a part of it, and other values")
         if (reason := misuse(first)) is not None:
             return Skipped(first, reason)
         for claim in group:
             for path in (*claim.called(), *claim.idle()):
                 tied = self._tied_to_sharded(path) if path in claim.idle() else None
                 if tied is not None:
-                    return Skipped(claim, f"{tied}, and it reads that whole", "leave it whole")
+                    return Skipped(claim, f"{tied}, but it reads that whole", "leave it whole")
                 if (state := self._scheduled(path)) is not None and not claim.splits(path, state):
                     line = _first_line(state)
                     return Skipped(
                         claim,
                         f"`{path}`, which it calls, is scheduled before{line}",
-                        "fuse first, then schedule what is left",
+                        "fuse first, then schedule the rest",
                     )
         function = self.sharing.function_of(match.replaced.node)
         if self.sharing.owner_of(function) is None:
             if first.constructor is not None:
-                return Skipped(first, f"`{function.name}` is no method, so it sees no module")
+                return Skipped(first, f"`{function.name}` is no method, so it has no modules")
             claimed = {claim.node.path for claim in group}
             other = next((n for n in self.sharing.sharers(function) if n.path not in claimed), None)
             if other is not None:
                 calls = f"`{other.path or 'the model'}` calls `{function.name}` too, and would"
                 if other.path in claiming:
-                    hint = 'name one for both: backend="triton"'
-                    return Skipped(first, f"{calls} have it by another backend", hint)
-                return Skipped(first, f"{calls} not have it so", "select all modules that call it")
+                    hint = 'use one backend for both: backend="triton"'
+                    return Skipped(first, f"{calls} use another backend", hint)
+                return Skipped(first, f"{calls} not be fused", "select all modules that call it")
         return None
 
     def _scheduled(self, path: str) -> ModuleRequests | None:
@@ -156,7 +156,7 @@ class Engine:
     def refused(self, left: Skipped) -> errors.RewriteError:
         """The error for a match that cannot be replaced."""
         return errors.NoMatch(
-            f"`{left.claim.what}` cannot take the place of what it matches: {left.reason}",
+            f"`{left.claim.what}` cannot replace its match: {left.reason}",
             at=left.claim.place(),
             cause=self.cause,
             hint=left.hint,
@@ -272,7 +272,7 @@ class Engine:
         edits = written(self.file, functions) + settled.pop(self.file.name)
         if any(settled.values()):
             raise errors.Unsupported(
-                "some instances of a class get a subclass, and are made in another file",
+                "some instances of a class get a subclass, but are constructed in another file",
                 hint="select all instances alike",
             )
         return edits
@@ -286,7 +286,7 @@ class Engine:
             if found is None or found[0] is not self.file:
                 raise errors.Unsupported(
                     f"`{claim.node.cls.__name__}` has no constructor in {self.file.path.name}: "
-                    f"there is no place to make `{claim.what}`"
+                    f"there is no place to construct `{claim.what}`"
                 )
             last = found[1].body[-1]
             place = AtNode("text", extent(last), claim.constructor)
@@ -368,8 +368,8 @@ class Engine:
         used = names_in(ast.parse(text))
         if taken := (used - {"self"}) & bound:
             raise errors.NameTaken(
-                f"`{min(taken)}` is a local variable of `{function.name}`, and is needed for "
-                f"`{claim.what}`",
+                f"`{min(taken)}` is a local variable of `{function.name}`, but the name is needed "
+                f"for `{claim.what}`",
                 at=self.file.at(function),
                 hint="rename the variable in the source",
             )

@@ -118,9 +118,9 @@ class _Moving:
             names = [name for name, value in held.items() if value in (result, result.site)]
             if (not names and statement in moved) or is_nested(result, results):
                 raise errors.NoMatch(
-                    "a result has no name that it keeps",
+                    "a result keeps no name",
                     at=self.file.at(result.site.node),
-                    hint="give it a line and a name of its own in the model",
+                    hint="bind it to a separate name, on a separate line, in the model",
                 )
             if not names and (names := self._read_as(result, read)):
                 text = self._text(result.site.node, statement)
@@ -202,7 +202,7 @@ class _Moving:
         now = self.graph.names.get(last, {}).get(node.id) if last is not None else None
         if now is not held:
             raise errors.NoMatch(
-                f"`{node.id}` is needed here, and holds something else where the result is",
+                f"`{node.id}` is needed here, but has another value where the result is computed",
                 at=self.file.at(node),
             )
         return self._given(node.id, node.id, node)
@@ -211,7 +211,7 @@ class _Moving:
         """A further parameter."""
         if self.found.get(name, text) != text or name in self.match.operands:
             raise errors.NoMatch(
-                f"two different things would be called `{name}` in the new function",
+                f"two different values would be called `{name}` in the new function",
                 at=self.file.at(node),
                 hint=f"give the pattern a parameter for `{text}`",
             )

@@ -89,8 +89,8 @@ def _linears(engine: Engine, node: Node, group: Sequence[Match]) -> list[Any]:
     pairs = zip(paths, lives, strict=True)
     if any("." in path or not hasattr(live, "out_features") for path, live in pairs):
         raise errors.Unsupported(
-            f"{listed(paths)} are not linear layers of one module: how their results are packed "
-            "is not known",
+            f"{listed(paths)} are not linear layers of one module: the order of their packed "
+            "results is not known",
             at=group[0].place,
         )
     for path, live in zip(paths, lives, strict=True):
@@ -120,7 +120,7 @@ def _check_unread(engine: Engine, node: Node, group: Sequence[Match]) -> None:
                     continue
             if is_read:
                 raise errors.Unsupported(
-                    f"`{of}.{name}` is read here, so nothing can take its place",
+                    f"`{of}.{name}` is read here, so it cannot be replaced",
                     at=engine.file.at(read),
                 )
 
@@ -131,7 +131,7 @@ def _subclass(
     """The edit that inserts the subclass for the modules of one class."""
     left, name = tuple(str(match.root.called) for match in group), new.name
     if hasattr(node.live, name):
-        raise errors.NameTaken(f"`{node.cls.__name__}` has a `{name}` already")
+        raise errors.NameTaken(f"`{node.cls.__name__}` already has a `{name}`")
     made = [_Made.read(engine.sources, node, each) for each in left]
     arguments, before, sizes = new.arguments, tuple[str, ...](), None
     equal = len({node.children[each].live.out_features for each in left}) == 1
@@ -238,7 +238,7 @@ def _side_by_side(
     for match, statement in zip(group, statements, strict=True):
         if match.root.regions != first.root.regions or hasattr(statement, "body"):
             raise errors.NoMatch(
-                "these calls stand in different branches, so one call cannot give all results",
+                "these calls are in different branches, so one call cannot replace them",
                 at=first.place,
                 also=[match.place],
             )

@@ -76,13 +76,13 @@ def _groups(
 def _reason(node: Node, group: Sequence[Match], taken: str | None) -> str | None:
     """The reason why these layers cannot be packed, if any."""
     if taken is not None:
-        return f"`{taken}` takes the place of others in this module already"
+        return f"`{taken}` already replaces other layers in this module"
     layers = [node.children[str(match.root.called)].live for match in group]
     beyond = [reason for layer in layers if (reason := beyond_forward(layer)) is not None]
     if beyond:
         return f"one of the layers has to be called: {beyond[0]}"
     if len({layer.bias is None for layer in layers}) > 1:
-        return "some of the layers have a bias, others have none"
+        return "only some of the layers have a bias"
     parameters = [p for layer in layers for p in layer.parameters()]
     if len({(p.dtype, p.requires_grad) for p in parameters}) > 1:
         return "the weights or biases differ in dtype, or some are frozen"
@@ -100,7 +100,7 @@ def _between(graph: Graph, group: Sequence[Match]) -> str | None:
     first, last = group[0].root, group[-1].root
     operands = [value for match in group for value in match.values.values()]
     if graph.overwritten(operands, first.order, last.order) is not None:
-        return "what they are given is written to between the calls"
+        return "their input is written to between the calls"
     for match in group:
         own, moments = ("attribute", match.root.called), (first.order, last.order)
         written = [m.order for m in graph.mutations if own in m.target.bases]
@@ -108,11 +108,11 @@ def _between(graph: Graph, group: Sequence[Match]) -> str | None:
         if any(moments[0] < moment < moments[1] for moment in written):
             return f"`{match.root.called}` changes between the calls"
     if any(way.total and first.order < way.order < last.order for way in graph.exits):
-        return "what lies between the calls may turn gradients off"
+        return "the code between the calls may turn gradients off"
     for match in group:
         gives = f"what `{match.root.called}` gives"
         if graph.overwritten([match.root], match.root.order) is not None:
             return f"{gives} is written to, and would be a view"
         if (reader := layout_reader(match.root, ("stride", "is_contiguous"))) is not None:
-            return f"`{reader}` reads how {gives} lies in memory, which is another way then"
+            return f"`{reader}` depends on the memory layout of {gives}, which would change"
     return None

@@ -84,9 +84,9 @@ def head_of(found: RuleMatch, logits: Value, *, rows: bool) -> Head:
     path = str(value.called)
     live = found.attribute(path)
     if not is_linear(live):
-        raise Declined(f"`{path}` is a `{type(live).__name__}`, and no plain linear layer")
+        raise Declined(f"`{path}` is a `{type(live).__name__}`, not a plain linear layer")
     if rows and not way.sizes:
-        raise Declined("the logits are not made rows of classes where the loss takes them")
+        raise Declined("the logits are not reshaped to rows of classes for the loss")
     call = way.chain[-1]
     for size in way.sizes:
         if not _is_size(size, live.out_features, found, call):
@@ -121,8 +121,8 @@ def _before(value: Value, way: _Way) -> Value:
         way.around.append(value.called)
         return value.inner
     if value.is_leaf or value.operation in ("choice", "merge", "loop"):
-        raise Declined(f"the logits are {described(value)}: where they are made is not seen")
-    raise Declined(f"{described(value)} stands between the output layer and the loss")
+        raise Declined(f"the logits are {described(value)}: their computation is not found")
+    raise Declined(f"{described(value)} is between the output layer and the loss")
 
 
 def _is(value: Value, literal: str, operation: str = "name") -> bool:

@@ -74,7 +74,7 @@ class _Forking:
     ) -> tuple[list[ast.stmt], str]:
         """The statements, from the head's on, that compute the logits, and the logits' name."""
         if not _binds_one(head):
-            raise Declined("the statement of the output layer does not just name the logits")
+            raise Declined("the statement of the output layer does more than naming the logits")
         chain, names = [v.node for v in self.head.chain], set(bound_in(head))
         first = last = block.index(head)
         for number in range(first + 1, block.index(holder)):
@@ -86,7 +86,7 @@ class _Forking:
         making = block[first : last + 1]
         inside = (s for each in making for s in ast.walk(each) if isinstance(s, ast.stmt))
         if not all(map(_binds_one, inside)):
-            raise Declined("more is done where the logits are made")
+            raise Declined("the branch of the logits computes more")
         return making, names.pop()
 
     def _guard(
@@ -154,10 +154,10 @@ class _Forking:
         """Raises if something changes or leaves between head and loss, or is computed elsewhere."""
         first, last = self.head.call, self.loss
         if any(isinstance(node, ast.For | ast.While) for node, _ in first.regions):
-            raise Declined("the logits are made in a loop")
+            raise Declined("the logits are computed in a loop")
         ways = [way for way in self.graph.exits if first.order < way.order < last.order]
         if any(self.passed is None or not within(self.passed, way.node) for way in ways):
-            raise Declined("a statement that leaves the function stands between logits and loss")
+            raise Declined("a statement that leaves the function is between logits and loss")
         values = [self.head.hidden, self.labels.value]
         if self.graph.overwritten(values, first.order, last.order) is not None:
             raise Declined("something is overwritten between logits and loss")
@@ -167,7 +167,7 @@ class _Forking:
             if value.operation == "choice" or statement is None:
                 continue
             if not any(within(s, statement) for s in skipped):
-                raise Declined(f"{described(value)} of the logits is computed elsewhere as well")
+                raise Declined(f"{described(value)} of the logits is also computed elsewhere")
 
     # What else reads the logits -------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class _Forking:
                 if use.by is not None and id(use.by) in self.tainted:
                     continue
                 if id(value) not in chain:
-                    raise Declined(f"{described(value)} of the logits is used elsewhere as well")
+                    raise Declined(f"{described(value)} of the logits is also used elsewhere")
                 found += self._outputs(value, use)
         return found
 
@@ -231,7 +231,7 @@ class _Forking:
         assert isinstance(call.node, ast.Call)
         given = values_given(call.node)
         if len(given) != 1 or isinstance(given[0], ast.Starred):
-            raise Declined("the output layer is given more than one argument")
+            raise Declined("the output layer gets more than one argument")
         taken = names_in(self.function) | parameters_in(self.function)
         names = ("hidden", "hidden_states", *(f"hidden_{n}" for n in range(2, len(taken) + 3)))
         free = next(name for name in names if name not in taken)
@@ -252,7 +252,7 @@ class _Forking:
         name = named(self.labels.value, self.graph.names[place])
         if name is None:
             said = described(self.labels.value)
-            raise Declined(f"the labels, {said}, have no name where the ways part")
+            raise Declined(f"the labels, {said}, have no name at the branch")
         return f"{name}[{self.labels.shift}]" if self.labels.shift else name
 
 

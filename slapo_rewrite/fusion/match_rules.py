@@ -188,7 +188,7 @@ def _written_later(rule: Rule, found: RuleMatch) -> str | None:
             own = frozenset(base for base in own if isinstance(base, tuple) and base[0] == "made")
         if any(m.target.bases & own for m in later):
             operand = found.operands.get(name, name)
-            return f"`{operand}` is written to later, and the kernel keeps it"
+            return f"`{operand}` is written to later, but the kernel keeps it for the backward pass"
     return None
 
 
@@ -205,7 +205,7 @@ def compiled(alternative: Alternative) -> Pattern:
     if module is not None:
         raise errors.BadPattern(
             f"`{type(module).__name__}`: the pattern of a rule is a function",
-            hint="take what the module holds as parameters",
+            hint="make the module's tensors parameters of the function",
         )
     assert isinstance(alternative.pattern, types.FunctionType)
     return pattern_of(alternative.pattern)

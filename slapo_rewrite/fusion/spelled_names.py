@@ -82,5 +82,5 @@ class Spelling(Imports):
                 raise errors.NameTaken(
                     f"`{name}` is imported from `{other.module.lstrip('.')}`, and would be from "
                     f"`{backend if backend not in WRITTEN else KERNELS}`, too",
-                    hint="have one backend carry it out everywhere",
+                    hint="use one backend for it everywhere",
                 )

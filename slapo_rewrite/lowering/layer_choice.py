@@ -115,8 +115,7 @@ def _split(node: Node, state: ModuleRequests) -> Split:
                 if of_layer
                 else (
                     f"the layer itself has no `{name}`: leave this one whole, or write "
-                    f"`{node.cls.__name__}` as a module that holds the layer and the additional "
-                    "parameters"
+                    f"`{node.cls.__name__}` as a module that holds the layer and its additions"
                 ),
             )
     if "weight" in node.parameters and "weight" not in sharded:

@@ -442,9 +442,7 @@ class _Lowering:
         elif sum_line := self._sum_of_argument(error):
             hint = f"add it up: {sum_line}"
         if hint and error.remedy is not None and error.sync is None and not self.inference.causes:
-            hint = (
-                f"`s.infer_sync()` after the shards adds the missing collectives. By hand: {hint}"
-            )
+            hint = f"`s.infer_sync()` after the shards adds missing collectives. By hand: {hint}"
         # The error may only follow from a gather that was inferred to fix an earlier one.
         if before is not None and (gather := before.remedy) and gather.operation == "all_gather":
             since = f"the output of `{gather.path}` was gathered because {before}"

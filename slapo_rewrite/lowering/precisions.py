@@ -78,8 +78,7 @@ class Mixed:
             state = to.states.get(path, EMPTY)
             if other := [each for each in (state.replacement, state.decompose) if each]:
                 raise errors.ConflictingEdits(
-                    f"`{path}` should compute in half precision, but another line already "
-                    "replaces it",
+                    f"`{path}` should compute in half precision, but is already replaced",
                     at=self.causes[0].at,
                     cause=other[0].cause,
                     hint=f'keep it in float32: .autocast(keep=["{with_wildcards(path)}"])',

@@ -228,9 +228,7 @@ class _Specializing:
             site = self.changes.sites[place.start]
             if construction_calls.is_copy(child.live):
                 call = f"{child.cls.__name__}(...)"
-                hint = (
-                    f"construct each with a separate call, in a loop there: [{call} for _ in ...]"
-                )
+                hint = f"construct each with a call, in a loop there: [{call} for _ in ...]"
             _, *around = child.outwards()
             if (stack := next((n for n in around if n.is_stack), None)) is not None:
                 hint = (

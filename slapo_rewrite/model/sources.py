@@ -109,8 +109,7 @@ class Sources:
                         f"`{cls.__name__}.{method.name}` names its first parameter `{name}`, but "
                         "methods are only followed through `self`",
                         at=self.main.at(method),
-                        hint="rename it to `self`, or make the method a @staticmethod if it needs "
-                        "no object",
+                        hint="rename it to `self`, or make the method a @staticmethod",
                     )
 
     def constructor(self, cls: type) -> tuple[SourceFile, ast.FunctionDef] | None:

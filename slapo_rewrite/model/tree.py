@@ -257,8 +257,7 @@ def _check_lookup(node: Node) -> None:
             f"`{node.cls.__name__}` raises {type(error).__name__} for an attribute that it does "
             "not have",
             at=_span(last.filename, last.lineno or 1),
-            hint="raise AttributeError from its `__getattr__` for any other name, as Python "
-            "requires",
+            hint="raise AttributeError in its `__getattr__` for any other name",
         ) from error
 
 

@@ -47,11 +47,11 @@ def measured_machine(node: int, precision: str | None = None) -> Hardware:
     said = (
         f"measured on this machine ({title}): {flops / 1e12:.3g} Tflop/s in {precision}, "
         f"{bandwidth / 1e9:.3g} GB/s",
-        f"two processes send one another {link.bandwidth / 1e9:.3g} GB/s after "
-        f"{link.latency * 1e6:.0f} us"
+        f"two processes send each other {link.bandwidth / 1000000000.0:.3g} GB/s after "
+        f"{link.latency * 1000000.0:.0f} us"
         if link is not None
-        else "what connects ranks could not be measured with one GPU: taken to be as fast as it",
-        "nodes are taken to be connected as their ranks are",
+        else ("links between ranks cannot be measured with one GPU: assumed to be as fast as it"),
+        "links between nodes are assumed to be as fast as those between ranks",
     )
     link = link or Link(10e-6, bandwidth)
     device = own_device(flops, bandwidth) if kind == "cuda" else Device(flops, bandwidth)

@@ -195,8 +195,8 @@ class _Planner:
                     fp32 = "; some run in --precision fp32 alone" * (wanted.precision != "fp32")
                     raise errors.Unsupported(
                         f"a step{of} does not run without values, in {wanted.precision}: {both}",
-                        hint="the model of the schedule has to take its inputs so, and must not "
-                        f"look at values{fp32}",
+                        hint="the schedule's model has to take such inputs, and must not read "
+                        f"their values{fp32}",
                     )
                 self.refused.setdefault(ranks, both)
                 continue
@@ -231,11 +231,11 @@ class _Planner:
             + PRODUCTS.get(wanted.hardware.precision, wanted.hardware.precision),
             "pipelines run one forward, one backward, as DeepSpeed's; stages are cut as "
             "cut_evenly cuts them",
-            "work and memory are those of the rewritten model's operators, counted without data; "
+            "work and memory are counted for the rewritten model's operators, without data; "
             "attention runs in one kernel",
-            "gradients are summed after the last micro-batch, with ZeRO 2 and 3 beside it, where "
-            "ZeRO 3 gathers parameters beside the work on those before",
-            "not counted: what CUDA, NCCL and fragments of the allocator take",
+            "gradients are summed after the last micro-batch, with ZeRO 2 and 3 during it; ZeRO 3 "
+            "gathers parameters during the work on earlier ones",
+            "not counted: memory of CUDA, of NCCL and of fragments in the allocator",
             *self.left_out,
             *(
                 f"not varied, since the schedule has no free knob `{knob}`: {what}"
@@ -325,16 +325,15 @@ def _nothing(planned: Planned) -> errors.RewriteError:
         return errors.UsageError(
             f"a batch of {wanted.batch} cannot be divided over {wanted.gpus} GPUs as the schedule "
             f"allows{f' with {stages}' if stages else ''}",
-            hint="give a batch that a number of replicas divides: "
-            f"{wanted.gpus} times a whole number, say"
-            + (", and stages that divide the GPUs" if stages else ""),
+            hint="give a batch that the number of replicas divides, such as a multiple of "
+            f"{wanted.gpus}" + (", and stages that divide the GPUs" if stages else ""),
         )
     least = planned.others[0]
     missing = least.memory - wanted.memory
     if wanted.memory < 2**20:  # of a GPU
         raise errors.UsageError(
             f"`--memory` of {shown_size(wanted.memory)} holds no model",
-            hint="write what a GPU has, 80GiB say: a number without a unit is one of bytes",
+            hint="write the memory of a GPU, such as 80GiB: a number without a unit is in bytes",
         )
     return errors.NothingFits(
         f"nothing fits {have}: the smallest, {described(least.way)}, needs {gib(least.memory)} a "
@@ -364,7 +363,7 @@ def memory_size(text: str) -> float:
     """Parses `80GiB`, `80GB` or a number of bytes; raises `UsageError` for anything else."""
     value = byte_size(text)
     if value is None:
-        raise errors.UsageError(f"`--memory {text}` is no size", hint="write 80GiB, say")
+        raise errors.UsageError(f"`--memory {text}` is not a size", hint="write 80GiB, say")
     return value
 
 
@@ -373,5 +372,5 @@ def unknown_gpu(name: str, known: Sequence[str]) -> Any:
     return errors.UsageError(
         f"there is no GPU `{name}` in the table",
         hint=errors.did_you_mean(name, known)
-        or f"it has {', '.join(known)}; or measure, or a table of your own, FILE.toml",
+        or f"it has {', '.join(known)}; or use measure, or your own table, FILE.toml",
     )

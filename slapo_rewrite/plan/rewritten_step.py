@@ -65,9 +65,9 @@ def _check_tokens(project: Project, sequence: int) -> None:
         return
     if tokens_of(given) is None:
         raise errors.UsageError(
-            f"no input of the model holds whole numbers as [rows, tokens]: `--sequence {sequence}` "
-            "means nothing for it",
-            hint="leave it out: a row is then as the schedule's `inputs` give it",
+            "no input of the model holds integers of shape [rows, tokens], so `--sequence "
+            f"{sequence}` cannot be used",
+            hint="leave it out: rows are then as in the schedule's `inputs`",
         )
 
 

@@ -153,9 +153,7 @@ def _packed(rule: Packing, engine: Engine, nodes: Sequence[Node]) -> Rewrite:
     found = beside(rule, nodes, engine.sources)
     if not found.groups and found.left:
         match, reason = found.left[0]
-        raise errors.NoMatch(
-            f"`{rule.name}` cannot pack the layers that it finds: {reason}", at=match.place
-        )
+        raise errors.NoMatch(f"`{rule.name}` cannot pack its matches: {reason}", at=match.place)
     if not found.groups:
         raise nothing_found(rule.name, None)
     note: dict[str, object] = {"rule": rule.name}

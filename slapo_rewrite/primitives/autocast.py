@@ -171,7 +171,6 @@ def _kept(call: Call, node: Node) -> tuple[str, ...]:
             known = [inner.path[start:] for inner in node.walk() if inner is not node]
             raise errors.UnknownPath(
                 f"{node.shown} holds no module `{name}`, and there is no such operation",
-                hint=errors.did_you_mean(name, known)
-                or "name modules by their paths, as in s[...]",
+                hint=errors.did_you_mean(name, known) or "name modules by path, as in s[...]",
             )
     return tuple(names)

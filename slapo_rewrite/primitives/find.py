@@ -238,8 +238,7 @@ def found(call: Call, nodes: list[Node]) -> Matches:
         )
     if given.values and not callable(wanted):
         raise errors.BadArgument(
-            "`concrete_args` is only for a pattern that is a function: calls are found in all "
-            "branches"
+            "`concrete_args` is only for functions: a call is found in all branches"
         )
     if where is not None:
         return _by_predicate(where, nodes, sources)

@@ -133,9 +133,7 @@ class Release(Rewriting):
 
         sequence = call.arguments["sequence"]
         if sequence is not None and sequence < 1:
-            raise errors.BadArgument(
-                f"`sequence` is the number of tokens in a row, not {sequence!r}"
-            )
+            raise errors.BadArgument(f"`sequence` is a number of tokens, not {sequence!r}")
         sharing = Sharing(call.tree, call.sources)
         lives = _lives(call, nodes, sharing)
         found = {d: each.function for each in lives for d in deaths(sharing.file, each.function)}
@@ -273,10 +271,7 @@ def _edits(
     for statement, dead in names.items():
         several = len(dead) > 1
         quoted = listed(dead)
-        why = (
-            f"nothing needs {quoted} any longer, but {'they hold' if several else 'it holds'} "
-            "memory"
-        )
+        why = f"nothing more needs {quoted}, but {'they hold' if several else 'it holds'} memory"
         line = Line(f"del {', '.join(dead)}", (cause,), why)
         lines.setdefault(statement, Lines()).after.append(line)
     return written(file, lines)

@@ -159,9 +159,7 @@ class Rebuilding(Primitive):
             shown = "the original's arguments" if arguments is None else f"`{arguments}`"
             raise errors.BadArgument(
                 f"`{name}` cannot be constructed instead of {node.shown} with {shown}: {error}",
-                hint='give the new arguments: replace(..., args="...")'
-                if arguments is None
-                else None,
+                hint='give its own: replace(..., args="...")' if arguments is None else None,
             ) from None
         except CannotBuild as error:
             if not call.arguments.get("weights") and call.done is None:

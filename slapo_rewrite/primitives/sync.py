@@ -326,8 +326,8 @@ s.sync("bwd_post", "all_reduce", of="key")
                 f"`sync` does not offer `{asked}`",
                 hint=errors.did_you_mean(asked, [*OPERATIONS, *known])
                 or (
-                    f"it offers {', '.join(OPERATIONS)}, reshard strings like `RR->RS`, or your "
-                    "own function"
+                    f"it offers {', '.join(OPERATIONS)}, reshard strings like `RR->RS`, or a "
+                    "function"
                 ),
             )
         if asked == "all_reduce" and axis is not None:

@@ -215,7 +215,7 @@ class Plan:
                 continue
             words, hint = (
                 f"{above.shown} is no longer called",
-                "schedule the module that replaces it",
+                "schedule its replacement",
             )
             raise _conflict(words, self.idle[above.path], directive, hint)
         if node.path in self.seldom:
@@ -245,8 +245,7 @@ class Plan:
         if cuts and self.seldom:
             path, cause = next(iter(self.seldom.items()))
             words = (
-                f"the last stage has to return the output of `{path}`, which training does not "
-                "compute"
+                f"the last stage has to return `{path}`'s output, which training does not compute"
             )
             raise _conflict(words, cause, next(iter(cuts.values())).cause, None)
         budget = next((d for d in self.directives if d.outcome is not None), None)

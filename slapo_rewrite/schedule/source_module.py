@@ -65,10 +65,7 @@ def import_source(file: SourceFile) -> types.ModuleType:
 
 def _import_hint(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
-        return (
-            f"the tool imports the source: install `{error.name}` in the environment of "
-            "slapo-rewrite"
-        )
+        return f"the tool runs the source: install `{error.name}` for slapo-rewrite's Python"
     if isinstance(error, ImportError):
         return "if the file is part of a package, give its dotted module name"
     return None

@@ -24,8 +24,7 @@ def compare_outputs(expected: Any, got: Any, run: Run) -> None:
         elif want != have:
             raise CannotFollow(
                 f"the model's `{name or 'output'}` is {have} on a rank instead of {want}",
-                hint="take the number from something that is not split, such as an attribute of "
-                "`__init__`",
+                hint="take the number from an attribute set in `__init__`, or another whole value",
                 position=sys.maxsize,
             )
 

@@ -112,10 +112,7 @@ def _followed(run: Run, cls: Any, args: Sequence[Any]) -> list[Any]:
         raise _Unfollowed("it computes something else on a part")
     for number, (given, gradient) in enumerate(zip(args, gradients, strict=True)):
         if needs[number] and gradient is not None and not _is_alike(run, given, gradient):
-            raise _Unfollowed(
-                f"the gradient of its argument {number + 1} does not have the argument's shape or "
-                "placement"
-            )
+            raise _Unfollowed(f"the gradient of its argument {number + 1} does not fit it")
     return made
 
 

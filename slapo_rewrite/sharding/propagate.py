@@ -289,10 +289,7 @@ class _Propagation:
         for name, default in not_given:
             # A callee may branch on it, under this name or another.
             if name in read and (name in request or default is None or isinstance(default, str)):
-                words = (
-                    f"`{name}` decides which branch `forward` takes, and only {name}={default!r} "
-                    "was"
-                )
+                words = f"`{name}` decides which branch `forward` takes, and only {default!r} was"
                 followed.unfollowed.append((f"{words} followed: give it in inputs(model)", None))
         for names, words in _TESTS.items() if not known else ():
             tests = {test for cls in classes for test in self._names_in(cls, names)}

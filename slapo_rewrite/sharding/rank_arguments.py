@@ -38,8 +38,7 @@ def change(
         raise CannotFollow(
             f"{does} {int(size)} where a rank has {want}",
             run.origins.get(id(tensor)),
-            "keep the size in an integer attribute of the module: attributes are adapted "
-            "automatically",
+            "keep the size in an integer attribute of the module, which the tool adapts",
             attributes=attributes,
             changeable=place is not None and fits,
             # A size in a file that is not editable needs the whole value.

@@ -132,7 +132,7 @@ def check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> 
         if not (name.startswith("conv") and _is_depthwise(entry, want)):
             raise CannotFollow(
                 f"this computes with {have:g} on a rank, and with {want:g} without sharding",
-                hint="take it from something that is not split, such as an attribute of `__init__`",
+                hint="take it from an attribute set in `__init__`, or another whole value",
             )
 
 

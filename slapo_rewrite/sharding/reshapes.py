@@ -108,9 +108,7 @@ def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     for axis in run.split_axes(tensor):
         number = axis - tensor.dim() + len(times)
         if number >= 0 and times[number] != 1:
-            raise CannotFollow(
-                "this repeats a rank's part, where the whole value would be repeated"
-            )
+            raise CannotFollow("this repeats a rank's part instead of the whole value")
     return args, kwargs, None
 
 

@@ -76,9 +76,7 @@ def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if entry.inputs[0][axis] != tensor.shape[axis]:
         _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
         if not isinstance(count, int):
-            raise CannotFollow(
-                "this cuts a split axis at given positions", run.origins.get(id(tensor))
-            )
+            raise CannotFollow("this cuts a split axis by numbers", run.origins.get(id(tensor)))
     return args, kwargs, None
 
 
@@ -190,8 +188,7 @@ def _check_same(run: Run, item: Any, meant: Any, size: int) -> None:
         raise CannotFollow(
             f"this takes {_written(item)} of an axis that is whole, and {_written(meant)} without "
             "sharding",
-            hint="take the number from something that is not split, such as an attribute of "
-            "`__init__`",
+            hint="take the number from an attribute set in `__init__`, or another whole value",
         )
 
 

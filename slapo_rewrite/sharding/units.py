@@ -115,8 +115,7 @@ def note_unit(
             f"`{path}` gives heads of {int(size)} features. This line computes the number of "
             "heads from a rank's features, and some numbers of ranks would cut a head",
             path,
-            "keep the size of a head in an integer attribute of the module that constructs the "
-            "layer",
+            "keep a head's size in an integer attribute of the module that builds the layer",
         )
 
 

@@ -322,10 +322,7 @@ class Planner:
             f"`{version[0]}` is needed after the cut for its shape, but no value of that shape "
             "gets there"
             if plain
-            else (
-                f"`{version[0]}`, which a branch depends on, is needed after the cut, but does "
-                "not get there"
-            ),
+            else (f"a branch after the cut depends on `{version[0]}`, which does not get there"),
             at=at,
             also=[cut],
             hint="cut elsewhere, or use the shape of another value in `forward`",

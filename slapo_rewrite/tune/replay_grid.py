@@ -117,8 +117,8 @@ def _flatten(
         if not is_number or not 0 <= values < float("inf"):
             raise errors.BadGrid(
                 f"`{path}`: {where} is {json.dumps(values)}",
-                hint="a throughput is a number; 0 or null where memory did not suffice, "
-                f'"{TIMED_OUT}" where time did not',
+                hint=f'a throughput is a number; 0 or null if out of memory, "{TIMED_OUT}" if out '
+                "of time",
             )
         found.append(float(values))
         return

@@ -49,7 +49,7 @@ def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -
     if OUT in of_run:
         raise errors.UsageError(
             f"`{OUT}` is a knob of the run, and {{{OUT}}} is the folder of the rewritten model",
-            hint="call the knob something else",
+            hint="rename the knob",
         )
     known = {OUT, *of_schedule, *of_run}
     named = fields(command)
@@ -63,7 +63,7 @@ def check(command: str, of_schedule: tuple[str, ...], of_run: tuple[str, ...]) -
     for name in of_run:
         if name not in named:
             raise errors.UsageError(
-                f"`{name}` is a knob of the run, and the command does not take it",
+                f"`{name}` is a knob of the run, but the command does not use it",
                 hint=f"name it in `--run`: --{name.replace('_', '-')} {{{name}}}",
             )
     if of_schedule and OUT not in named:

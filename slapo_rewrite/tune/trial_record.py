@@ -66,8 +66,8 @@ def recording(path: Path, head: Mapping[str, Any], space: KnobSpace) -> Iterator
             if not lock(file.fileno()):
                 file.seek(0)
                 raise errors.OutputUnwritable(
-                    f"another `tune` is at work in `{path.parent}`: {file.read().strip()}",
-                    hint="wait for it, and give this command again to go on from there; or give "
+                    f"another `tune` is running in `{path.parent}`: {file.read().strip()}",
+                    hint="wait for it, then repeat this command to continue the search; or give "
                     "another folder: -o FOLDER",
                 )
             file.truncate(0)
@@ -100,7 +100,7 @@ class TrialRecord:
         # An incomplete last line, from an interrupted write, is not a trial.
         whole = text[: text.rfind("\n") + 1]
         numbers = {json.dumps(dict(p), sort_keys=True): i for i, p in enumerate(self._space.points)}
-        hint = f"remove `{self.path}` to begin anew, or give another folder: -o FOLDER"
+        hint = f"remove `{self.path}` to start again, or give another folder: -o FOLDER"
         try:
             first, *lines = (json.loads(line) for line in whole.splitlines())
             differing = [name for name in SAME if first.get(name) != head.get(name)]

@@ -75,7 +75,7 @@ def read(name: str, fixed: Sequence[str]) -> Tuned:
         answer = schedule.guarded(lambda: space(knobs, **{n: point[n] for n in runs}), "`space`")
         if not isinstance(answer, bool):
             raise errors.BadSpace(
-                f"`space` returns {answer!r}, not whether a point may be tried",
+                f"`space` returns {answer!r}, not True or False",
                 at=at,
                 hint="return True or False",
             )

@@ -138,8 +138,8 @@ def _why(space: KnobSpace, strategy: Strategy, trials: Sequence[Trial]) -> str:
         return "all of them"
     if isinstance(strategy, PredictedFirst):
         return (
-            "the chance that one of the others is more than 1% better is "
-            f"{strategy.chance:.0%}, by the model of these trials"
+            f"the probability that another point is more than 1% better is {strategy.chance:.0%}, "
+            "by the model of these trials"
         )
     return "the strategy expects no better one"
 
@@ -166,7 +166,7 @@ def tune(wanted: Wanted, say: Callable[[str], None]) -> Searched:
             trial = _tried(wanted, tuned, source, number)
         except errors.RewriteError as error:
             error.message = f"at {shown(tuned.space.points[number])}: {error.message}"
-            error.hint = error.hint or "have `space(knobs)` return False for what cannot be"
+            error.hint = error.hint or "have `space(knobs)` return False for points that cannot run"
             raise
         return trial, time.monotonic() - start
 
@@ -181,7 +181,7 @@ def source_of(schedule: ScheduleFile) -> str:
     name = getattr(schedule.module, "SOURCE", None)
     if not isinstance(name, str):
         raise errors.UsageError(
-            f"which model `{schedule.name}` is for is not known",
+            f"the model of `{schedule.name}` is not known",
             hint="give it: slapo-rewrite tune SOURCE --schedule S --run '...'; or write "
             '`SOURCE = "model.py"` in the schedule',
         )

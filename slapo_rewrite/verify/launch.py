@@ -271,7 +271,7 @@ class Ranks:
                 lines += [f"  {frame}" for frame in _hang_frames(self._read(rank, "hang"), out)]
                 lines += [f"  it printed: {line}" for line in self._printed(rank, 3)]
         if self.count > 1:
-            lines.append("so hangs a collective that not every rank calls, or in another order")
+            lines.append("a collective hangs if not every rank calls it, or if the order differs")
         headline = f"{named(self.world)} hangs: not done after {self.timeout_s:g} s"
         return Failure(self.world, headline, "\n".join(lines), self._stage(ranks[0]))
 

@@ -116,8 +116,8 @@ class Original:
             smaller.supply(self.schedule, self.original_module, self.twin.LARGE)
         if hasattr(self.schedule, self.twin.SMALL_BUILD):
             self.note(
-                "the model is large: a small one was compared, whose constructor is given smaller "
-                "numbers; verify_model(m) in the schedule would say another"
+                "the model is large, so a small one was compared, with smaller constructor "
+                "arguments; verify_model(m) in the schedule can define another"
             )
         stage("importing the output")
         self.rewritten_module, self.loading = import_output(

@@ -33,7 +33,7 @@ MANY = 8  # with more ranks, one process first checks whether the model can be b
 ABSENT = "none in training"
 TWIN_HINT = (
     "the small model that verification makes does not run: define verify_model(m) in the "
-    "schedule, and inputs(model) where it needs other inputs, or mend those that are there"
+    "schedule, and inputs(model) if it needs other inputs, or fix the present ones"
 )
 
 
@@ -177,8 +177,8 @@ def _check_fits(
     if words:
         raise errors.UsageError(
             f"the model cannot be built at {named(world)}: {words}",
-            hint="the model that is verified may be a smaller one: give a size that fits, or let "
-            "verify_model(m) in the schedule build another",
+            hint="the verified model may be a smaller one: give a size that fits, or build another "
+            "in verify_model(m) of the schedule",
         )
 
 
@@ -199,8 +199,8 @@ def chosen(
     if asked and not stages:
         raise errors.UsageError(
             f"`{out}` has no pipeline stages: --pp, --tp and --dp lay out the ranks of a pipeline",
-            hint="cut the model in the schedule, by cut_pipeline_stage or cut_evenly; the whole "
-            "model is split over as many ranks as --world says",
+            hint="cut the model in the schedule, with cut_pipeline_stage or cut_evenly, or use "
+            "--world for a model without stages",
         )
     worlds: list[World] = list(sizes or ([] if asked else [1, 2]))
     if asked or (stages and not sizes):
@@ -268,7 +268,7 @@ def read_record(out: Path) -> dict[str, Any]:
         words = f"`{path}` is damaged: {type(error).__name__}: {error}"
         raise errors.NotAnOutput(words, hint=hint) from None
     if not (out / str(names[2])).is_file():
-        raise errors.NotAnOutput(f"`{out}` has no {names[2]}, which its record names", hint=hint)
+        raise errors.NotAnOutput(f"`{out}` has no {names[2]}, but its record names it", hint=hint)
     return record
 
 

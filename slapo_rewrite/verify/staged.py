@@ -78,7 +78,7 @@ class Staged(Original):
         for model in (self.original, self.exact):
             if model is not None:
                 self.switch_dropout_off(model)
-        self.stage("finding what the model is built from")
+        self.stage("looking for the model's arguments")
         own = self.rewritten_module.__name__
         kind = next(base for base in pipeline.STAGES[0].__mro__ if base.__module__ == own)
         built = self.built_from(kind)
@@ -103,8 +103,8 @@ class Staged(Original):
         model: nn.Module = self.twin.build_deep(self.schedule, module, full)
         if module is self.original_module and _names(model) != _names(full):
             self.note(
-                "the small model has other layers than the model, for which the stages are cut: "
-                "let verify_model(m) in the schedule build as many"
+                "the small model has other layers than the model that is cut: build the same "
+                "number in verify_model(m) of the schedule"
             )
         return model
 
@@ -194,8 +194,8 @@ class Staged(Original):
         """Adds a note on the rate of training, if it was lowered."""
         if (rate := self.engine.rate) != RATES[0]:
             self.note(
-                f"both were trained at a rate of {rate:g}: at {RATES[0]:g} the original's "
-                "losses overflow, or rounding grows to be as large as they are"
+                f"both were trained at a rate of {rate:g}: at {RATES[0]:g} the original's losses "
+                "overflow, or rounding errors become as large as the losses"
             )
 
     def train(self, model: nn.Module) -> Trained:

@@ -548,7 +548,7 @@ def test_which_models_there_are_is_said(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "Other as its constructor has it; 100%" in said
     assert "not `Pair`: its inputs are not known" in said
-    assert "also there: MLP (--schedule auto:NAME)" in said
+    assert "other models there: MLP (--schedule auto:NAME)" in said
 
 
 BAGS = """\
@@ -715,7 +715,7 @@ def test_other_commands_say_how_to_have_the_file_first(capsys):
     assert main(["tree", GPT, "--schedule", "auto"]) == 2
     assert "--write-schedule s.py" in capsys.readouterr().err
     assert main([GPT, "--schedule", "bert", "--write-schedule", "s.py", "--diff"]) == 2
-    assert "belongs to `--schedule auto`" in capsys.readouterr().err
+    assert "needs `--schedule auto`" in capsys.readouterr().err
 
 
 SINKS = """\

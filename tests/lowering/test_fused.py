@@ -154,7 +154,7 @@ def test_fuse_first_then_shard(tmp_path):
     lines = ('s["layers.*.act"].checkpoint()', 's.apply("swiglu")')
     text = refused(tmp_path, PLAIN, schedule(*lines), "SR309")
     assert "`layers.0.act`, which it calls, is scheduled before" in text
-    assert "fuse first, then schedule what is left" in text
+    assert "fuse first, then schedule the rest" in text
 
 
 def test_what_is_left_can_be_sharded(tmp_path):

@@ -228,7 +228,7 @@ def test_an_output_without_stages_has_no_layout(tmp_path, capsys):
     out = tmp_path / "out"
     arguments = [GPT.source, "--schedule", GPT.schedule, "-o", str(out)]
     assert cli.main([*arguments, "--pp", "2"]) == 2
-    assert "`--pp` belongs to `--verify`" in capsys.readouterr().err
+    assert "`--pp` needs `--verify`" in capsys.readouterr().err
     assert cli.main([*arguments, "--verify", "--pp", "2"]) == 2
     assert f"`{out}` has no pipeline stages" in capsys.readouterr().err
 

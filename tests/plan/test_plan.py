@@ -212,13 +212,13 @@ def test_less_memory_is_bought_with_time(tmp_path, capsys):
     [
         (["--gpu", "h1000"], "there is no GPU `h1000`"),
         (["--gpu", "none.toml"], "cannot read `none.toml`"),
-        (["--memory", "lots"], "`--memory lots` is no size"),
-        (["--memory", "80"], "a number without a unit is one of bytes"),
+        (["--memory", "lots"], "`--memory lots` is not a size"),
+        (["--memory", "80"], "a number without a unit is in bytes"),
         (["--memory", "1MiB"], "nothing fits 8 x 1.00 MiB: the smallest"),
         (["--batch", "3"], "a batch of 3 cannot be divided over 8 GPUs"),
         (["--gpus", "0"], "--gpus is at least 1"),
         (["--gpus", "12"], "12 GPUs are not whole nodes of 8"),
-        (["-o", __file__], "test_plan.py` is a file, where a folder is to be"),
+        (["-o", __file__], "test_plan.py` is a file, but has to be a folder"),
         (["--sequence", "4096"], "4096 tokens a row does not run without values, in bf16"),
         (["--plot", "plan.txt"], "`--plot` writes .png or .svg"),
         (["--gpu", "v100", "--precision", "tf32"], "V100 SXM2 32GB computes nothing in tf32"),
@@ -252,7 +252,7 @@ def test_this_machine_can_be_measured(tmp_path, capsys):
     plain = ["--set", "fuse=false", "--set", "sequence_parallel=false"]
     assert planned(tmp_path, *plain, "--gpu", "measure", "--gpus", "2") == 0
     said = capsys.readouterr().out
-    assert "measured on this machine" in said and "send one another" in said
+    assert "measured on this machine" in said and "send each other" in said
 
 
 def test_every_gpu_of_the_table_says_where_its_figures_are_from():
@@ -363,7 +363,7 @@ def test_tokens_of_a_model_that_takes_none_are_refused(tmp_path):
     (tmp_path / "s.py").write_text(NUMBERS_SCHEDULE)
     project = Project(str(tmp_path / "net.py"), str(tmp_path / "s.py"))
     shape = StepShape(TOKENS, torch.float32, is_gpu=True)
-    with pytest.raises(errors.UsageError, match=r"`--sequence 64` means nothing"):
+    with pytest.raises(errors.UsageError, match=r"`--sequence 64` cannot be used"):
         counted_rewrite(project, [], [1], shape)
 
 

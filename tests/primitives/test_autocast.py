@@ -658,7 +658,7 @@ def test_a_layer_that_is_decomposed_is_kept_or_refused_and_the_advice_works(line
     text = source("return self.b(self.a(x).tanh())", "self.b = nn.Linear(8, 8)")
     decomposed = f'{lines}    s["{paths}"].decompose()\n'
     words = refused(tmp_path, text, ONE % "" + decomposed, "SR306")
-    assert "already replaces it" in words and "keep=[" in words
+    assert "is already replaced" in words and "keep=[" in words
     kept = ONE % f"keep={['b'] if paths == 'b' else ['a', 'b']}"
     rewritten(tmp_path, text, kept + decomposed)
 

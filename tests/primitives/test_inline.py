@@ -122,7 +122,7 @@ def test_ways_to_call(tmp_path, call, line):
     schedule = SCHEDULE + INLINE
     if "**" in call:
         text = refused(tmp_path, source(call), schedule, "SR305")
-        assert "`**` may or may not contain `times`" in text
+        assert "`**` may lack `times`" in text
         call = call.replace("y, **", "y, times=1, **")
     assert f"+        {line}" in changed_lines(rewritten(tmp_path, source(call), schedule))
 

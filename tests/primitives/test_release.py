@@ -263,7 +263,7 @@ def test_models_of_transformers(tmp_path, run: Callable[[Path], str], lines: str
 def test_modules_that_share_the_text(tmp_path):
     part = MODEL + 'def schedule(s):\n    s["blocks"][:2].release()\n'
     text = refused(tmp_path, BLOCK, part, "SR305")
-    assert "`blocks.2` also runs `forward`, where `mixed` is to be dropped" in text
+    assert "`blocks.2` also runs `forward`, where `mixed` would be dropped" in text
     whole = MODEL + 'def schedule(s):\n    s["blocks.*"].release()\n'
     assert "self.mix(x)" in changed_lines(rewritten(tmp_path, BLOCK, whole))
 

@@ -351,8 +351,8 @@ def test_a_model_that_is_not_split_is_told_as_one(net):
 
 def test_what_cannot_be_told_is_refused_in_words(net, capsys):
     assert cli.main(["explain", "out", "--world", "2"]) == 2
-    assert "`--world` belongs to `--html`" in capsys.readouterr().err
-    assert "give it without FILE:LINE" in refused(capsys, "net.py:3")
+    assert "`--world` needs `--html`" in capsys.readouterr().err
+    assert "use it without FILE:LINE" in refused(capsys, "net.py:3")
     assert "at least 1" in refused(capsys, "--world", "0")
     diff = net / "out" / "rewrite.diff"
     kept = diff.read_text()

@@ -380,7 +380,7 @@ KEPT = {
 def test_what_a_kernel_keeps_must_stay(rule, tmp_path):
     schedule = SCHEDULE.replace("s.apply_all()", f's.apply("{rule}")')
     said = refused(tmp_path, model(KEPT[rule], *LAYERS), schedule, "SR309")
-    assert "is written to later, and the kernel keeps it" in said
+    assert "is written to later, but the kernel keeps it" in said
 
 
 def test_two_streams_that_cross_keep_names_apart(tmp_path):

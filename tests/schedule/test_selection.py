@@ -94,7 +94,7 @@ def test_slices_by_fractions_are_rounded_down(s):
     [
         (slice(-0.5, None), "from 0.0 to 1.0"),
         (slice(None, 1.5), "from 0.0 to 1.0"),
-        (slice(0.75, 0.25), "go up"),
+        (slice(0.75, 0.25), "must increase"),
         (slice(None, float("nan")), "from 0.0 to 1.0"),
         (slice(2, 0.5), "not both"),
         (slice(0.5, 4), "not both"),

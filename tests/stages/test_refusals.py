@@ -395,7 +395,7 @@ def test_a_float_that_is_given_crosses_by_another_name(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["z = None", "if x.sum() > 1e9:", "    z = x"], "which a branch depends on"),
+        (["z = None", "if x.sum() > 1e9:", "    z = x"], "a branch after the cut depends on"),
         (["z = 2.0 if bool((x > 1e9).any()) else None"], "for its elements"),
     ],
 )

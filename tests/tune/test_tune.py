@@ -147,7 +147,7 @@ def test_two_searches_in_one_folder(folder, capsys):
     path = folder / "tuned/trials.jsonl"
     with recording(path, {}, KnobSpace([Axis("ratio", (0.0,))])):
         said = refused(capsys, *SEARCH)
-    assert "another `tune` is at work in `tuned`" in said and f"process {os.getpid()} on" in said
+    assert "another `tune` is running in `tuned`" in said and f"process {os.getpid()} on" in said
     (folder / "file").write_text("")
     assert "cannot write `file`" in refused(capsys, *SEARCH[:4], "-o", "file", "--run", RUN)
 
@@ -157,7 +157,9 @@ def test_the_model_says_when_it_ends(capsys):
     assert cli.main(SEARCH) == 0
     said = capsys.readouterr().out
     assert re.search(r"best: ratio=1.0 batch=4, throughput 0.63", said)
-    assert re.search(r"\d of 9 points tried: (all of them|the chance that one of the others)", said)
+    assert re.search(
+        r"\d of 9 points tried: (all of them|the probability that another point)", said
+    )
 
 
 @pytest.mark.long
@@ -165,7 +167,7 @@ def test_a_schedule_may_name_its_source(folder, capsys):
     literal = ["tune", "s.py", "-o", "tuned", "--run", RUN, "--trials", "1"]
     assert cli.main(literal) == 0
     edit(folder / "s.py", 'SOURCE = "net.py"\n', "")
-    assert "which model `s.py` is for" in refused(capsys, *literal)
+    assert "the model of `s.py` is not known" in refused(capsys, *literal)
 
 
 @pytest.mark.long
@@ -272,13 +274,13 @@ def test_knobs_without_choices(folder, capsys):
     [
         (["--strategy", "modle"], "no strategy `modle`(.|\n)*did you mean `model`"),
         (["--run", "train {out} {bach}"], "`{bach}` in `--run`(.|\n)*did you mean `batch`"),
-        (["--run", "train {out}"], "the command does not take it(.|\n)*--batch {batch}"),
+        (["--run", "train {out}"], "the command does not use it(.|\n)*--batch {batch}"),
         (["--run", "train {batch}"], "does not name {out}"),
         (["--run", "train {"], "braces of the command's own"),
         (["--confidence", "1"], "between 0 and 1"),
         (["--trials", "0"], "at least 1"),
         (["--timeout", "0"], "above 0"),
-        (["--seeds", "2"], "belongs to `--replay`"),
+        (["--seeds", "2"], "needs `--replay`"),
         (["--replay", "g.json"], "`--replay` runs nothing"),
         (["--set", "batch=2"], "no knob `batch`"),
     ],

@@ -102,7 +102,7 @@ def test_syncs_that_do_not(syncs, words, tmp_path):
 
 
 def test_what_is_missing_is_said_to_be_inferred_where_nothing_is(tmp_path):
-    advice = "`s.infer_sync()` after the shards adds the missing collectives. By hand: add it up"
+    advice = "`s.infer_sync()` after the shards adds missing collectives. By hand: add it up"
     assert advice in refused(tmp_path, SOURCE, SCHEDULE + "    down" + FORWARD, "SR104")
     syncs = "    up" + BACKWARD + "    mlp" + BACKWARD + "    down" + FORWARD
     assert "infer_sync" not in refused(tmp_path, SOURCE, SCHEDULE + syncs, "SR104")
@@ -207,7 +207,7 @@ def test_a_split_axis_is_not_repeated(repeated, tmp_path):
         "torch.relu(self.up(x))", f"torch.relu(self.up(x)).{repeated}[:, : 4 * x.size(-1)]"
     )
     text = refused(tmp_path, source, SCHEDULE + "    up" + BACKWARD + "    down" + FORWARD, "SR104")
-    assert "this repeats a rank's part, where the whole value would be repeated" in text
+    assert "this repeats a rank's part instead of the whole value" in text
 
 
 def test_a_buffer_of_the_state_is_not_left_a_part(tmp_path):

@@ -331,9 +331,7 @@ def test_copies_of_one_that_are_scheduled_differently_are_refused_and_the_advice
     )
     copied = source.replace("MADE", "clones(nn.Linear(d, d), 3)")
     text = refused(tmp_path, copied, lines, "SR103")
-    assert (
-        "construct each with a separate call, in a loop there: [Linear(...) for _ in ...]" in text
-    )
+    assert "construct each with a call, in a loop there: [Linear(...) for _ in ...]" in text
     called = source.replace("MADE", "nn.ModuleList([nn.Linear(d, d) for _ in range(3)])")
     assert "if i == 0" in changed_lines(rewritten(tmp_path, called, lines))
 
