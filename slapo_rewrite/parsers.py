@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         """Raises the message as a `UsageError`, with a hint."""
         hint = f"{self.prog} --help"
         if message.endswith("required: --schedule/-s"):
-            hint = "give --schedule FILE, one that ships with the tool, or auto: " + hint
+            hint = "give --schedule FILE, a bundled schedule, or auto: " + hint
         raise errors.UsageError(message, hint=hint)
 
     def flag(self, name: str, words: str) -> None:
@@ -95,9 +95,9 @@ class Parser(argparse.ArgumentParser):
 def _rewrite() -> Parser:
     parser = Parser(
         "",
-        "Rewrite a PyTorch model file as a schedule says.",
+        "Apply a schedule to the source file of a PyTorch model.",
         f"slapo-rewrite {BERT} --set ckpt_ratio=0.5 -o out",
-        "other commands (each has a --help of its own):\n" + _others(),
+        "other commands (each has its own --help):\n" + _others(),
     )
     parser.source()
     parser.option(
@@ -313,7 +313,7 @@ def _plan() -> Parser:
         "a folder for the rewritten model, deepspeed.json, launch.sh and plan.json",
     )
     _add_json(parser, "the plan")
-    parser.path("--plot", "FILE", "draw time against memory (.png, .svg)")
+    parser.path("--plot", "FILE", "plot time against memory (.png, .svg)")
     return parser
 
 

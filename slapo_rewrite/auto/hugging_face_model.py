@@ -180,7 +180,7 @@ def steps_of(cls: Any) -> Iterator[Step]:
             part.use_cache = False
         ways.append((caching, f"with {', '.join([*closed, '`use_cache`'])}"))
     for way, said in ways:
-        words = f"{cls.__name__} {said} beside what is so by default"
+        words = f"{cls.__name__} in its default configuration, {said}"
         yield from _steps(cls, way, words, _construction(way, imported), imported)
 
 

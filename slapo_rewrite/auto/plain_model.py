@@ -59,7 +59,7 @@ def steps_of(cls: Any, module: types.ModuleType) -> Iterator[Step]:
         except Exception:
             continue
         for inputs in itertools.islice(_inputs(live), MOST_STEPS):
-            yield Step(f"{cls.__name__} as its constructor has it", (), own, twin, inputs)
+            yield Step(f"{cls.__name__} with its default arguments", (), own, twin, inputs)
 
 
 def _arguments(cls: Any, module: types.ModuleType, small: bool) -> str:

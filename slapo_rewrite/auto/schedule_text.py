@@ -14,14 +14,14 @@ from slapo_rewrite.groups import grouped
 
 LINE_LENGTH = 100
 NONE_PAYS = (
-    "At these sizes collectives take longer than splitting saves: it is for memory, or for the "
-    "larger model that this one stands for."
+    "At these sizes collectives take longer than splitting saves: split only to save memory, or "
+    "for a larger model of this kind."
 )
 
 _HEADER = """
-What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
-{version} from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
-collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+Derived from the model by slapo-rewrite {version}: which layers can be split, and how long their
+collectives take, for one layer of each kind. `slapo-rewrite explain` shows the collectives that
+`infer_sync` adds. This is an ordinary schedule: edit it, and use it with `--schedule FILE`.
 """
 
 
@@ -153,16 +153,16 @@ def _docstring(
         rows = "`batch` rows" + " of `sequence` tokens" * ("sequence" in step)
         held = "each of `ranks` GPUs that share layers" if "ranks" in step else "a GPU"
         lines += textwrap.wrap(
-            'With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of '
-            f"{rows} fits on {held}, at the least time; `ckpt_ratio` means nothing then.",
+            'With `memory` (such as "40GiB") the layers to recompute are chosen so that a step of '
+            f"{rows} fits on {held}, in the least time; `ckpt_ratio` is then ignored.",
             LINE_LENGTH - 4,
         )
-    lines.append("With `fuse` every rule that pays is applied first, before anything is split.")
-    lines.append('With `autocast` of "bfloat16" or "float16" products are in half precision.')
+    lines.append("With `fuse` every rule that pays is applied first, before layers are split.")
+    lines.append('With `autocast` "bfloat16" or "float16" products are in half precision.')
     if cuts:
         lines += textwrap.wrap(
-            "With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many "
-            'stages, run by DeepSpeed, or with `pipeline_engine` "torch" by '
+            "With `pipeline_stages` above 1 the output has a `pipeline.py` with this number of "
+            'stages, for DeepSpeed, or with `pipeline_engine` "torch" for '
             "`torch.distributed.pipelining`.",
             LINE_LENGTH - 4,
         )
@@ -199,7 +199,7 @@ def _together(groups: Iterable[Group]) -> Iterator[Group]:
 
 def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
     """The lines of a group, one for all modules that are split alike."""
-    slow = "" if group.pays or none_pays else " It takes longer than it saves, and is for memory."
+    slow = "" if group.pays or none_pays else " It takes longer than it saves: only for memory."
     lines = _comment(_reason(group) + slow, LINE_LENGTH - 8)
     alike = grouped((shard.arguments(), shard.pattern) for shard in group.shards)
     for arguments, patterns in alike.items():
@@ -219,15 +219,15 @@ def _written(group: Group, main: str | None, none_pays: bool) -> list[str]:
 def _reason(group: Group) -> str:
     size = f"{_spoken(group.parameters)} parameters"
     if group.rows:
-        return f"{size}: each rank has as many {group.rows}."
+        return f"{size}: each rank has the same number of {group.rows}."
     if group.is_experts:
         more = len({*group.patterns}) > 1 and not {*group.results} <= {*group.patterns}
-        beside = " and of what runs beside them, and the sum of all is taken once" if more else ""
+        beside = " and of the layers beside them, and their results are summed once" if more else ""
         return f"{size}: each rank has a part of every expert{beside}."
     roles = grouped((shard.pattern, shard.arguments()) for shard in group.shards)
     if len({*map(tuple, roles.values())}) == 1:
-        return f"{size}, whose results are put together."
-    return f"{size}: outputs are split, then inputs, and what comes out is summed."
+        return f"{size}: their results are joined."
+    return f"{size}: split by outputs, then by inputs, and the results are summed."
 
 
 def _spoken(number: int) -> str:

@@ -57,12 +57,12 @@ class Step:
         parts = ["\n".join(lines)] if lines else []
         parts.append(f'def model(m):\n    """{self.title}."""\n    return {self.model}')
         if self.twin is not None:
-            words = "A small one, without dropout, that is run to verify."
+            words = "A small model, without dropout, for verification."
             parts.append(f'def verify_model(m):\n    """{words}"""\n    return {self.twin}')
         if self.inputs is not None:
             items = "".join(f"        {name!r}: {value},\n" for name, value in self.inputs.items())
             parts.append(
-                f'def inputs(model):\n    """One batch, made up."""\n    return {{\n{items}    }}'
+                f'def inputs(model):\n    """One generated batch."""\n    return {{\n{items}    }}'
             )
         if self.loss is not None:
             parts.append(self.loss_text())

@@ -381,7 +381,7 @@ def test_a_producer_that_all_ranks_need_stays_whole(vocabulary, width, pays, tmp
         '*.out "weight", axis=1',
     } <= shards(text)
     assert "units.*.base" not in str(shards(text))
-    assert ("takes longer than it saves, and is for memory" in text) != pays
+    assert ("takes longer than it saves: only for memory" in text) != pays
     assert ('s["words"]' in text) != pays
 
 
@@ -546,7 +546,7 @@ def test_which_models_there_are_is_said(tmp_path, capsys):
     source.write_text(f"{MLP}\n\nclass{other}\n\n{pair}        return self.first(x)\n")
     assert main([str(source), *step]) == 0
     said = capsys.readouterr().err
-    assert "Other as its constructor has it; 100%" in said
+    assert "Other with its default arguments; 100%" in said
     assert "not `Pair`: its inputs are not known" in said
     assert "other models there: MLP (--schedule auto:NAME)" in said
 

@@ -49,9 +49,9 @@ def test_words_are_spoken_of_where_a_head_gives_a_number_for_each(split, rows):
 
 def test_a_pair_in_a_sequence_is_no_lone_layer():
     pair = Group((Shard("net.0", ("weight",), 0), Shard("net.2", ("weight",), 1)))
-    assert "outputs are split, then inputs" in written(pair)[0]
+    assert "split by outputs, then by inputs" in written(pair)[0]
     lone = Group((Shard("net.0", ("weight",), 0), Shard("net.2", ("weight",), 0)))
-    assert "whose results are put together" in written(lone)[0]
+    assert "their results are joined" in written(lone)[0]
 
 
 def test_groups_that_are_alike_but_for_numbers_are_said_once():
@@ -69,11 +69,11 @@ def test_groups_that_are_alike_but_for_numbers_are_said_once():
     other = Group((Shard("stages.2.*.gate", ("weight",), 0),), parameters=5)
     again = Group((Shard("stages.3.*.gate", ("weight",), 0),), parameters=4)
     said, *lines = filter(None, written(*stages, other, again))
-    assert said.startswith("# 160 parameters: outputs are split")
+    assert said.startswith("# 160 parameters: split by outputs")
     assert lines == [
         's["stages.{2,3,11}.*.up"].shard(["weight", "bias"], axis=0)',
         's["stages.{2,3,11}.*.down"].shard("weight", axis=1)',
         's["stages.{2,3,11}.*.up"].sync("bwd_post", "all_reduce")',
-        "# 9 parameters, whose results are put together.",
+        "# 9 parameters: their results are joined.",
         's["stages.{2,3}.*.gate"].shard("weight", axis=0)',
     ]

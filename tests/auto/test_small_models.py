@@ -90,5 +90,5 @@ def test_a_small_model_has_a_layer_of_each_kind():
 def test_what_a_configuration_leaves_open_is_said():
     module = importlib.import_module("transformers.models.nemotron.modeling_nemotron")
     step, _ = first_that_runs(steps_of(module.NemotronForCausalLM), module)
-    title = "NemotronForCausalLM with `num_key_value_heads` beside what is so by default"
+    title = "NemotronForCausalLM in its default configuration, with `num_key_value_heads`"
     assert step is not None and step.title == title
