@@ -872,7 +872,7 @@ RETURNED = "    return nn.Linear(n, n)\n"
         ('s["{layers.*,other.up}"]', None),
         ('s["layers.*"]', "`other.up` and `layers.0`, which are scheduled"),
         ('s["other.up"]', "`other.up` and `layers.0`, which are scheduled"),
-        ('s["{layers.0,other.up}"]', "`wide` makes"),
+        ('s["{layers.0,other.up}"]', "`wide` constructs"),
     ],
 )
 def test_what_a_function_makes_changes_alike_or_not_at_all(selected, words, tmp_path):

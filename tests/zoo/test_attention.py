@@ -339,7 +339,9 @@ def test_a_buffer_that_has_to_be_split_with_the_heads_is_named(tmp_path):
         "        self.dim = dim\n        self.register_buffer('slopes', torch.ones(num_heads))\n",
     )
     advised = 's["attention"].shard("slopes", axis=0)'
-    assert f"as well, {advised}, or" in refused(tmp_path, source, SCHEDULE + INFERRED, "SR104")
+    assert f"compute the whole value, {advised}, or" in refused(
+        tmp_path, source, SCHEDULE + INFERRED, "SR104"
+    )
     assert rewritten(tmp_path, source, f"{SCHEDULE}{INFERRED}    {advised}\n")
 
 
