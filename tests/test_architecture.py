@@ -178,7 +178,7 @@ def test_libcst_is_known_where_source_is_changed_alone():
 
 
 def test_characters_of_source_are_counted_in_one_folder():
-    """Others say which node changes, and what stands there then."""
+    """Other folders name the node that changes, and its replacement."""
     wrong = []
     for path in FILES:
         if path.relative_to(PACKAGE).parts[0] in ("code", "runtime"):

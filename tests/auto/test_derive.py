@@ -1272,7 +1272,7 @@ def test_attention_of_torch_is_split_with_what_it_holds(tmp_path):
 
 
 def test_a_small_stand_in_is_split_beside_attention_of_torch(tmp_path):
-    """Of that nobody asks whether it pays, so it says nothing of the rest."""
+    """Whether splitting it pays is not estimated, so this decides nothing for the other layers."""
     further = "self.more = nn.Sequential(*[Block(width, 2 * heads) for _ in range(3)])"
     source = OF_TORCH.replace("self.layer = nn.T", f"{further}\n        nn.T")
     source = source.replace("self.layer(self.query(ids))", "self.more(self.query(ids))")

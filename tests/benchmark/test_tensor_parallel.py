@@ -13,7 +13,7 @@ RESULTS = report.read(tensor_parallel.NAME)
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [long(Size(2, 64, 2, 16))], ids=lambda size: size.name)
 def test_all_compute_the_same_and_ours_sends_least(size):
-    """That losses are equal and all are split is what the ranks themselves refuse otherwise."""
+    """The ranks themselves check that the losses are equal and all models are split."""
     found = tensor_parallel.measure(size, rounds=1)
     ours = found[OURS]
     assert {*found} >= {OURS, *PEERS}

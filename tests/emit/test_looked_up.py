@@ -473,7 +473,7 @@ MADE = """\
 
 
 def test_a_class_that_a_property_of_the_configuration_gives(tmp_path, monkeypatch):
-    """A property of another file gives the original's class, which is asked by its name."""
+    """A property in another file returns the original's class; the output compares its name."""
     source = told(tmp_path, monkeypatch)
     _, text = written(tmp_path, str(source), TOLD_SCHEDULE)
     assert f"self.mlp = (\n{MADE}" in text

@@ -275,7 +275,7 @@ T5 = "T5Model(T5Config(vocab_size=40, num_layers=2, d_model=16, d_kv=4, num_head
     [("gpt2", GPT2, "s.apply_all()"), ("t5", T5, 's["encoder"].checkpoint()')],
 )
 def test_initial_weights_are_the_originals(tmp_path, model, built, schedule):
-    """T5 and GPT-2 initialise what modules without parameters of their own hold."""
+    """T5 and GPT-2 initialise the submodules of modules that own no parameters."""
     text = (
         f"import transformers as t\n\n\ndef model(m):\n    return m.{built.replace('(', '(t.', 1)}"
     )

@@ -326,7 +326,7 @@ def test_matches(tmp_path):
 
 
 def test_an_edit_made_while_a_run_was_interrupted(tmp_path, disk):
-    """What is on disk by then decides whether the next run goes on or back."""
+    """The files on disk decide whether the next run completes or undoes the interrupted one."""
     first = tmp_path / "first"
     write(first, OLD)
     for crash in steps_of(disk, lambda: write(first, NEW)):

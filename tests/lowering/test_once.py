@@ -803,7 +803,7 @@ def test_what_no_text_shows_to_change_is_seen_as_it_runs(tmp_path, statement):
 
 
 def test_what_changes_is_seen_where_nothing_is_compared(tmp_path):
-    """As the schedule brings a module of its own."""
+    """The schedule replaces a module by a class of its file, so outputs are not compared."""
     clock = "class Clock:\n    seen = (1,)\n\n    def __call__(self):\n        self.seen += (1,)\n"
     source = NET.format(norm="LayerNorm", update="self.clock(); y = y * len(self.clock.seen)")
     made = "        self.clock = Clock()\n        self.register_buffer"

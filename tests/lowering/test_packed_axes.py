@@ -303,7 +303,7 @@ def schedule(s):
 
 
 def test_a_name_stands_for_itself(tmp_path):
-    """What it is bound to has summands of its own, which are no blocks."""
+    """The expression that it is bound to is a sum too, but its terms are not blocks."""
     text = rewritten(tmp_path, PACKED, OF_PACKED).files["source_0.py"]
     assert (
         "parts=Packed((dim, dim, dim, self.mlp))" in text

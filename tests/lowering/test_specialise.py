@@ -371,7 +371,7 @@ def test_numbers(tmp_path, world):
 
 
 def test_each_kind_of_instance_has_a_class_of_its_own(tmp_path):
-    """Six split, six checkpointed, three of them both: four kinds, told apart by their number."""
+    """Six split, six checkpointed, three of them both: four kinds, chosen by the layer's number."""
     case = CASES["overlapping"]
     changed = changed_lines(rewritten(tmp_path, case.source, case.schedule))
     for name, base in (
@@ -446,7 +446,7 @@ def schedule(s):
 
 
 def test_a_call_in_a_method_that_another_class_inherits_too(tmp_path):
-    """What one of two heirs is asked stands in the text of both: that one gets a text of its own"""
+    """One of two derived classes changes in a method of their base: it gets an override."""
     source = ATTENTION + (
         "\n\nclass First(MLP):\n    pass\n\n\nclass Second(MLP):\n    pass\n\n\n"
         "class Pair(nn.Module):\n"

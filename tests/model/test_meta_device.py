@@ -159,7 +159,7 @@ def test_a_loop_that_values_end_ends(until, tmp_path, monkeypatch):
 
 
 def test_initialisation_without_memory_is_seen(tmp_path):
-    """It returns at once from a tensor without memory, and ranks would draw alike for parts."""
+    """It returns at once on the meta device, and ranks would draw equal numbers for their parts."""
     step = "h = self.up(x)\n        n = nn.init.trunc_normal_(torch.empty_like(h))"
     source = f"{SOURCE.partition('        y = x + x')[0]}        {step}\n"
     text = refused(tmp_path, f"{source}        return self.down(h + n)\n", SCHEDULE, "SR104")

@@ -115,7 +115,7 @@ def test_a_schedules_loss_that_fails_on_the_original_is_no_step():
 
 
 def test_a_parameter_without_elements_is_compared():
-    """Vision models that may have register tokens and have none hold such a one."""
+    """Vision models hold one if they are configured without register tokens."""
 
     def made():
         model = nn.Linear(4, 3)
@@ -267,7 +267,7 @@ def schedule(s):
 
 
 def test_a_cache_is_filled_as_in_ordinary_training(monkeypatch, tmp_path):
-    """One by a name that nobody knows, which a checkpointed layer fills twice, is seen."""
+    """The comparison detects a cache with an unknown name that a checkpointed layer fills twice."""
     monkeypatch.setattr(recomputation, "names_of_caches", lambda module: ())
     monkeypatch.setattr(recomputation, "carried_over", lambda *_: None)
     monkeypatch.setattr(recomputation, "change_of_given", lambda *_: None)

@@ -80,7 +80,7 @@ def test_classes_are_left_as_they_were():
 
 
 def test_instances_of_subclasses_are_counted_with_those_of_the_class():
-    """An output has a subclass for the layers that are treated otherwise than the original's."""
+    """An output has a subclass for the layers that the schedule changes."""
 
     class Treated(Layer):
         pass

@@ -101,7 +101,7 @@ def test_tokens_are_generated_with_a_cache(tmp_path, name, monkeypatch):
 
 @pytest.mark.parametrize("prefix", ["BFloat16", "Float16"])
 def test_kernels_call_layers_in_half_precision(prefix):
-    """What a layer in float32 is, its product with its own weights, such a layer is not."""
+    """Kernels multiply by a float32 layer's weights themselves, but have to call these layers."""
     layers = [
         getattr(module, prefix + name)
         for module, names in (

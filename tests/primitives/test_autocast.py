@@ -573,7 +573,7 @@ def test_the_advice_of_a_refusal_works(tmp_path):
 
 
 def test_the_record_says_which_dtype_was_asked_for(tmp_path):
-    """What the output's text happens to say is no answer."""
+    """It does not depend on words in the output's text."""
     schedule = MODEL + 'def schedule(s):\n    s.autocast("float16")\n'
     output = rewritten(tmp_path, f"# Not .bfloat16().\n{BLOCK}", schedule)
     assert json.loads(output.files["rewrite.json"])["half"] == ["float16"]

@@ -125,7 +125,7 @@ def test_torch_compile_traces_it_as_one_graph(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [n if n in ("rotary", "swiglu") else release(n) for n in CALLING])
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_it_has_the_originals_numbers(name, tmp_path):
-    """Dropout's, too, where `torch.compile` is told to draw the numbers that PyTorch draws."""
+    """Dropout too, if `torch.compile` is configured to draw PyTorch's random numbers."""
     rule = rules()[name]
     output = rewritten(tmp_path, *by("inductor", rule))
     assert "@torch.compile\n" in helpers(output)

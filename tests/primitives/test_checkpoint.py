@@ -530,7 +530,7 @@ def schedule(s):
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_hooks_that_collect_what_is_given_back(collects, tmp_path):
-    """Backbones of transformers have them from the start, others once attentions are asked for."""
+    """Backbones of transformers have them from the start, others once attentions are requested."""
     (tmp_path / "s.py").write_text(HOOKED.format(collects=collects))
     arguments = "transformers.models.clip.modeling_clip", str(tmp_path / "s.py")
     if collects:

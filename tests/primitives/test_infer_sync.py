@@ -271,7 +271,7 @@ def test_what_may_be_no_product_with_the_table(tmp_path, logits):
 
 
 def test_a_head_below_what_a_rule_changed(tmp_path):
-    """Its line is another one by then."""
+    """The rule has moved its line."""
     source = looked_up("x @ self.emb.weight.T").replace(
         "        x = self.up(self.emb(ids)).tanh()\n",
         "        x = self.emb(ids)\n        gated = F.silu(self.up(x))\n        x = gated * x\n",

@@ -631,7 +631,7 @@ class Stack(nn.Module):
 
 
 def test_the_input_of_a_later_layer_needs_its_gradient(tmp_path):
-    """That of the first one does not, which stands for all of them."""
+    """The first layer's input needs none, and only one layer is followed."""
     schedule = """\
 import torch
 

@@ -482,7 +482,7 @@ class Looking(nn.Module):
 
 
 def test_statements_that_go_over_a_mapping_need_no_more_than_a_shape(tmp_path):
-    """The mapping holds the value itself, and what is made of it has nothing of that."""
+    """The mapping holds the value itself, but the result uses none of its elements."""
     for factor, sent in (
         ("torch.full_like(same['like'], same['fill'])", ""),
         ("(same['like'] * same['fill']).detach()", ", factor"),
@@ -510,7 +510,7 @@ def test_random_numbers_of_other_generators_are_not_drawn_again(tmp_path):
 
 
 def test_what_getattr_asks_of_a_setting_is_decided(tmp_path):
-    """The stages refuse a model for which it is decided otherwise."""
+    """The stages refuse a model for which the attribute has another value."""
     lines = ["x = self.backbone(x).maps[0]", "if getattr(self, 'scaled', False):"]
     text = records(*lines, "    x = x * 2", "x = self.head(x)")
     files = rewritten(tmp_path, text, RECORDS_SCHEDULE).files

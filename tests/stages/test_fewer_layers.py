@@ -83,7 +83,7 @@ def test_work_does_not_grow_with_depth(family, tmp_path, monkeypatch):
 
 
 def test_each_stage_is_tried_with_its_own_layers_alone(tmp_path, monkeypatch):
-    """As in a process of its own, where the others have no memory."""
+    """As in a separate process, where the other layers have no memory."""
     tried: list[list[str]] = []
     apart = Trial.apart_in_stages
 

@@ -129,7 +129,7 @@ def test_a_way_that_a_method_may_choose_is_looked_at_in_each_step(tmp_path):
 
 
 def test_an_expression_of_several_lines_stays_one(tmp_path):
-    """Its second line alone would be a statement too, of which nobody sees the value."""
+    """Its second line alone would be a valid statement without an effect."""
     text = stages_of(tmp_path, "x = (", "    self.first(x)", "    + x", ")")
     assert "self.first(x) + x" in method(text, 0, "forward")
 
@@ -216,7 +216,7 @@ def forward(self, x):
 
 
 def test_a_dictionary_that_may_be_filled(tmp_path):
-    """It is there where a branch alters it, with what it has by then."""
+    """It is built before the branch that changes it, with its present entries."""
     lines = [
         "found = {}",
         'found["one"] = self.inner(x)',

@@ -127,7 +127,7 @@ class Model"""
     "before", ["n = ids.add_(1)", "n = self.mean.new_ones(1) * ids.mul_(3)", "ids += 1"]
 )
 def test_arguments_are_each_stage_s_own(tmp_path, before):
-    """Torch's stages have them by name, DeepSpeed's hand them on as they are by then."""
+    """Torch's stages get the original arguments; DeepSpeed's pass on the changed ones."""
     text, by_name = parts(before, "x = x * ids"), SCHEDULE.format(target="torch")
     rewritten(tmp_path, text, SCHEDULE.format(target="deepspeed"))
     if before == "ids += 1":  # a statement that each stage can do again

@@ -305,7 +305,7 @@ def test_the_last_line_of_json_counts():
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
 def test_who_ends_the_search_ends_what_it_runs(asked, folder):
-    """A command in a session of its own hears of neither by itself."""
+    """A command in a separate session gets neither signal by itself."""
     code = "from pathlib import Path; from slapo_rewrite.tune.training_command import run; "
     code += "run('echo $$; exec sleep 60', None, Path('log.txt'))"
     search = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

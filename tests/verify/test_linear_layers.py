@@ -59,7 +59,7 @@ def test_what_cannot_be_right_is_refused_before_anything_runs(tmp_path):
 @pytest.mark.long
 @pytest.mark.processes
 def test_linear_layers(tmp_path):
-    """Right as scheduled, and wrong where a function of the user's stands in for the sum."""
+    """It passes as scheduled, and fails if a user's function replaces the sum."""
     good = SCHEDULE + '    s["linear2"].sync("fwd_post", "all_reduce")\n'
     write(tmp_path / "good", rewritten(tmp_path, SOURCE, good).files)
     report = verify(tmp_path / "good", [1, 2])

@@ -417,7 +417,7 @@ def slid(token: str) -> str:
 
 
 def test_heads_that_are_merged_with_the_batch_are_strided_over(tmp_path):
-    """As many of them as tokens in a chunk: what is split is not told by its size."""
+    """Heads and tokens in a chunk are as many: the size does not decide which axis is split."""
     text = changed_lines(rewritten(tmp_path, slid("token"), SCHEDULE + THREE + ROW))
     assert HALF in text and "strided" not in text and ".view(" not in text
 

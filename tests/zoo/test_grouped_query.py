@@ -157,7 +157,7 @@ def test_heads_of_different_sizes_are_one_text(tmp_path):
 
 
 def test_heads_are_counted_where_the_layer_that_has_them_is_made(tmp_path):
-    """Whose layers are made in subclasses has whole ones at the end of its own constructor."""
+    """If subclasses construct the layers, they are whole at the end of the base's constructor."""
     schedule = SCHEDULE.replace('"attention"', '"layers.*"').replace(
         '    a["{wq,wk,wv}"].sync("bwd_post", "all_reduce")\n',
         '    s["layers"][0]["{wq,wk,wv}"].sync("bwd_post", "all_reduce")\n'
@@ -177,7 +177,7 @@ def test_as_many_key_heads_as_query_heads_are_not_replicated(tmp_path):
 
 
 def test_what_cannot_be_repeated_less_often_is_not_replicated(tmp_path):
-    """Of a number that stands in `forward`, a rank's cannot be told: more ranks do not fit."""
+    """A number in `forward` cannot be adapted to a rank, so more ranks than heads do not fit."""
     added = lines_added(
         rewritten(tmp_path, source(8, 2, REPEATED_K="k.repeat_interleave(4, dim=1)"), SCHEDULE)
     )

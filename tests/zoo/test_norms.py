@@ -152,7 +152,7 @@ def added(output) -> list[str]:
 
 
 def test_a_norm_over_split_features_is_one_over_all_ranks(tmp_path):
-    """The norm of whole features keeps its class; the other becomes one of its own."""
+    """The norm over whole features keeps its class; the other gets a subclass."""
     lines = added(rewritten(tmp_path, CASES["var"].source, CASES["var"].schedule))
     size = 'full_size(self, "weight")'
     assert f"variance = mean_of_parts(x.pow(2), {size}, -1, keepdim=True)" in lines

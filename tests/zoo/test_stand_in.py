@@ -149,7 +149,7 @@ def test_a_missing_sync_is_refused(missing, words, tmp_path):
 
 
 def test_a_path_is_the_models_own(tmp_path):
-    """The twin's second layer stands for the one that is treated otherwise."""
+    """The small model's second layer represents the layer that is scheduled differently."""
     schedule = CASES["routed"].schedule
     schedule += '    s["layers"][:5]["experts.*.down"].sync("fwd_post", "all_reduce")\n'
     text = refused(tmp_path, SOURCE, schedule, "SR104", settings=("reduced=False",))
