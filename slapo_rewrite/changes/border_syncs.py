@@ -157,7 +157,7 @@ class RegisterHook(Change):
         site = text.classes.sites[place.start]
         if place.index:
             raise errors.UnfollowableConstruction(
-                f"`{site.path}` is made in a loop: a hook cannot be put on one element there",
+                f"`{site.path}` is constructed in a loop: one element cannot get a hook there",
                 **text.where(site.value),
                 hint="put the sync on a module inside the element",
             )

@@ -116,7 +116,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
     if len(set(apart)) > 1:
         raise errors.Unsupported(
             f"two backends implement one function of {', '.join(sorted(set(apart)))}",
-            hint="leave out --single-file: helpers then keep to files of their own",
+            hint="leave out --single-file: helpers are then separate files",
         )
     picked = _picked(used, schedule)
     order = [m for m in (*RUNTIME_ORDER, KERNELS, MODULES) if m in picked]
@@ -131,7 +131,7 @@ def inlined_helpers(used: Mapping[str, set[str]], schedule: ScheduleFile, file: 
                     raise errors.NameTaken(
                         f"`{name}` means something else in {file.path.name}",
                         at=file.at(file.classes.get(name) or file.functions.get(name) or node),
-                        hint="leave out --single-file: helpers then keep to files of their own",
+                        hint="leave out --single-file: helpers are then separate files",
                     )
     bodies = [picked[module].body.strip("\n") for module in order]
     return "\n\n".join([*import_groups(imports), "\n" + "\n\n\n".join(bodies)])
@@ -148,7 +148,7 @@ def _add_missing(line: str, file: SourceFile, imports: dict[str, set[str]]) -> N
         if name in file.names:
             raise errors.NameTaken(
                 f"`{name}` means something else in {file.path.name} than `{meaning}`",
-                hint="leave out --single-file: helpers then keep to files of their own",
+                hint="leave out --single-file: helpers are then separate files",
             )
         add_import(imports, module, alias)
 

@@ -75,12 +75,12 @@ def _check_beside(out: Path, support: Path, module: str, files: Iterable[Path]) 
             raise errors.UsageError(
                 f"`{each}` cannot be imported: output and support folder are packages, and so is "
                 "the folder around them",
-                hint=f"give `-o models/{path.name} --support models/support`, say",
+                hint=f"give `-o models/{path.name} --support models/support`",
             )
     if _hides(path.parent, module, files):
         raise errors.UsageError(
             f"outputs in `{path.parent.name}` would hide the module `{path.parent.name}`",
-            hint=f"give `-o models/{path.name} --support models/{its.name}`, say",
+            hint=f"give `-o models/{path.name} --support models/{its.name}`",
         )
 
 

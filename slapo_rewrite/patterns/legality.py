@@ -58,7 +58,7 @@ class Judge(Standing):
         for wanted, value in self.pairing.held.items():
             if wanted.operation == "parameter" and value.inside and not _is_readable(value):
                 return self._stop(
-                    f"`{wanted.literal}` would be computed inside a called method",
+                    f"`{wanted.literal}` would be computed inside a called function",
                     _spot(value.inside, "in this call"),
                     _spot(value, "here"),
                     wanted=wanted,

@@ -175,7 +175,7 @@ def check_casts_known(call: Call) -> None:
     late = [cause for _, cause in _casts(call) if cause.number > call.directive.number]
     if late:
         raise errors.ConflictingEdits(
-            "the budget was met for a step whose products are not in half precision",
+            "the layers were chosen for a step whose products are not in half precision",
             at=late[0].at,
             cause=call.directive,
             hint='call `autocast` first, then checkpoint(budget=..., precision="fp32"), since '

@@ -269,7 +269,7 @@ class _Crossing:
     def _scatter(self) -> tuple[torch.Tensor, State]:
         if self.state.kind == PARTIAL:
             raise self._misuse(
-                f"{self.value} is a partial sum: each rank would keep a slice of its own summand",
+                f"{self.value} is a partial sum: each rank would keep a slice of its summand",
                 f"add up and scatter: {self._line('reduce_scatter')}",
                 MissingCollective.sum_of(self.state.border),
             )

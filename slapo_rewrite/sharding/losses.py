@@ -55,7 +55,7 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
         run.flow.of(weight).kind == REPLICATE and tuple(weight.shape) == (classes,)
     )
     if not whole or target.is_floating_point():
-        does = "takes probabilities" if whole else "takes only parts of the weights"
+        does = "takes probabilities" if whole else "takes split weights"
         raise PlacementError(
             f"this loss {does} of its classes, but each rank has only a part of them",
             f'gather the logits: .sync("fwd_post", "all_gather", axis=-1) on `{head}`',

@@ -78,7 +78,7 @@ class KnobSpace:
         size = math.prod(len(axis.values) for axis in axes)
         if size > LARGEST:
             raise errors.BadSpace(
-                f"the knobs have {size:,} combinations, and at most {LARGEST:,} are searched",
+                f"the knobs have {size:,} combinations, but at most {LARGEST:,} are searched",
                 hint="give some knobs fewer choices",
             )
         rows = itertools.product(*(range(len(axis.values)) for axis in axes))

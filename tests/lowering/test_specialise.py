@@ -442,7 +442,7 @@ def schedule(s):
 """
     )
     words = refused(tmp_path, PLAIN, schedule, "SR103")
-    assert "a hook cannot be put on one element" in words
+    assert "one element cannot get a hook" in words
 
 
 def test_a_call_in_a_method_that_another_class_inherits_too(tmp_path):

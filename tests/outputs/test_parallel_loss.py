@@ -230,7 +230,7 @@ def test_forms(form, tmp_path):
         (
             "return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), "
             "weight=logits[0, 0].detach()), logits",
-            "takes only parts of the weights of its classes",
+            "takes split weights of its classes",
         ),
         (
             "return F.cross_entropy(logits.flatten(0, 1), torch.ones(10, 30)), logits",

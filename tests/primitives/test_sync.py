@@ -360,7 +360,7 @@ AT_LAYERS = [
     (
         COLUMN + 'fc2.shard("weight", axis=1)\n' + sync("mlp", "scatter", ", axis=1"),
         "SR104",
-        "slice of its own summand",
+        "slice of its summand",
     ),
 ]
 # A gather or a scatter that is missing, or in the wrong place.
