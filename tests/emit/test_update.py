@@ -168,7 +168,7 @@ def test_an_import_of_either(capsys, name, old, new):
     write(name, text)
     shown = update(capsys)
     assert shown.startswith(f"{name.removesuffix('.py')} has changed\n")
-    assert "out stays as it is: that the output is the same\n" in shown
+    assert "out stays as it is: the output is the same\n" in shown
     assert update(capsys) == "out is up to date\n"
 
 

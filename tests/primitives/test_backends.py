@@ -540,7 +540,7 @@ WRONG = {
     "another order": (
         RIGHT.replace("x: Tensor, weight: Tensor | None", "weight, x"),
         "SR206",
-        "be",
+        "it is called as",
     ),
     "a keyword": (RIGHT.replace(" *,", ""), "SR206", "cast='input')"),
     "numbers": (RIGHT.replace("+ eps)", "+ 10 * eps + 1e-3)"), "SR106", "differs by 2.7e-03"),
