@@ -16,7 +16,7 @@ from slapo_rewrite.groups import grouped
 from slapo_rewrite.runtime.stages import own_tensors
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.stage_layout import Stages
-from slapo_rewrite.stages.trained_reads import reads_of, source_of
+from slapo_rewrite.stages.trained_reads import reached, reads_of, source_of
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,11 @@ def _longest(model: Any, steps: Sequence[str]) -> str:
 
     Empty for another attribute of an inlined module, such as its config.
     """
-    found, path = model, list[str]()
-    for step in steps:
-        inner = getattr(found, "_modules", {}).get(step)
-        if inner is None:
-            if step in own_tensors(found):
-                return ".".join([*path, step])
-            return "" if hasattr(found, step) and _is_written_out(found, step) else ".".join(path)
-        found = inner
-        path.append(step)
-    return ".".join(path)
+    path, owner, rest = reached(model, steps)
+    if rest and rest[0] in own_tensors(owner):
+        return ".".join([*path, rest[0]])
+    is_other = rest and hasattr(owner, rest[0]) and _is_written_out(owner, rest[0])
+    return "" if is_other else ".".join(path)
 
 
 def sizes_of(
@@ -165,14 +160,9 @@ def sizes_of(
 def _attributes_read(model: Any, text: str) -> Iterator[tuple[str, Any, str]]:
     """The reads of modules' attributes other than modules: path, module and attribute name."""
     for steps in reads_of(model, text):
-        owner, path = model, list[str]()
-        for step in steps:
-            inner = getattr(owner, "_modules", {}).get(step)
-            if inner is None:
-                yield ".".join(path), owner, step
-                break
-            owner = inner
-            path.append(step)
+        path, owner, rest = reached(model, steps)
+        if rest:
+            yield ".".join(path), owner, rest[0]
 
 
 def _read_of_modules(model: Any, text: str) -> Iterator[tuple[str, str]]:

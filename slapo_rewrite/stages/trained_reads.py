@@ -31,16 +31,22 @@ def reads_of(model: Any, text: str) -> Iterator[list[str]]:
     while waiting:
         steps = waiting.pop(0)
         yield steps
-        owner = model
-        for number, step in enumerate(steps):
-            inner = getattr(owner, "_modules", {}).get(step)
-            if inner is None:
-                method = getattr(type(owner), step, None)
-                if (body := source_of(method)) and (method, *steps[:number]) not in looked_into:
-                    looked_into.add((method, *steps[:number]))
-                    waiting += [[*steps[:number], *more] for more in module_reads(body)]
-                break
-            owner = inner
+        path, owner, rest = reached(model, steps)
+        method = getattr(type(owner), rest[0], None) if rest else None
+        if (body := source_of(method)) and (method, *path) not in looked_into:
+            looked_into.add((method, *path))
+            waiting += [[*path, *more] for more in module_reads(body)]
+
+
+def reached(model: Any, steps: Sequence[str]) -> tuple[Sequence[str], Any, Sequence[str]]:
+    """The last module in a chain of attributes, after its path, and the attributes after it."""
+    owner = model
+    for number, step in enumerate(steps):
+        inner = getattr(owner, "_modules", {}).get(step)
+        if inner is None:
+            return steps[:number], owner, steps[number:]
+        owner = inner
+    return steps, owner, ()
 
 
 def source_of(method: Any) -> str | None:
@@ -56,13 +62,7 @@ def source_of(method: Any) -> str | None:
 
 def has_parameters(model: Any, steps: Sequence[str]) -> bool:
     """Whether a chain of attributes leads to a parameter, or to a module with parameters."""
-    found = model
-    for step in steps:
-        found = getattr(found, "_modules", {}).get(step) or getattr(found, "_parameters", {}).get(
-            step
-        )
-        if found is None:
-            return False
-        if not hasattr(found, "parameters"):
-            return True
-    return any(True for _ in found.parameters())
+    _, owner, rest = reached(model, steps)
+    if rest:
+        return owner._parameters.get(rest[0]) is not None
+    return any(True for _ in owner.parameters())

@@ -10,6 +10,7 @@ from typing import Any
 
 from slapo_rewrite.code.evaluate import KnownObject
 from slapo_rewrite.code.file import SourceFile
+from slapo_rewrite.code.names import self_path
 from slapo_rewrite.code.splice import Edit, apply_edits
 from slapo_rewrite.hugging_face import ASKS_WHAT_WRAPS
 
@@ -115,21 +116,10 @@ def module_reads(text: str) -> Iterator[list[str]]:
                 *ASKS_WHAT_WRAPS,
             ):
                 inner.add(of)
-        if isinstance(node, ast.Attribute | ast.Subscript) and (steps := _steps(node)):
+        if isinstance(node, ast.Attribute | ast.Subscript) and (path := self_path(node)):
+            steps = path.split(".")
+            if not all(step.isidentifier() or step.isdigit() for step in steps):
+                continue  # keys of a dictionary
             if node not in inner:
                 yield steps
             inner.add(node.value)
-
-
-def _steps(node: ast.expr) -> list[str] | None:
-    """The chain of attributes and indices of `self.mlp[0].up`."""
-    match node:
-        case ast.Name(id="self"):
-            return []
-        case (
-            ast.Attribute(value=owner, attr=step)
-            | ast.Subscript(value=owner, slice=ast.Constant(int() | str() as step))
-        ) if isinstance(step, int) or step.isidentifier():
-            above = _steps(owner)
-            return None if above is None else [*above, str(step)]
-    return None
