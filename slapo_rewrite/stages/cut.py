@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 from slapo_rewrite import errors
 from slapo_rewrite.code.file import SourceFile
 from slapo_rewrite.code.text import listed
 from slapo_rewrite.directive import Directive
 from slapo_rewrite.errors import Span
-from slapo_rewrite.model.tree import Tree
+from slapo_rewrite.model.calls import calls_noted
+from slapo_rewrite.model.tree import Tree, is_container
 from slapo_rewrite.runtime.stages import Stage
 from slapo_rewrite.stages.defining_files import DefiningFiles
 from slapo_rewrite.stages.dry_run import Trial, Written
 from slapo_rewrite.stages.fewer_layers import Kept, is_uniform, kept_layers
 from slapo_rewrite.stages.inline_forward import Flattening
-from slapo_rewrite.stages.other_ends import other_ends
 from slapo_rewrite.stages.pipeline_module import PipelineText, forward_text, loss_text
 from slapo_rewrite.stages.program import ARGUMENT, Cut, divided
 from slapo_rewrite.stages.set_apart import with_fields_apart, with_loss_apart
@@ -36,6 +39,9 @@ from slapo_rewrite.stages.stage_modules import (
 )
 from slapo_rewrite.stages.step_loss import FUNCTION
 from slapo_rewrite.stages.trained_reads import trains
+
+# The other ends of stages that are tested, each in a training step of a small model.
+MOST = 6
 
 
 def pipeline(
@@ -94,6 +100,37 @@ def pipeline(
             words = f"no stage can end after {no}, so it ends after {ends}: "
             return replace(found, warnings=(words + refusal.message,))
     raise refusal
+
+
+def other_ends(model: nn.Module, small: nn.Module, step: Callable[[], Any]) -> list[str]:
+    """The modules after which the first of two stages may end, the most even divisions first.
+
+    A training step calls them exactly once, they are not layers of a list, and parameters are used
+    before and after their end.
+
+    Returns:
+        At most `MOST` paths. Of several with the same division, the one nearest the root.
+    """
+    inside = {path: module for path, module in small.named_modules() if path}
+    with calls_noted(inside, leaving=True) as returned:
+        step()
+    counts = Counter(returned)
+    modules = dict(model.named_modules())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    used: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for path in (path for path in returned if path in modules):
+        own = modules[path].parameters(recurse=False)
+        used |= {id(parameter): parameter.numel() for parameter in own}
+        before = sum(used.values())
+        is_layer = any(step.isdigit() for step in path.split("."))
+        if counts[path] > 1 or is_layer or is_container(type(modules[path])):
+            continue
+        nearest = found.get(before)
+        if nearest is None or path.count(".") < nearest.count("."):
+            found[before] = path
+    even = sorted(found.keys() - {0, total}, key=lambda before: abs(2 * before - total))
+    return [found[before] for before in even[:MOST]]
 
 
 def _tried(
