@@ -109,7 +109,10 @@ def schedule_text(
             "    s.cut_evenly(pipeline_stages, target=pipeline_engine)",
         ]
     function = f"def schedule({', '.join(knobs)}):\n" + textwrap.indent("\n".join(body), "    ")
-    return _formatted(f"{header}{head.rstrip()}\n\n\n{function}\n")
+    import black
+
+    text = f"{header}{head.rstrip()}\n\n\n{function}\n"
+    return black.format_str(text, mode=black.Mode(line_length=LINE_LENGTH))
 
 
 def _budget_step(
@@ -125,12 +128,6 @@ def _budget_step(
     length = {} if "\ndef inputs(" in head else {"sequence": "int = 512"}
     shared = {"ranks": "int = 1"} if is_split else {}
     return {"memory": 'str = ""', "batch": "int = 8", **length, **shared}
-
-
-def _formatted(text: str) -> str:
-    import black
-
-    return black.format_str(text, mode=black.Mode(line_length=LINE_LENGTH))
 
 
 def _docstring(

@@ -35,7 +35,9 @@ def deaths(file: SourceFile, function: ast.FunctionDef) -> list[Death]:
     A variable is deleted in the block that binds it, or after a compound statement of that block.
     Variables in a `try` or `match`, in inner functions or in generators are left alone.
     """
-    if _looks_at_names(function):
+    inner = (node for statement in function.body for node in ast.walk(statement))
+    looks_at_names = not _LOOKING.isdisjoint(names_in(*function.body))
+    if looks_at_names or any(isinstance(node, _OTHERWISE) for node in inner):
         return []
     found = [d for d in _Deaths(file, function).inside(function.body) if d.name]
     # A deletion unbinds the variable further on, and in the next iteration of a loop.
@@ -49,13 +51,6 @@ def dropping(
 ) -> ast.FunctionDef:
     """A copy of a function with statements inserted after some; the others are the same objects."""
     return with_statements(function, lambda each, made: [made, *behind.get(each, ())])
-
-
-def _looks_at_names(function: ast.FunctionDef) -> bool:
-    inner = [node for statement in function.body for node in ast.walk(statement)]
-    return any(isinstance(node, _OTHERWISE) for node in inner) or not _LOOKING.isdisjoint(
-        names_in(*function.body)
-    )
 
 
 class _Deaths:

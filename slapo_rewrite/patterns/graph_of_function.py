@@ -768,7 +768,9 @@ class Flow:
         """The file whose functions are entered: this file, and in patterns also files of rules."""
         if home == self.file.name:
             return self.file
-        return imported_file(home) if self.pattern and home.startswith(RULES) else None
+        is_of_rules = self.pattern and home.startswith(RULES)
+        path = getattr(sys.modules.get(home), "__file__", None) if is_of_rules else None
+        return read_once(Path(path), home) if path else None
 
     def _method(self, name: str, on: Value, given: Given, node: ast.AST) -> Value:
         given = [("", on), *given]
@@ -1272,12 +1274,6 @@ def captured(function: ast.FunctionDef) -> frozenset[str]:
 def counted(values: Iterable[Value]) -> list[tuple[str, Value]]:
     """Values as arguments named by position."""
     return [(str(number), value) for number, value in enumerate(values)]
-
-
-def imported_file(name: str) -> SourceFile | None:
-    """The source file of an imported module; None if it has none."""
-    path = getattr(sys.modules.get(name), "__file__", None)
-    return read_once(Path(path), name) if path else None
 
 
 def joined(value: Value, name: str) -> str:

@@ -46,13 +46,11 @@ class Judge(Standing):
         return next((stop for check in checks if (stop := check()) is not None), None)
 
     def _stop(self, reason: str, *spots: Note, wanted: Value | None = None) -> Mismatch:
-        node = self._wanted_of(spots[0].node) if wanted is None else wanted
+        held = self.pairing.held.items()
+        here = (w for w, v in held if v.node is spots[0].node and not w.is_leaf)
+        node = next(here, None) if wanted is None else wanted
         where = Note(node.file, node.node, described(node)) if node is not None else None
         return Mismatch(reason, spots, where, None, self.pattern.size, complete=True)
-
-    def _wanted_of(self, node: ast.AST) -> Value | None:
-        held = self.pairing.held.items()
-        return next((w for w, v in held if v.node is node and not w.is_leaf), None)
 
     def _hidden(self) -> Mismatch | None:
         for wanted, value in self.pairing.held.items():

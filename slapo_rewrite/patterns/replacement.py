@@ -211,7 +211,7 @@ class Standing:
     def _target(self, result: Value, fresh: str) -> Target:
         own, statement = self.place.statement, result.site.statement
         assert own is not None and statement is not None
-        name = given_name(statement) if gives(statement, [result]) else None
+        name = next(iter(bound_in(statement))) if gives(statement, [result]) else None
         if statement is own and name is not None and not self.place.above:
             return Target(result, name)
         nested = is_nested(result, self.place.outer)
@@ -360,11 +360,6 @@ def unpacks(statement: ast.stmt, values: Iterable[Value]) -> bool:
             plain = len(names) == len(given) and all(isinstance(n, ast.Name) for n in names)
             return plain and all(node in sites for node in given)
     return False
-
-
-def given_name(statement: ast.stmt) -> str:
-    """The name that such a statement binds."""
-    return next(iter(bound_in(statement)))
 
 
 def is_alias(statement: ast.stmt) -> bool:

@@ -241,7 +241,9 @@ def found(call: Call, nodes: list[Node]) -> Matches:
             "`concrete_args` is only for functions: a call is found in all branches"
         )
     if where is not None:
-        return _by_predicate(where, nodes, sources)
+        if not callable(where):
+            raise errors.BadArgument(f"`where` is a function of a call, not {where!r}")
+        return find_calls(scopes_for(nodes, sources), lambda _, site: bool(where(site)))
     if isinstance(wanted, str):
         return _by_path(wanted, nodes, sources)
     pattern = pattern_for(wanted, sources)
@@ -264,12 +266,6 @@ def _by_path(regex: str, nodes: list[Node], sources: Sources) -> Matches:
         )
     ]
     return Matches(tuple(dict.fromkeys(matches)), (), "0")
-
-
-def _by_predicate(where: object, nodes: list[Node], sources: Sources) -> Matches:
-    if not callable(where):
-        raise errors.BadArgument(f"`where` is a function of a call, not {where!r}")
-    return find_calls(scopes_for(nodes, sources), lambda _, site: bool(where(site)))
 
 
 def _check_original(call: Call, node: Node) -> None:

@@ -68,11 +68,13 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
     if state.kind == SHARD and id(have) in run.fed:
         return  # a loss takes it as a part, which the user then gets as well
     if want.shape != have.shape or state.kind == SHARD:
+        sizes = enumerate(zip(want.shape, have.shape, strict=False))
+        axis = next((a for a, (w, h) in sizes if w != h), -1)
         raise CannotFollow(
             f"the model's `{name}` has shape {list(have.shape)} on a rank instead of "
             f"{list(want.shape)}",
             state.source,
-            f"gather it: {_gather_of(want, have)} on the module that makes it",
+            f"gather it: {gather_line(axis, want.dim())} on the module that makes it",
             position=sys.maxsize,
             remedy=MissingCollective.whole_of(state.border, state.axis)
             if state.kind == SHARD
@@ -102,8 +104,3 @@ def _compare_output(name: str, want: torch.Tensor, have: torch.Tensor, run: Run)
             "put the sync on a module whose input goes only into sharded layers",
             position=sys.maxsize,
         )
-
-
-def _gather_of(want: torch.Tensor, have: torch.Tensor) -> str:
-    split = [a for a, (w, h) in enumerate(zip(want.shape, have.shape, strict=False)) if w != h]
-    return gather_line(split[0] if split else -1, want.dim())

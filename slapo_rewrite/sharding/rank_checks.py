@@ -129,17 +129,12 @@ def check_numbers(run: Run, name: str, entry: Entry, args: Any, kwargs: Any) -> 
     for number, (want, have) in enumerate(zip(entry.numbers, here, strict=False)):
         if want == have or number < sizes or number >= sized or name in RULES:
             continue
-        if not (name.startswith("conv") and _is_depthwise(entry, want)):
+        # A rank has its share of the channels and groups of a depthwise convolution.
+        if not (name.startswith("conv") and tuple(entry.inputs[1][:2]) == (want, 1)):
             raise CannotFollow(
                 f"this computes with {have:g} on a rank, and with {want:g} without sharding",
                 hint="take it from an attribute set in `__init__`, or another whole value",
             )
-
-
-def _is_depthwise(entry: Entry, groups: float) -> bool:
-    """Whether a convolution has as many groups as channels: a rank has its share of both."""
-    weight = entry.inputs[1]
-    return weight[1] == 1 and weight[0] == groups
 
 
 def check_made(

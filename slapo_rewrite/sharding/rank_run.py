@@ -255,7 +255,13 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
     The bias belongs to a module with sharded parameters, whose `forward` will read it so. If that
     is assumed already and the bias is whole all the same, it is read elsewhere.
     """
-    if not (_adds_to_product(run, name, inputs) or _adds_to_sum(run, name, inputs)):
+    if name == "linear":  # with a bias, and summing over features that are split in both
+        adds = len(inputs) > 2 and all(
+            -1 in [a - t.dim() for a in run.split_axes(t)] for t in inputs[:2]
+        )
+    else:
+        adds = name in ADDING and any(run.flow.of(t).kind == PARTIAL for t in inputs)
+    if not adds:
         return
     held = {
         id(parameter): (path, own)
@@ -267,17 +273,6 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
         if key and run.flow.of(tensor).kind == REPLICATE and key not in run.wanted.once:
             run.once.add(key)
             run.flow.set(tensor, State(PARTIAL, key[0]))
-
-
-def _adds_to_sum(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
-    return name in ADDING and any(run.flow.of(t).kind == PARTIAL for t in inputs)
-
-
-def _adds_to_product(run: Run, name: str, inputs: list[torch.Tensor]) -> bool:
-    """Whether this is `F.linear` with a bias, summing over features that are split in both."""
-    if name != "linear" or len(inputs) < 3:
-        return False
-    return all(-1 in [a - t.dim() for a in run.split_axes(t)] for t in inputs[:2])
 
 
 def _hand_on(

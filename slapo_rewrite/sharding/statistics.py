@@ -52,13 +52,13 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
     owner = run.method_owner(frames[0])
     if place is None or owner is None:
         return None
-    size = whole[0][axis]
+    size, live = whole[0][axis], run.tree.nodes[owner].live
     for shard in run.request.parameters.get(owner, ()):
-        if _size_of(run, owner, shard.name, shard.axis) == size:
+        if run.full_shape(getattr(live, shard.name))[shard.axis] == size:
             run.flow.check_own(state, owner)
             run.followed.statistics.add(Statistic(place, function, owner, shard.name))
             return State(grad_reduced=owner)
-    for parameter, tensor in run.tree.nodes[owner].live.named_parameters(recurse=False):
+    for parameter, tensor in live.named_parameters(recurse=False):
         if tuple(tensor.shape) == (size,):
             raise PlacementError(
                 f"`{name}` needs the whole axis, but each rank has only a part of it",
@@ -68,9 +68,3 @@ def over_ranks(run: Run, name: str, whole: list[Shape], args: Any, kwargs: Any) 
                 remedy=MissingCollective.whole_of(state.border, state.axis),
             )
     return None
-
-
-def _size_of(run: Run, owner: str, name: str, axis: int) -> int:
-    """The full size of a sharded parameter or buffer along its axis."""
-    live = run.tree.nodes[owner].live
-    return run.full_shape(getattr(live, name))[axis]

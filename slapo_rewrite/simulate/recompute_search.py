@@ -150,14 +150,12 @@ class RecomputeSearch:
             taken = grouped(zip(alike, own, strict=False))
             for group in taken.values():
                 counts = Counter(group)
-                by_net = sorted(counts, key=lambda way: self._net(listed, way))
+                pieces = {way: self.unfolded.at(listed, 0, way)[0] for way in counts}
+                nets = {way: piece.forward.net.of(self.rows) for way, piece in pieces.items()}
+                by_net = sorted(counts, key=nets.__getitem__)
                 group[:] = [way for way in by_net for _ in range(counts[way])]
             found[listed] = [taken[alike[n]].pop(0) for n in range(len(own))]
         return found
-
-    def _net(self, listed: str, way: int) -> float:
-        pieces = self.unfolded.at(listed, 0, way)
-        return pieces[0].forward.net.of(self.rows)
 
     def _searched(self, budget: float, leaves: Callable[[Iterable[int]], int]) -> Ways | None:
         """The ways that fit in the least time, by the dynamic program; None if none fit.

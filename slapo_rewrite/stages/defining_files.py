@@ -52,13 +52,10 @@ class DefiningFile:
                     shown = ast.unparse(alias)
                     if isinstance(node, ast.Import):
                         return shown, ""
-                    return self._imported_from(node), shown
+                    if self.module.startswith("."):
+                        return "." * node.level + (node.module or ""), shown
+                    return self.file.resolve_import(node), shown
         return (self.module, name) if name in self.file.names else None
-
-    def _imported_from(self, node: ast.ImportFrom) -> str:
-        if self.module.startswith("."):
-            return "." * node.level + (node.module or "")
-        return self.file.resolve_import(node)
 
 
 class DefiningFiles:

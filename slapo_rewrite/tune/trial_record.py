@@ -30,7 +30,10 @@ def header(
     source: str, texts: Mapping[str, str], given: Sequence[str], command: str, space: KnobSpace
 ) -> dict[str, Any]:
     """The content of the first line."""
+    from torch import cuda
+
     versions = {name: installed(name) for name in PACKAGES}
+    gpus = [cuda.get_device_name(number) for number in range(cuda.device_count())]
     return {
         "format": FORMAT,
         "tool": __version__,
@@ -40,16 +43,10 @@ def header(
         "run": command,
         "knobs": {axis.name: list(axis.values) for axis in space.axes},
         "points": len(space),
-        "machine": {"kind": platform.machine(), "cores": os.cpu_count(), "gpus": _gpus()},
+        "machine": {"kind": platform.machine(), "cores": os.cpu_count(), "gpus": gpus},
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
     }
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 @contextlib.contextmanager
