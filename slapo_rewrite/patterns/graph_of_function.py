@@ -83,6 +83,8 @@ _PLAIN |= {"tuple", "list", "type", "abs", "sum", "round", "enumerate", "zip", "
 MAX_DEPTH = 4
 # The arguments of a call in order: keyword ('' for a positional one) and value.
 Given = Sequence[tuple[str, Value]]
+# Gives the value of a call of a certain callee, for its arguments and its node.
+Callee = Callable[[Given, ast.AST], Value]
 _FOLDED: dict[str, Callable[..., float]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "pow", "neg")},
     **{"div": operator.truediv, "math.sqrt": math.sqrt},
@@ -92,19 +94,6 @@ _HOLDERS = {"choice", "merge", "loop", "tuple", "item", "member", "element"}
 _SHAPES = {"shape", "ndim", "dtype", "device", "is_cuda", "requires_grad"}
 # The bases of a value that shares memory with nothing.
 FREE: frozenset[object] = frozenset([("free",)])
-
-
-@dataclass(frozen=True)
-class Callee:
-    """The callee of a call: one of these kinds."""
-
-    function: str = ""  # the dotted name of a function
-    options: tuple[tuple[str, object], ...] = ()  # keyword arguments that are bound already
-    method: str = ""  # the name of a method of `on`, or of the module at `path` if `on` is None
-    on: Value | None = None  # the object of the method
-    path: str = ""  # the path of a submodule
-    module: Submodule | None = None  # the submodule
-    value: Value | None = None  # anything else
 
 
 @dataclass(frozen=True, eq=False)
@@ -646,17 +635,14 @@ class Flow:
         callee = self._callee(node.func)
         given = [("*" if isinstance(a, ast.Starred) else "", self.expr(a)) for a in node.args]
         given += [(k.arg or "**", self.expr(k.value)) for k in node.keywords]
-        match callee.function, [value for _, value in given]:
-            case "builtins.getattr", [Value("self" | "attribute") as of, Value(literal=str(name))]:
-                return self.load_attribute(joined(of, name), node)
-        return self.called(callee, given, node)
+        return callee(given, node)
 
     def _callee(self, func: ast.expr) -> Callee:
         if not isinstance(func, ast.Attribute):
             return self.callee_of(self.expr(func))
         on = self.expr(func.value)
         if on.operation == "name":
-            return Callee(function=f"{on.literal}.{func.attr}")
+            return functools.partial(self._function, f"{on.literal}.{func.attr}")
         if on.operation in ("self", "attribute"):
             path = joined(on, func.attr)
             if f"self.{path}" in self.scope:
@@ -665,26 +651,25 @@ class Flow:
             if held is not None:
                 return held
             if on.operation == "self":
-                return Callee(method=func.attr, path=str(on.literal))
-        return Callee(method=func.attr, on=on)
+                return functools.partial(self._own_method, str(on.literal), func.attr)
+        return functools.partial(self._method, func.attr, on)
 
     def callee_of(self, value: Value) -> Callee:
         """The callee if a value is called."""
         if value.operation == "name":
-            return Callee(function=str(value.literal))
-        if value.operation == "attribute":
-            return self._held(str(value.literal)) or Callee(value=value)
-        return Callee(value=value)
+            return functools.partial(self._function, str(value.literal))
+        held = self._held(str(value.literal)) if value.operation == "attribute" else None
+        return held or functools.partial(self._called, value)
 
     def _held(self, path: str) -> Callee | None:
         """The submodule or function in an attribute, as a callee."""
         match self.facts.look(path):
             case Submodule() as module:
-                return Callee(path=path, module=module)
+                return functools.partial(self._module, path, module)
             case Function(method=method) if method:
-                return Callee(method=method, path=path.rpartition(".")[0])
+                return functools.partial(self._own_method, path.rpartition(".")[0], method)
             case Function(name=name, options=options):
-                return Callee(function=name, options=options)
+                return functools.partial(self._function, name, options=options)
         return None
 
     def load_attribute(self, path: str, node: ast.AST) -> Value:
@@ -702,28 +687,25 @@ class Flow:
             return self.leaf("attribute", path, node)
         return self.attribute(path, node, isinstance(fact, Constant))
 
-    def called(self, callee: Callee, given: Given, node: ast.AST) -> Value:
-        """The value of a call of this callee."""
-        given = [*given, *((n, self.constant(v, node)) for n, v in callee.options)]
-        if callee.module is not None:
-            return self._module(callee.path, callee.module, given, node)
-        if callee.function:
-            return self._function(callee.function, given, node)
-        if callee.on is not None:
-            return self._method(callee.method, callee.on, given, node)
-        if callee.method:
-            return self._own_method(callee.path, callee.method, given, node)
-        assert callee.value is not None
-        if callee.value.operation.startswith("new "):
-            return self._instance(callee.value, given, node)
-        if callee.value.operation == "opaque" and writes(callee.value.node):
-            self.overwrite(callee.value, node)
-        arguments = [("function", callee.value), *numbered(given)]
+    def _called(self, value: Value, given: Given, node: ast.AST) -> Value:
+        """The value of a call of a value that is no known function or module."""
+        if value.operation.startswith("new "):
+            return self._instance(value, given, node)
+        if value.operation == "opaque" and writes(value.node):
+            self.overwrite(value, node)
+        arguments = [("function", value), *numbered(given)]
         return self.make("call", arguments, node, random=True, pure=False)
 
     # Functions and methods ----------------------------------------------------------------------
 
-    def _function(self, name: str, given: Given, node: ast.AST) -> Value:
+    def _function(
+        self, name: str, given: Given, node: ast.AST, options: Iterable[tuple[str, object]] = ()
+    ) -> Value:
+        """The value of a call of a function, given keyword arguments that are bound already."""
+        given = [*given, *((key, self.constant(value, node)) for key, value in options)]
+        match name, [value for _, value in given]:
+            case "builtins.getattr", [Value("self" | "attribute") as of, Value(literal=str(attr))]:
+                return self.load_attribute(joined(of, attr), node)
         if name.endswith(".call_module") and name.startswith("slapo_rewrite"):
             return self.make("call_module", numbered(given), node, pure=False)
         found = self.named_operation(name, given, node)
