@@ -255,12 +255,9 @@ def _add_once(run: Run, name: str, inputs: list[torch.Tensor]) -> None:
     The bias belongs to a module with sharded parameters, whose `forward` will read it so. If that
     is assumed already and the bias is whole all the same, it is read elsewhere.
     """
-    if name == "linear":  # with a bias, and summing over features that are split in both
-        adds = len(inputs) > 2 and all(
-            -1 in [a - t.dim() for a in run.split_axes(t)] for t in inputs[:2]
-        )
-    else:
-        adds = name in ADDING and any(run.flow.of(t).kind == PARTIAL for t in inputs)
+    adds = name in ADDING and any(run.flow.of(t).kind == PARTIAL for t in inputs)
+    if name == "linear" and len(inputs) > 2:  # it may sum over features that are split in both
+        adds |= all(-1 in [a - t.dim() for a in run.split_axes(t)] for t in inputs[:2])
     if not adds:
         return
     held = {
