@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 import math
@@ -14,6 +13,7 @@ from torch import nn
 
 from slapo_rewrite.auto.step import Step
 from slapo_rewrite.code.dataflow import names_in
+from slapo_rewrite.code.syntax import tree_of
 from slapo_rewrite.model.meta_build import on_meta
 from slapo_rewrite.model.small_arguments import FEW, small_heads, small_number
 
@@ -31,11 +31,7 @@ def in_order(classes: list[type], module: types.ModuleType) -> list[type]:
     used: set[str] = set()
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
-            try:
-                tree = ast.parse(inspect.getsource(value).strip())
-            except (OSError, TypeError, SyntaxError):
-                continue
-            used |= names_in(tree) - {name}
+            used |= names_in(tree_of(value)) - {name}
     plain = [cls for cls in classes if getattr(cls, "config_class", None) is None]
     return [cls for cls in reversed(plain) if cls.__name__ not in used]
 

@@ -61,16 +61,13 @@ def _name(function: ast.expr) -> str | None:
     return ".".join(reversed(steps)) or None
 
 
-def wanted_names(names: Iterable[str], wanted: str | tuple[str, ...]) -> list[str]:
-    """The names that a regular expression matches, or that are in a list of names."""
-    if isinstance(wanted, tuple):
-        return [name for name in names if name in wanted]
-    return [name for name in names if re.fullmatch(wanted, name)]
-
-
 def find_calls(method: ast.FunctionDef, wanted: str | tuple[str, ...]) -> Calls | None:
-    """The wanted calls of a method, with the run of statements around them."""
-    found = [call for name, call in called_names(method) if wanted_names([name], wanted)]
+    """A method's calls of some names, or of those that match, with the statements around them."""
+    found = [
+        call
+        for name, call in called_names(method)
+        if (name in wanted if isinstance(wanted, tuple) else re.fullmatch(wanted, name))
+    ]
     if not found:
         return None
     found.sort(key=position)

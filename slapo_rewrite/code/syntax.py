@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Set
+from typing import Any
 
 from slapo_rewrite.code.arguments import values_given
 from slapo_rewrite.code.blocks import statements
@@ -14,6 +17,14 @@ from slapo_rewrite.code.text import Position
 from slapo_rewrite.groups import grouped
 
 PLACED = (ast.expr, ast.stmt, ast.arg, ast.keyword, ast.alias, ast.excepthandler, ast.pattern)
+
+
+def tree_of(defined: Any) -> ast.Module:
+    """The syntax of a live function or class; an empty module if its source is not available."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(defined)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
 
 
 def counter_of(target: ast.expr, iterable: ast.expr) -> str | None:

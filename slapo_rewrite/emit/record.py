@@ -177,6 +177,14 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
     return content  # type: ignore[no-any-return]
 
 
+def found(out: Path, name: str = NAME) -> dict[str, Any] | None:
+    """The record of an output or a support folder; None without a valid one."""
+    try:
+        return read(out, name)
+    except errors.NotAnOutput:
+        return None
+
+
 def misfit(value: object, shape: Any, name: str = "top level") -> str | None:
     """The name of a part of a JSON value that does not match the schema; None if all match."""
     if isinstance(shape, tuple):

@@ -99,10 +99,7 @@ def helpers_of(uses: Uses) -> dict[str, str]:
 
 def _outputs(folder: Path, but: str) -> dict[str, Uses]:
     """The names that outputs beside a support folder use of it, without output `but`."""
-    try:
-        known = record.read(folder, record.SUPPORT)["outputs"]
-    except errors.NotAnOutput:
-        known = {}
+    known = (record.found(folder, record.SUPPORT) or {}).get("outputs", ())
     found: dict[str, Uses] = {}
     for path in sorted(folder.absolute().parent.glob(f"*/{record.NAME}")):
         if path.parent.name == but:
@@ -217,21 +214,15 @@ def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
 
 def _used_before(out: Path, folder: Path) -> Uses:
     """The names that an output uses of a support folder before it is rewritten."""
-    try:
-        support = record.read(out).get("support", {})
-    except errors.NotAnOutput:
-        return {}
+    support = (record.found(out) or {}).get("support", {})
     uses: Uses = support["uses"] if support.get("folder") == folder.absolute().name else {}
     return uses
 
 
 def _check_tool(folder: Path, others: Collection[str]) -> None:
     """Refuses changes of helpers that other outputs import, if another tool version made them."""
-    try:
-        known = record.read(folder, record.SUPPORT)
-    except errors.NotAnOutput:
-        return
-    if not others or known["tool"]["digest"] == record.tool_digest():
+    known = record.found(folder, record.SUPPORT)
+    if not others or known is None or known["tool"]["digest"] == record.tool_digest():
         return
     today = _files(known["outputs"])
     if any(record.digest(today.get(n, "")) != digest for n, digest in known["files"].items()):

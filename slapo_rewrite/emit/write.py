@@ -88,18 +88,13 @@ def check_apart(out: Path, inputs: Collection[Path]) -> None:
 
 def recorded(out: Path, own: str = record.NAME) -> Collection[str]:
     """The tool's files in a folder, by its record."""
-    try:
-        return set(record.read(out, own)["files"])
-    except errors.NotAnOutput:
-        return ()
+    content = record.found(out, own)
+    return set(content["files"]) if content else ()
 
 
 def matches(out: Path, files: Mapping[str, str], own: str = record.NAME) -> list[str]:
     """The files of the folder that differ from `files`, except by merged hand edits."""
-    try:
-        content: dict[str, Any] = record.read(out, own)
-    except errors.NotAnOutput:
-        content = {"files": {}}
+    content: dict[str, Any] = record.found(out, own) or {"files": {}}
     wrong = []
     for name, text in files.items():
         path = out / name

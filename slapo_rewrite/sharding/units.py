@@ -11,9 +11,7 @@ number that `forward` computes from the tensor's size would only be rounded.
 from __future__ import annotations
 
 import ast
-import inspect
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from slapo_rewrite.code.names import is_name
-from slapo_rewrite.code.syntax import assignments
+from slapo_rewrite.code.syntax import assignments, tree_of
 from slapo_rewrite.model.layers import Unit
 from slapo_rewrite.model.tree import Node
 from slapo_rewrite.sharding.operation_places import (
@@ -160,11 +158,7 @@ def _multiple(node: Node, size: int) -> str | None:
         return None
     name = attributes[0].name
     one: Any = getattr(owner.live, name, 0)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(owner.cls)))
-    except (OSError, SyntaxError, TypeError):  # source that was edited in memory
-        return None
-    for found in ast.walk(tree):
+    for found in ast.walk(tree_of(owner.cls)):
         if not isinstance(found, ast.BinOp) or not isinstance(found.op, ast.Mult):
             continue
         for times, read in ((found.left, found.right), (found.right, found.left)):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import inspect
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +28,7 @@ from slapo_rewrite.code.evaluate import (
     truth,
 )
 from slapo_rewrite.code.names import self_path
+from slapo_rewrite.code.syntax import tree_of
 from slapo_rewrite.operations import gives_one_tensor
 
 # A tensor of which nothing else is known.
@@ -375,9 +374,8 @@ def is_accessor(method: Any) -> bool:
     """
     if getattr(method, "__module__", "") == "transformers.modeling_utils":
         return True
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    match function:
-        case ast.FunctionDef(body=[*_, ast.Return(value=ast.Attribute() as value)]):
+    match tree_of(method).body:
+        case [ast.FunctionDef(body=[*_, ast.Return(value=ast.Attribute() as value)]) as function]:
             return len(body_of(function)) == 1 and self_path(value) is not None
     return False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import nn
 from slapo_rewrite import errors
 from slapo_rewrite.code.evaluate import is_plain
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import tree_of
 from slapo_rewrite.errors import Span
 from slapo_rewrite.model.small_model import loss_parameters
 from slapo_rewrite.stages.function_syntax import fields_given, fields_of
@@ -152,10 +152,7 @@ def _is_record(made: ast.Call, world: Mapping[str, Any]) -> bool:
 
 def _read(function: Any) -> tuple[str, ...] | None:
     """The attributes or keys of its first argument that a function reads; None if not known."""
-    try:
-        (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, SyntaxError, ValueError):
-        return None
+    found = next(iter(tree_of(function).body), None)
     if not isinstance(found, ast.FunctionDef):
         return None
     outputs = found.args.args[0].arg

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slapo_rewrite.code.names import is_name
+from slapo_rewrite.code.syntax import tree_of
 from slapo_rewrite.stages.written_text import module_reads
 
 LOSSES_OF_PARTS = ("vocab_parallel_cross_entropy", "vocab_parallel_criterion")
@@ -54,10 +54,7 @@ def source_of(method: Any) -> str | None:
     method = method.fget if isinstance(method, property) else method
     if not inspect.isfunction(method) or method.__module__.startswith("torch."):
         return None
-    try:
-        return textwrap.dedent(inspect.getsource(method))
-    except (OSError, TypeError):
-        return None
+    return ast.unparse(tree_of(method))
 
 
 def has_parameters(model: Any, steps: Sequence[str]) -> bool:
