@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_rewrite import __version__, errors
@@ -16,16 +15,10 @@ _SEAL = "# slapo-rewrite {version}: worked out of {source}, {digest}\n"
 _SEALED = re.compile(r"^# slapo-rewrite (\S+): worked out of ([0-9a-f]+), ([0-9a-f]+)\n\Z", re.M)
 
 
-@dataclass(frozen=True)
-class WorkedOut:
-    """A file with a derived schedule."""
+def worked_out(source: str, wanted: str, file: Path | None) -> tuple[Path, str]:
+    """A file with the derived schedule for a source, and a line for output that says so.
 
-    file: Path
-    words: str  # a line for output
-
-
-def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
-    """A file with the derived schedule for a source; an existing one is reused if still valid.
+    An existing file is reused if it is still valid.
 
     Args:
         source: A file or an importable module.
@@ -41,7 +34,7 @@ def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
     if file.exists():
         known = _known(file)
         if known == (__version__, given):
-            return WorkedOut(file, f"{file} is unchanged")
+            return file, f"{file} is unchanged"
     from slapo_rewrite.auto.derive import derive
 
     derived = derive(source, wanted)
@@ -50,7 +43,7 @@ def worked_out(source: str, wanted: str, file: Path | None) -> WorkedOut:
     seal = _SEAL.format(version=__version__, source=given, digest=_digest(text))
     file.write_text(f"{text}\n{seal}", encoding="utf-8")
     split = f"{derived.share:.0%} of the parameters are split"
-    return WorkedOut(file, f"wrote {file}: {'; '.join((derived.title, split, *derived.others))}")
+    return file, f"wrote {file}: {'; '.join((derived.title, split, *derived.others))}"
 
 
 def _known(file: Path) -> tuple[str, str]:

@@ -22,6 +22,6 @@ def work_out(options: argparse.Namespace) -> None:
         file = options.output.parent / f"{name}_schedule.py"
     wanted = options.schedule.partition(":")[2]
     with working(f"deriving a schedule for {options.source}"):
-        said = worked_out(options.source, wanted, file)
-    say(said.words)
-    options.schedule = str(said.file)
+        made, words = worked_out(options.source, wanted, file)
+    say(words)
+    options.schedule = str(made)
