@@ -63,7 +63,9 @@ def of_parts(run: Run, name: str, args: Any, kwargs: Any) -> torch.Tensor | None
         )
     known = run.followed.losses.get(place)
     if known is not None and known.head != head:
-        raise PlacementError(f"this computes losses of both `{known.head}` and `{head}`", path=head)
+        raise PlacementError(
+            f"this line computes the losses of both `{known.head}` and `{head}`", path=head
+        )
     entry = run.next_entry(torch.nn.functional.cross_entropy)
     # The number of classes in the original call is the full one, or it would not run.
     names, told_of_part = tuple(_names(run, frame, head)), told not in (None, classes)

@@ -76,7 +76,9 @@ def chunk(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     if entry.inputs[0][axis] != tensor.shape[axis]:
         _check_parts(run, tensor, axis, entry.inputs[0][axis], [s[axis] for s in entry.outputs])
         if not isinstance(count, int):
-            raise CannotFollow("this cuts a split axis by numbers", run.origins.get(id(tensor)))
+            raise CannotFollow(
+                "this cuts a split axis at given positions", run.origins.get(id(tensor))
+            )
     return args, kwargs, None
 
 
