@@ -25,7 +25,7 @@ from slapo_rewrite.sharding.tracked_sizes import Attribute
 from slapo_rewrite.sharding.types import CALL, SIZES, ArgumentChange, ShardingResult, Statistic
 
 # The keyword names of the sizes in `split`, `expand`, `view` and `reshape`.
-_SIZES = ("split_size", "split_size_or_sections", "size", "shape")
+_SIZES = ("split_size", "split_size_or_sections", "size", "sizes", "shape")
 # The template for a list of sizes that must all be this rank's shares.
 _LIST_OF_SHARES = "[{part_size}(size) for size in {argument}]"
 
@@ -147,7 +147,7 @@ class ChangeArgument(Change):
         arguments: list[ast.expr] = list(node.args)
         if (text.file.qualified(node.func) or "").startswith("torch."):
             arguments = arguments[1:]
-        arguments = arguments or [k.value for k in node.keywords if k.arg in _SIZES]
+        arguments += [k.value for k in node.keywords if k.arg in _SIZES]
         argument = _element(arguments, self.index[0])
         if len(self.index) == 1 or argument is None:
             return argument, False

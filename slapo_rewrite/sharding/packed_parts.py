@@ -46,20 +46,3 @@ def described(packed: Sequence[int]) -> str:
     if len(set(packed)) == 1:
         return f"{len(packed)} equal parts"
     return f"parts of {list(packed)}"
-
-
-def moved_axis(
-    name: str, args: Any, rank: int, axis: int, out_rank: int, shape: Shape, whole: Shape
-) -> int | None:
-    """The axis of the result that an operand's axis becomes: the same from the right, or moved."""
-    if name in ("transpose", "swapaxes", "transpose_") and len(args) == 3:
-        first, second = args[1] % rank, args[2] % rank
-        return int({first: second, second: first}.get(axis, axis))
-    if name == "permute":
-        order = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
-        return [int(a) % rank for a in order].index(axis)
-    place = axis + out_rank - rank
-    if 0 <= place < out_rank and whole[place] == shape[axis]:
-        return place
-    same = [i for i, size in enumerate(whole) if size == shape[axis]]
-    return same[0] if len(same) == 1 else None

@@ -31,7 +31,7 @@ CONSTANT = {
     "randn", "zeros_like", "ones_like", "empty_like", "full_like",
 }  # fmt: skip
 # Operations that repeat their operand.
-REPEATING = {"expand", "repeat", "tile", "repeat_interleave"}
+REPEATING = {"expand", "broadcast_to", "repeat", "tile", "repeat_interleave"}
 # Operations that take a size, and the rules that adapt it.
 RULES: dict[str, Callable[..., Any]] = {
     "view": reshapes.view,
@@ -46,6 +46,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "chunk": split_ops.chunk,
     "tensor_split": split_ops.chunk,
     "expand": reshapes.expand,
+    "broadcast_to": reshapes.expand,
     "repeat": reshapes.repeat,
     "tile": reshapes.repeat,
     "as_strided": reshapes.as_strided,

@@ -24,7 +24,7 @@ from slapo_rewrite.sharding import (
     whole_operands,
 )
 from slapo_rewrite.sharding.functional_layers import spelled_call
-from slapo_rewrite.sharding.packed_parts import Blocks, described, moved_axis, reduced
+from slapo_rewrite.sharding.packed_parts import Blocks, described, reduced
 from slapo_rewrite.sharding.placements import (
     ADDED_INTO,
     ADDING,
@@ -304,7 +304,7 @@ def _hand_on(
             run.origins[id(tensor)] = origin
         found = blocks
         if found is None or len(outputs) > 1:
-            found = _blocks_of(run, name, entry, inputs, given[0], tensor, number)
+            found = _blocks_of(run, name, entry, inputs, tensor, number)
         if found:
             run.blocks[id(tensor)] = found
         run.alive.append(tensor)
@@ -323,8 +323,9 @@ def _note_repeats(run: Run, name: str, tensor: torch.Tensor, given: Any) -> None
     """Records the attributes that say how often a rank's heads are repeated."""
     args, kwargs = given
     times = list(sizes_in((args[1:], kwargs)))
-    if name == "expand":
-        sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+    if name in ("expand", "broadcast_to"):
+        sizes = args[1:] or list(kwargs.values())
+        sizes = sizes[0] if isinstance(sizes[0], (list, tuple)) else sizes
         pairs = zip(reversed(sizes), reversed(tensor.shape), strict=False)
         times = list(sizes_in([size for size, have in pairs if size != have]))
     for size in times:
@@ -337,28 +338,25 @@ def _blocks_of(
     name: str,
     entry: Entry,
     inputs: list[torch.Tensor],
-    args: Any,
     output: torch.Tensor,
     number: int,
 ) -> Blocks:
-    """How the split axes of a result are packed."""
+    """How the split axis of a result is packed: like that of its operands, wherever it came to."""
     found: Blocks = {}
     whole = entry.outputs[number]
+    split = [a for a, n in enumerate(output.shape[: len(whole)]) if n != whole[a]]
     for tensor, shape in zip(inputs, entry.inputs, strict=False):
         for axis, packed in run.blocks.get(id(tensor), {}).items():
-            place = moved_axis(name, args, tensor.dim(), axis, output.dim(), shape, whole)
             if name in split_ops.IN_PIECES and shape[axis] != whole[axis]:
-                place, pieces = axis, [out[axis] for out in entry.outputs]
+                pieces = [out[axis] for out in entry.outputs]
                 packed = split_ops.piece_of(packed, pieces, number)
-            if place is None or place >= output.dim() or output.shape[place] == whole[place]:
+            places = [a for a in split if whole[a] == sum(packed)]
+            if len(places) != 1:
                 continue
-            if sum(packed) != whole[place]:
-                continue
-            if place in found and reduced(found[place]) != reduced(packed):
+            if reduced(found.setdefault(places[0], packed)) != reduced(packed):
                 raise CannotFollow(
-                    f"this combines {described(found[place])} with {described(packed)} along a "
+                    f"this combines {described(found[places[0]])} with {described(packed)} along a "
                     "split axis",
                     hint="shard both layers with the same `parts`",
                 )
-            found[place] = packed
     return found

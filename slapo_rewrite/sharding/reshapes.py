@@ -70,7 +70,7 @@ def unflatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     around = [*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :]]
     shape, blocks = _regrouped(run, tensor, entry.inputs[0], entry.outputs[0], around)
     inner = shape[axis : axis + len(sizes)]
-    _fitted(run, tensor, sizes, inner, argument=1)
+    _fitted(run, tensor, sizes, inner, argument=-1)
     return (tensor, axis, inner), {}, blocks
 
 
@@ -84,7 +84,7 @@ def flatten(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
 
 def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
     """`expand`: a split axis keeps the rank's size."""
-    tensor, given = args[0], list(args[1:])
+    tensor, given = args[0], list(args[1:] or kwargs.values())
     nested = len(given) == 1 and isinstance(given[0], (list, tuple))
     sizes = list(given[0]) if nested else given
     ahead = len(sizes) - tensor.dim()
@@ -95,7 +95,7 @@ def expand(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:
         index = (0, axis - tensor.dim()) if nested else (axis - tensor.dim(),)
         change(run, tensor, size, here, index, INFERRED, "this expands to")
         sizes[ahead + axis] = here
-    return (tensor, *sizes), {}, None
+    return (tensor, sizes), {}, None
 
 
 def repeat(run: Run, entry: Entry, args: Any, kwargs: Any) -> Any:

@@ -370,6 +370,19 @@ ORDINARY = {
         's["inner.down"].sync("fwd_post", "reduce_scatter", axis=1)\n'
         's["inner.post"].sync("fwd_post", "all_gather", axis=1)',
     ),
+    "sizes and axes by keyword": block(
+        UP_DOWN,
+        "h = self.up(x).permute(dims=(0, 2, 1)).mT.unflatten(dim=-1, sizes=(12, 2)).flatten(2)\n"
+        "h = h.unsqueeze(0).expand(size=(2, 3, 12, 24)).sum(0)\n"
+        "return self.down(torch.broadcast_to(h[:, :1], (3, 12, 24)) + h)",
+        FEED_FORWARD,
+    ),
+    "packed rows of two equal axes": block(
+        PACKED,
+        "h = self.up(x.repeat(1, 4, 1)).transpose(dim0=1, dim1=2)\n"
+        "a, b = h.chunk(2, dim=1)\nreturn self.down((a * b).mT[:, :12])",
+        PACKED_SHARDS,
+    ),
     "the whole output": block(
         UP_DOWN,
         "return self.up(x)",
