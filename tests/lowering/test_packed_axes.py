@@ -257,7 +257,7 @@ def test_a_small_model_may_have_them_in_the_same_ratio(tmp_path):
     report = verify(tmp_path / "out", (2,))
     assert report.ok, report.render()
     module = imported(written(tmp_path, output))
-    with pytest.raises(ValueError, match="which has 96 in this model"):
+    with pytest.raises(ValueError, match="the axis has 96 in this model"):
         module.Model(module.Config(32, 4, 4))
     module.Model(module.Config())
 
