@@ -510,12 +510,20 @@ class Search:
                 yield (size // count,) * count
 
     def _shards(self, pattern: str, wanted: Callable[[Split], bool]) -> tuple[Shard, ...]:
-        """Shards of a layer for a wanted kind of split; empty if it has none."""
+        """Shards of a layer for a wanted kind of split; empty if it has none.
+
+        What a class adds to a layer of torch in the shape of a parameter goes with it: a mask, say.
+        """
         module = self.modules[pattern][0]
+        splits = (splits_of(module) or {}).items()
+        known = {name for (name, _), _ in splits}
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         by_axis = grouped(
-            (axis, name)
-            for (name, axis), split in (splits_of(module) or {}).items()
-            if wanted(split) and getattr(module, name, None) is not None
+            (axis, each)
+            for (name, axis), split in splits
+            if wanted(split) and name in held
+            for each, value in held.items()
+            if each == name or (each not in known and value.shape == held[name].shape)
         )
         return tuple(Shard(pattern, tuple(names), axis) for axis, names in by_axis.items())
 

@@ -153,3 +153,52 @@ def test_what_the_small_model_cannot_tell_is_left_whole(tmp_path):
     text = derive(str(source), str(step)).text
     assert '"*.up"].shard(' in text and '{q,k,v}.linear"].shard(' not in text
     assert "the small model does not fit 2" in " ".join(text.replace("#", "").split())
+
+
+MASKED = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Masked(nn.Linear):
+    def __init__(self, given, made):
+        super().__init__(given, made, bias=False)
+        self.register_buffer("mask", torch.ones(made, given).tril())
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask)
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = Masked(width, 4 * width), Masked(4 * width, width)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+"""
+OF_MASKED = """\
+import torch
+
+
+def model(m):
+    return m.Model(16)
+
+
+def inputs(model):
+    return {"x": torch.randn(2, 8, 16)}
+
+
+def loss(outputs):
+    return outputs.square().mean()
+"""
+
+
+def test_what_a_layer_adds_in_the_shape_of_a_parameter_is_split_with_it(tmp_path):
+    source, step = tmp_path / "masked.py", tmp_path / "step.py"
+    source.write_text(MASKED)
+    step.write_text(OF_MASKED)
+    text = derive(str(source), str(step)).text
+    assert 's["up"].shard(["weight", "mask"], axis=0)' in text
+    assert 's["down"].shard(["weight", "mask"], axis=1)' in text
