@@ -257,8 +257,10 @@ def _checkpointed(node: Node) -> str | None:
     if not any(True for _ in node.live.parameters()):
         return None  # for example of `nn.Identity`, whose number may differ in a small model
     called = [dict(_called_in(each.live)) for each in node.children.values()]
+    if all("" in own for own in called):
+        return ""
     if not are_layers(node.live):
-        return "" if all("" in own for own in called) else None
+        return None
     alike = (path for path in called[0] if all(path in own for own in called))
     return f'["{{{",".join(path for path in alike if any(own[path] for own in called))}}}"]'
 

@@ -65,7 +65,8 @@ def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
 
     Numbered entries of a dictionary (`expert_0`) count as list elements. A layer may itself be a
     list, as in `nn.ModuleList([attention, feed_forward])`: its elements keep their numbers, and so
-    do those of the lists `apart`.
+    do those of the lists `apart`, and what alone has modules inside, as in `nn.Sequential(norm,
+    attention)`: other elements lack what is split there.
     """
     segments: list[str] = []
     module, is_layer = model, False
@@ -76,10 +77,16 @@ def pattern_of(model: nn.Module, path: str, apart: Collection[str] = ()) -> str:
             whole = is_layer = is_element and are_layers(above)
         else:
             known = is_layer or ".".join(segments) in apart
-            whole = is_element and not known and any(module.children())
+            whole = is_element and not known and any(module.children()) and _has_like(above)
             is_layer = False
         segments.append("*" if whole else segment)
     return ".".join(segments)
+
+
+def _has_like(container: nn.Module) -> bool:
+    """Whether more than one element has modules inside, or there is no other element."""
+    inside = [any(each.children()) for each in container.children()]
+    return len(inside) == 1 or sum(inside) > 1
 
 
 def _is_number(key: str, container: nn.Module) -> bool:
@@ -92,15 +99,17 @@ def _is_number(key: str, container: nn.Module) -> bool:
 def are_layers(lists: nn.Module) -> bool:
     """Whether each element of a list is a list of different modules that together form a layer.
 
-    They differ in class, or in the modules and shapes inside, in the same way in each layer.
+    They differ in class, or in the modules and shapes inside, in the same way in each layer. Stages
+    of a backbone are sequences, too, but of other shapes.
     """
     kinds = [[type(inner) for inner in each.children()] for each in lists.children()]
-    alike = all(isinstance(each, nn.ModuleList) for each in lists.children())
+    alike = all(isinstance(each, (nn.ModuleList, nn.Sequential)) for each in lists.children())
     if not alike or len({*map(len, kinds)}) != 1:
         return False
     held = [[_held(inner) for inner in each.children()] for each in lists.children()]
     several = len({*held[0]}) > 1 and all(each == held[0] for each in held)
-    return several or any(len({*each}) > 1 for each in kinds)
+    are_lists = all(isinstance(each, nn.ModuleList) for each in lists.children())
+    return several or (are_lists and any(len({*each}) > 1 for each in kinds))
 
 
 def _held(module: nn.Module) -> tuple[object, ...]:

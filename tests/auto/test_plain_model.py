@@ -202,3 +202,44 @@ def test_what_a_layer_adds_in_the_shape_of_a_parameter_is_split_with_it(tmp_path
     text = derive(str(source), str(step)).text
     assert 's["up"].shard(["weight", "mask"], axis=0)' in text
     assert 's["down"].shard(["weight", "mask"], axis=1)' in text
+
+
+BESIDE = """\
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.zeros(8, heads))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        scores = q @ k.transpose(-2, -1) + self.bias.T[:, None]
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        parts = lambda: nn.Sequential(nn.LayerNorm(width), Attention(width, 4))
+        self.blocks = nn.ModuleList([parts() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+"""
+
+
+def test_what_heads_have_is_split_in_a_sequence_of_a_norm_and_attention(tmp_path):
+    """A line for every element of the sequence would ask the norm for it, too."""
+    source, step = tmp_path / "beside.py", tmp_path / "step.py"
+    source.write_text(BESIDE)
+    step.write_text(OF_MASKED)
+    text = derive(str(source), str(step)).text
+    assert 'layers["*.1"].shard("bias", axis=1)' in text and "layers[:].checkpoint()" in text
