@@ -407,7 +407,7 @@ class Search:
         blocks = self._between(producers, consumers)
         ends = tuple(shard for p in blocks for shard in self._shards(p, is_column))
         ends += tuple(shard for row in rows for shard in row)
-        carried = tuple(c for p in between if (c := self._carried(p)) is not None)
+        carried = tuple(shard for p in between for shard in self._carried(p))
         # Layers that one line builds are split together, but may be in several modules.
         sources = {c: self.flow.sources[c] for c in sorted(consumers)}
         fed = [
@@ -527,15 +527,24 @@ class Search:
         )
         return tuple(Shard(pattern, tuple(names), axis) for axis, names in by_axis.items())
 
-    def _carried(self, pattern: str) -> Shard | None:
-        """A shard for a module between producers and consumers, which gets sharded values."""
+    def _carried(self, pattern: str) -> tuple[Shard, ...]:
+        """Shards of a module between producers and consumers, which gets sharded values.
+
+        Of a class without known splits each parameter is split along its first axis of several
+        entries: that of a response norm may have features last, after axes of one entry.
+        """
         module = self.modules[pattern][0]
         known = (splits_of(module) or {}).items()
-        splits = [(n, a) for (n, a), s in known if s.takes_part and not is_row(s)]
-        names = [n for n, _ in splits if getattr(module, n, None) is not None]
-        if not splits:
-            names = [n for n, p in module.named_parameters(recurse=False) if p.dim() and len(p) > 1]
-        return Shard(pattern, tuple(names), 0) if names else None
+        splits = [n for (n, _), s in known if s.takes_part and not is_row(s)]
+        if splits:
+            by_axis = {0: [n for n in splits if getattr(module, n, None) is not None]}
+        else:
+            by_axis = grouped(
+                (axis, name)
+                for name, own in module.named_parameters(recurse=False)
+                for axis in [n for n, size in enumerate(own.shape) if size > 1][:1]
+            )
+        return tuple(Shard(pattern, tuple(names), axis) for axis, names in by_axis.items() if names)
 
     # -- what stands alone
 

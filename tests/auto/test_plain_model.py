@@ -243,3 +243,36 @@ def test_what_heads_have_is_split_in_a_sequence_of_a_norm_and_attention(tmp_path
     step.write_text(OF_MASKED)
     text = derive(str(source), str(step)).text
     assert 'layers["*.1"].shard("bias", axis=1)' in text and "layers[:].checkpoint()" in text
+
+
+RESPONSE = """\
+import torch
+from torch import nn
+
+
+class ResponseNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, x):
+        size = torch.norm(x, p=2, dim=1, keepdim=True)
+        return self.gamma * (x * size / (size.mean(dim=-1, keepdim=True) + 1e-6)) + x
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = ResponseNorm(4 * width)
+
+    def forward(self, x):
+        return self.down(self.norm(torch.relu(self.up(x))))
+"""
+
+
+def test_a_norm_between_whose_features_are_last_is_split_with_them(tmp_path):
+    source, step = tmp_path / "response.py", tmp_path / "step.py"
+    source.write_text(RESPONSE)
+    step.write_text(OF_MASKED)
+    assert 's["norm"].shard("gamma", axis=2)' in derive(str(source), str(step)).text
