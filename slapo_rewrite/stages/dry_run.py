@@ -286,6 +286,13 @@ class Trial:
             raise errors.CannotCut(
                 f"the model's own backward pass fails: {error}", at=self.cause
             ) from error
+        if not all(bool(each.isfinite().all()) for each in (expected, *wanted.values())):
+            raise errors.CannotCut(
+                "the model's own loss or gradients are not finite here, so stages cannot be "
+                "compared with it",
+                at=self.cause,
+                hint="give finite weights in verify_model(m), or other inputs in inputs(model)",
+            )
         models = self.apart_in_stages(written)
         try:
             result = self.chained(models, written, self.scene())
