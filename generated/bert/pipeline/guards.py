@@ -51,12 +51,12 @@ def look_at_optimizer(optimizer: Any, *_: object) -> None:
     shares_out = "process_group" in vars(optimizer)  # as ZeRO-1 does
     if is_new and not (isinstance(optimizer, BY_ELEMENT) or shares_out):
         said = (
-            f"`{type(optimizer).__name__}` is given this rank's parts of split weights: "
-            "unless it goes element by element, as AdamW does, it takes other steps than "
-            "for the original model"
+            f"`{type(optimizer).__name__}` trains this rank's parts of split weights. "
+            "Unless it works element by element, as AdamW does, its steps differ from "
+            "those for the original model"
         )
         if type(optimizer) in vars(optim).values():  # of torch's, known not to
-            raise RuntimeError(f"{said}. Leave split weights to one that does")
+            raise RuntimeError(f"{said}. Train split weights with one that does")
         warnings.warn(said, stacklevel=2)
 
 
@@ -71,10 +71,10 @@ def refuse_reworked(layer: nn.Module, name: str, parameter: object) -> None:
 def refuse_beside_part(name: str, layer: nn.Module) -> None:
     """Raises, and says what to do instead of adding parameters to a sharded layer."""
     raise RuntimeError(
-        f"`{name}` of `{type(layer).__name__}` works on this rank's part: each rank "
-        "would train other parameters beside it. Put LoRA adapters in by "
-        "`lora.add_adapters`, of a model rewritten `--with add_adapters`; leave the "
-        "layer out of others, of parametrizations and of pruning"
+        f"`{name}` of `{type(layer).__name__}` would work on this rank's part, and each "
+        "rank would train different parameters. Add LoRA adapters with "
+        "`lora.add_adapters` of a model rewritten `--with add_adapters`. Exclude the "
+        "layer from other adapters, parametrizations and pruning"
     )
 
 
@@ -92,8 +92,8 @@ def refuse_wrappers(parent: nn.Module, name: str, module: nn.Module | None) -> N
         refuse_beside_part(name, parent)
     if hasattr(before, "sharded_parameters") and is_made_of(before, module):
         raise RuntimeError(
-            f"`{name}` would be made of this rank's part alone: replace and resize layers "
-            "of the original, in one process, and load what it saves"
+            f"`{name}` would be made from this rank's part alone: replace or resize layers "
+            "in the original, in one process, save it, and load that checkpoint"
         )
     can_save = hasattr(type(parent), "save_pretrained")
     # A `forward` may slice a list of layers: such a list is not searched each time.
@@ -110,14 +110,14 @@ def refuse_replicas(holder: Any) -> None:
         return
     if len({*ranks(replicas)} & {*ranks(named_world().group)}) > 1:
         raise RuntimeError(
-            f"`{type(holder).__name__}` would take the tensor-parallel ranks for replicas "
-            "and copy parts over others: give it the data-parallel group, or train the "
+            f"`{type(holder).__name__}` would treat the tensor-parallel ranks as replicas "
+            "and overwrite their parts: give it the data-parallel group, or train the "
             "model itself (for Trainer and accelerate see slapo-rewrite's examples/trainer)"
         )
     if hasattr(holder, "clip_grad_norm_"):  # FSDP1 flattens parts and copies into one
         raise RuntimeError(
-            f"`{type(holder).__name__}` would clip by a norm of this rank's parts: take "
-            "`fully_shard`, and `tensor_parallel.clip_grad_norm_`"
+            f"`{type(holder).__name__}` would clip by the norm of this rank's parts: use "
+            "`fully_shard` and `tensor_parallel.clip_grad_norm_`"
         )
 
 
@@ -170,8 +170,8 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     mark_parts(layer)
     if ids is not None and not are_alike(ids.reshape(-1)):
         raise RuntimeError(
-            "the ranks look up other ids each, and those that share layers take the same "
-            "batch: give each the batch of its data-parallel rank (for Trainer and "
+            "the ranks look up different ids, but ranks that share layers have to get the "
+            "same batch: give each the batch of its data-parallel rank (for Trainer and "
             "accelerate see slapo-rewrite's examples/trainer)"
         )
     if is_known or shard.local_size() == shard.size:
@@ -187,10 +187,10 @@ def check_parts(layer: Any, ids: Tensor | None = None) -> None:
     sums = [table.sum(axis, dtype=torch.float64) for axis in (0, 1)]
     if are_alike(torch.cat([norm.reshape(1), *sums])):
         raise RuntimeError(
-            "all ranks have the same part of the weights. Did DeepSpeed take the tensor-"
-            "parallel ranks for replicas (give it `mpu`), or a checkpoint keep one rank's "
-            "`state_dict()` (save `loading.full_state_dict(model)`)? A new model begins, "
-            "and draws weights anew, in `loading.build`"
+            "all ranks have the same part of the weights. Did DeepSpeed treat the tensor-"
+            "parallel ranks as replicas (give it `mpu`)? Does a checkpoint hold one rank's "
+            "`state_dict()` (save `loading.full_state_dict(model)`)? Draw the weights of a "
+            "new model in `loading.build`"
         )
 
 
@@ -228,7 +228,7 @@ def note_whose_parts(
         # transformers asks a model on the meta device which tensors to read.
         if part.is_meta and not is_made:
             raise RuntimeError(
-                "`from_pretrained` reads whole tensors, and this rank holds parts: use "
+                "`from_pretrained` reads full tensors, but this rank holds parts: use "
                 "`loading.load_pretrained` of a model rewritten `--with load_pretrained`"
             )
         # Checkpoints call the first; the second keeps these attributes out of pickles.
@@ -241,8 +241,8 @@ def note_whose_parts(
 def _refuse_parts(name: str, *_: object) -> None:
     """Raises instead of saving one rank's parts as the whole."""
     raise RuntimeError(
-        f"`{name}` would be written as this rank's part only: write, or give as "
-        "`state_dict=`, `loading.full_state_dict(model)`, which all ranks call, or use "
+        f"only this rank's part of `{name}` would be written: write, or pass as "
+        "`state_dict=`, `loading.full_state_dict(model)`, which all ranks call. Or use "
         "`loading.save_pretrained` of a model rewritten `--with save_pretrained`, or "
         "`sharded_state(model, optimizer)` of one rewritten `--with sharded_state`"
     )

@@ -123,9 +123,9 @@ class Shard:
         """Refuses another group than the one that the tensor is divided over."""
         if _world.supposed is None and self.world != (world_size(), _world.ranks):
             raise RuntimeError(
-                f"this model was built in a tensor-parallel group of {self.world[0]}, and "
-                f"another of {world_size()} is named now: call `set_group` with its own "
-                "group before it runs, and `init_process_group` before it is built"
+                f"this model was built in a tensor-parallel group of {self.world[0]}, but "
+                f"the current group is another one, of {world_size()}: call `set_group` with "
+                "its group before it runs, and `init_process_group` before it is built"
             )
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
@@ -148,9 +148,9 @@ class Shard:
         sizes = self.sizes()
         if part.shape[self.axis] != sizes[rank()]:
             raise RuntimeError(
-                f"{list(part.shape)} has come in the place of this rank's part, of which "
-                f"axis {self.axis} has {sizes[rank()]} of {self.size}: replace, resize and "
-                "tie embeddings in the original, in one process, and load what it saves"
+                f"a tensor of shape {list(part.shape)} has replaced this rank's part, whose "
+                f"axis {self.axis} has {sizes[rank()]} of {self.size}: replace, resize or tie "
+                "embeddings in the original, in one process, save it, and load that checkpoint"
             )
         return sizes
 

@@ -57,8 +57,8 @@ def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
         return run(x)
     if torch.compiler.is_exporting():
         raise RuntimeError(
-            "torch.export keeps no gradients of collectives: export under "
-            "torch.no_grad(), to run the program but not to train it"
+            "torch.export drops the gradients of collectives: export under "
+            "torch.no_grad(). The program can run, but not train"
         )
     apply: Callable[..., Tensor] = _Collective.apply
     return apply(x, run, run_gradient)
@@ -143,8 +143,8 @@ def single_rank_only(layer: Any = None) -> Any:
     """
     if world_size() > 1:
         raise NotImplementedError(
-            "this configuration brings in layers that the model had not when this file "
-            "was written, and how to split them is not known: write an output for it"
+            "this configuration adds layers that the model did not have when this file "
+            "was written: run slapo-rewrite on a model of this configuration"
         )
     return layer
 
@@ -213,8 +213,8 @@ def clip_grad_norm_(
     parameters: list[Any] = [model] if isinstance(model, Tensor) else list(model)
     if world_size() > 1 and not any(hasattr(p, "model_parallel") for p in parameters):
         raise ValueError(
-            "none of these parameters is known to be a part: `copy.deepcopy` and FSDP2 "
-            "make others; give the model itself"
+            "none of these parameters is known as a part: `copy.deepcopy` and FSDP2 "
+            "create new ones. Pass the model instead"
         )
     parameters = [p for p in parameters if p.grad is not None]
     is_first = rank() == 0

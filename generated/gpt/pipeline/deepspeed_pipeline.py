@@ -242,7 +242,7 @@ def check_layout(count: int, num_stages: int | None, topology: Any) -> None:
     world = dist.get_world_size()
     wanted = count if topology is None else topology.world_size()
     if world % wanted or (topology is not None and world != wanted):
-        raise ValueError(f"{world} processes do not make up a layout of {wanted} ranks")
+        raise ValueError(f"{world} processes do not fit a topology of {wanted} ranks")
 
 
 def with_all_gradients(module: nn.Module, given: tuple[Any, ...]) -> Any:

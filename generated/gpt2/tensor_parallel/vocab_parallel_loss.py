@@ -39,9 +39,9 @@ class _LogSumAndTarget(torch.autograd.Function):
         # `once_differentiable` would not refuse this for constant gradients.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "the gradient of a loss of split logits has none of its own, as "
-                "create_graph=True wants it: gather them, by the schedule's "
-                'sync("fwd_post", "all_gather", axis=-1) at the layer that gives them'
+                "a loss of split logits has no second derivative, which create_graph=True "
+                'needs: gather the logits with sync("fwd_post", "all_gather", axis=-1) in '
+                "the schedule, at the layer that computes them"
             )
         softmax, column, elsewhere = ctx.saved_tensors
         at_target = at_target.masked_fill(elsewhere, 0).unsqueeze(-1)

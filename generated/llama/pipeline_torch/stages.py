@@ -101,16 +101,16 @@ def check_settings(model: nn.Module, settings: Mapping[str, Any]) -> None:
         if expected is ...:
             if found is None:
                 raise ValueError(
-                    f"`{path}` is None, and the stages were written for a model where "
-                    "it is not: let slapo-rewrite write them again for this model"
+                    f"`{path}` is None, but the stages were written for a model where it is "
+                    "not: run slapo-rewrite again for this model"
                 )
         elif hasattr(expected, "holds") and expected.holds(found, model):
             continue
         elif found is not expected and found != expected:
             shown = type(found).__name__ if isinstance(found, nn.Module) else found
             raise ValueError(
-                f"`{path}` is {shown}, and the stages were written for {expected}: "
-                "let slapo-rewrite write them again for this model"
+                f"`{path}` is {shown}, but the stages were written for {expected}: "
+                "run slapo-rewrite again for this model"
             )
 
 
@@ -125,8 +125,8 @@ def check_ties(model: nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
     found = {tuple(sorted(set(group))) for group in names.values() if len(group) > 1}
     if other := found ^ set(ties):
         raise ValueError(
-            f"parameters are shared otherwise than in the stages: {sorted(other)}; "
-            "let slapo-rewrite write them again for this model"
+            f"this model ties other parameters than the stages do: {sorted(other)}; "
+            "run slapo-rewrite again for this model"
         )
 
 
@@ -156,8 +156,8 @@ def keep(
     held = list(held)
     if any(isinstance(m, nn.ModuleList) and not len(m) for m in held):
         raise ValueError(
-            "a stage would hold none of the layers: the model has fewer than the one that "
-            "was cut; let slapo-rewrite write the stages again for this model"
+            "a stage would have no layers: the model has fewer layers than the one that "
+            "was cut; run slapo-rewrite again for this model"
         )
     modules = {inner for m in held if isinstance(m, nn.Module) for inner in m.modules()}
     tensors = {id(tensor) for tensor in tensors_of(held)}
@@ -202,7 +202,7 @@ class SendableGradients(torch.autograd.Function):
 def check_names(inputs: Iterable[str], names: set[str]) -> None:
     """Refuses arguments that the stages were not written for."""
     if {*inputs} != names:
-        raise TypeError(f"the stages take {sorted(names)}, and not {sorted(inputs)}")
+        raise TypeError(f"the stages take {sorted(names)}, not {sorted(inputs)}")
 
 
 def load_held(stage: nn.Module, full: Mapping[str, Tensor], **how: Any) -> None:

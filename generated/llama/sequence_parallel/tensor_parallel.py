@@ -57,8 +57,8 @@ def collective(x: Tensor, run: Map, run_gradient: Map) -> Tensor:
         return run(x)
     if torch.compiler.is_exporting():
         raise RuntimeError(
-            "torch.export keeps no gradients of collectives: export under "
-            "torch.no_grad(), to run the program but not to train it"
+            "torch.export drops the gradients of collectives: export under "
+            "torch.no_grad(). The program can run, but not train"
         )
     apply: Callable[..., Tensor] = _Collective.apply
     return apply(x, run, run_gradient)
@@ -199,8 +199,8 @@ def clip_grad_norm_(
     parameters: list[Any] = [model] if isinstance(model, Tensor) else list(model)
     if world_size() > 1 and not any(hasattr(p, "model_parallel") for p in parameters):
         raise ValueError(
-            "none of these parameters is known to be a part: `copy.deepcopy` and FSDP2 "
-            "make others; give the model itself"
+            "none of these parameters is known as a part: `copy.deepcopy` and FSDP2 "
+            "create new ones. Pass the model instead"
         )
     parameters = [p for p in parameters if p.grad is not None]
     is_first = rank() == 0

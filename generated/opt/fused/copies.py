@@ -65,28 +65,28 @@ def compare_gradients() -> None:
     records, loaded = zip(*everyones, strict=True)
     if loaded[0] and len({*loaded}) == 1:
         raise RuntimeError(
-            "all ranks have loaded one rank's state of the optimizer: save a file for each, "
+            "all ranks have loaded one rank's optimizer state: save a file for each rank, "
             "or `sharded_state(model, optimizer)` of a model rewritten `--with sharded_state`"
         )
     pairs = [zip(*each, strict=True) for each in zip(*records, strict=False)]
     gradients, values = zip(*pairs, strict=True) if pairs else ((), ())
     if any(max(n) - min(n) > ALIKE * max(n) for n in values):
         raise RuntimeError(
-            "the ranks began with other values of what each has a copy of: begin with "
-            "`loading.build`, or load the same weights"
+            "replicated parameters had different values on the ranks when training began: "
+            "begin with `loading.build`, or load the same weights"
         )
     large = [n for n in gradients if max(n) > SMALL * max(map(max, gradients))]
     differ = [max(n) - min(n) > ALIKE * max(n) for n in large]
     if len({*map(len, records)}) > 1 or (differ and all(differ)):
         raise RuntimeError(
-            "the ranks have trained otherwise what each has a copy of: they have left out "
-            "other steps, or scaled by a norm of their own, as torch.nn.utils."
-            "clip_grad_norm_ does. Clip by `tensor_parallel.clip_grad_norm_(model, "
-            "max_norm)`, and scale by torch's ShardedGradScaler"
+            "the ranks have trained replicated parameters differently: they skipped "
+            "different steps, or clipped by the norm of their own gradients, as torch.nn."
+            "utils.clip_grad_norm_ does. Clip with `tensor_parallel.clip_grad_norm_(model, "
+            "max_norm)`, and scale with torch's ShardedGradScaler"
         )
     if any(differ):
         warnings.warn(
-            f"{sum(differ)} gradients of what each rank has a copy of differ between the "
-            "ranks: those that share layers have to take the same batches",
+            f"the gradients of {sum(differ)} replicated parameters differ between the "
+            "ranks: ranks that share layers have to get the same batches",
             stacklevel=3,
         )

@@ -112,12 +112,12 @@ def check_seeds() -> None:
     """Refuses ranks that would not draw the weights that one process draws."""
     device = torch.get_default_device()
     if device.type == "meta":
-        raise ValueError("weights cannot be made on the meta device: leave it")
+        raise ValueError("the meta device has no weights: leave `torch.device('meta')`")
     if world_size() == 1:
         return
     random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
     if not are_alike(random.get_rng_state().to(device)):
         raise ValueError(
-            "the ranks of a tensor-parallel group must be seeded alike before the model is "
-            "built, to draw parts of the same weights: torch.manual_seed(0) on each, say"
+            "all ranks of a tensor-parallel group need the same seed before the model is "
+            "built, so that they draw the same weights: torch.manual_seed(0), for example"
         )

@@ -218,8 +218,8 @@ def own_numbers(mesh: DeviceMesh, count: int) -> range:
     axes = mesh.mesh_dim_names or ()
     if "pp" not in axes:
         raise ValueError(
-            f"the mesh has no axis `pp` to lay {count} stages out on, but {axes}: name "
-            "its axes in `init_device_mesh`"
+            f"the mesh has no axis `pp` for the {count} stages, only {axes}: name its axes "
+            "in `init_device_mesh`"
         )
     ranks = mesh.size(axes.index("pp"))
     if count % ranks:
@@ -261,8 +261,8 @@ class SameSizes:
         self.sizes = self.sizes or sizes
         if sizes != self.sizes:
             raise ValueError(
-                f"`{type(module).__name__}` hands on tensors of {sizes}, and of {self.sizes} at "
-                "first: sizes that depend on what a batch holds cannot be sent"
+                f"`{type(module).__name__}` returns tensors of sizes {sizes}, and at first "
+                f"returned {self.sizes}: sizes that depend on the batch cannot be sent"
             )
 
 
@@ -325,8 +325,8 @@ class Schedule:
         self.takes_several = issubclass(kind, PipelineScheduleMulti)
         if len(stages) > 1 and not self.takes_several:
             raise ValueError(
-                f"`{kind.__name__}` runs one stage on a rank, and there are "
-                f"{len(stages)}: take `ScheduleInterleaved1F1B`, say"
+                f"`{kind.__name__}` runs one stage on a rank, but there are "
+                f"{len(stages)}: use `ScheduleInterleaved1F1B`, for example"
             )
         self.stages, self.kind, self.n_microbatches = stages, kind, n_microbatches
         self.shared, self.options = shared, options
@@ -387,7 +387,7 @@ class Schedule:
         """
         target = batch["target"]
         if target is None and trains:
-            raise ValueError("there is nothing to train for: the labels are None")
+            raise ValueError("training needs labels, but they are None")
         sizes = {
             name: (value.shape, value.dtype) if isinstance(value, Tensor) else value
             for name, value in batch.items()
@@ -417,8 +417,8 @@ class Schedule:
             s.stage_index_to_group_rank[s.stage_index] != s.group_rank for s in stages
         ):
             raise ValueError(
-                f"`{self.kind.__name__}` wants other stages on a rank than `build` makes, "
-                "which go round: take `ScheduleInterleavedZeroBubble`, say"
+                f"`{self.kind.__name__}` places stages on ranks differently than `build`, "
+                "round robin: use `ScheduleInterleavedZeroBubble`, for example"
             )
         for hook in self.hooks:
             hook.remove()
