@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from slapo_rewrite.code.arguments import values_given
-from slapo_rewrite.code.blocks import blocks, statements
+from slapo_rewrite.code.blocks import DEFINITIONS, blocks, statements
 from slapo_rewrite.code.dataflow import assigned_in, bound_in
 from slapo_rewrite.code.effects import is_in_place
 from slapo_rewrite.code.file import SourceFile
@@ -130,10 +130,16 @@ def obstacle(run: tuple[ast.stmt, ...], inputs: Iterable[str]) -> Obstacle | Non
 
 def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None:
     """The first statement in a method that changes one of the arguments `given` in place."""
-    given = set(given)
-    for statement in statements(tuple(method.body)):
+    return _change_and_given(method.body, given)[0]
+
+
+def _change_and_given(
+    body: Iterable[ast.stmt], given: set[str]
+) -> tuple[Obstacle | None, set[str]]:
+    """The first change of an argument in a block, and the names of arguments after the block."""
+    for statement in body:
         if found := _changing(statement, given):
-            return found
+            return found, given
         if isinstance(statement, ast.Assign):
             # The targets become aliases of arguments, or stop being such.
             before = given
@@ -141,7 +147,15 @@ def change_of_given(method: ast.FunctionDef, given: set[str]) -> Obstacle | None
                 value = bound_to or statement.value
                 means_it = root_of(value) in before and not is_size(value)
                 given = given | bound_in(target) if means_it else given - bound_in(target)
-    return None
+        inner = () if isinstance(statement, DEFINITIONS) else blocks(statement)
+        ends = [_change_and_given(block, given) for block in inner]
+        for found, _ in ends:
+            if found:
+                return found, given
+        # On some path around a block, names may still mean arguments.
+        is_past = isinstance(statement, ast.With) or bool(getattr(statement, "orelse", ()))
+        given = set().union(*(left for _, left in ends), () if ends and is_past else given)
+    return None, given
 
 
 def varying(file: SourceFile, nodes: Iterable[ast.AST]) -> Obstacle | None:

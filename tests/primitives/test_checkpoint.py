@@ -481,13 +481,25 @@ class Model(nn.Module):
 """
 
 
-def test_what_a_call_gives_beside_others_is_no_argument_any_more(tmp_path):
-    schedule = SCHEDULE + '    s["blocks.*"].checkpoint()\n'
-    assert "checkpoint" in changed_lines(rewritten(tmp_path, SUMMED, schedule))
+COPIED_IF = """noted = x.mean()
+        if noted is None:
+            x = x.clone()
+"""
 
 
 @pytest.mark.parametrize(
-    "bound", ["x, noted = x, x.mean()", "(x, noted), more = x, 1", "noted, x = x, residual"]
+    "bound",
+    ["x, noted = self.attend(x)", f"{COPIED_IF}        else:\n            x = self.first(x)"],
+)
+def test_what_a_call_gives_beside_others_is_no_argument_any_more(bound, tmp_path):
+    source = SUMMED.replace("x, noted = self.attend(x)", bound)
+    schedule = SCHEDULE + '    s["blocks.*"].checkpoint()\n'
+    assert "checkpoint" in changed_lines(rewritten(tmp_path, source, schedule))
+
+
+@pytest.mark.parametrize(
+    "bound",
+    ["x, noted = x, x.mean()", "(x, noted), more = x, 1", "noted, x = x, residual", COPIED_IF],
 )
 def test_an_argument_that_is_bound_again_beside_others_is_one(bound, tmp_path):
     source = SUMMED.replace("x, noted = self.attend(x)", bound)
