@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 
+from slapo_rewrite import errors
 from slapo_rewrite.changes.bases import DeriveFrom
 from slapo_rewrite.changes.construction import ReplaceModule, UseParallelLayer, unknown_unit
 from slapo_rewrite.changes.late import Late
@@ -18,6 +19,7 @@ from slapo_rewrite.code.dataflow import names_in
 from slapo_rewrite.code.text import within
 from slapo_rewrite.code.written_out import with_arguments
 from slapo_rewrite.directive import Causes, merged_causes
+from slapo_rewrite.model.construction_calls import first_class_of
 from slapo_rewrite.model.construction_sites import Site
 from slapo_rewrite.model.join import Sources, find_site, given_partial, known_site, size_at
 from slapo_rewrite.model.layers import IN_UNITS, Layer, Unit, base_of, replicated, size_of
@@ -42,6 +44,15 @@ def place_layer(
         return
     fitted = _fitted(to, node, layer)
     fitted = fitted if other is None else other(fitted)
+    if (made_as := first_class_of(node.live)) is not node.cls:
+        site = known_site(to.files.sources, node)
+        raise errors.UnfollowableConstruction(
+            f"{node.shown} is made as `{made_as.__name__}`, and becomes `{node.cls.__name__}` "
+            "later",
+            at=site.file.at(site.value) if site is not None else None,
+            cause=causes,
+            hint=f"make it as `{node.cls.__name__}` at once",
+        )
     if base is not node.cls:
         what = DeriveFrom(fitted, base.__name__)
         to.home(node).changes.add(node.path, AtBase(), what, causes)

@@ -52,6 +52,7 @@ class _Record:
     """How a module was made, and of which module it is a copy."""
 
     of: int = 0  # the `id` of the module that the constructor made
+    cls: type | None = None  # its class then
     stack: Stack = ()
     scopes: tuple[Scope, ...] = ()
     order: int = 0  # greater than for all modules that were made before
@@ -82,7 +83,7 @@ def recorded() -> Iterator[None]:
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         stack, scopes = _calls(self, sys._getframe(1), around)
         original(self, *args, **kwargs)
-        vars(self).setdefault(_RECORD, _Record(id(self), stack, scopes, next(_orders)))
+        vars(self).setdefault(_RECORD, _Record(id(self), type(self), stack, scopes, next(_orders)))
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -131,6 +132,11 @@ def sets_noted() -> Iterator[Sets]:
 def stack_of(module: nn.Module) -> Stack:
     """The call stack of a module; empty if it was not made while stacks were recorded."""
     return _record(module).stack
+
+
+def first_class_of(module: nn.Module) -> type:
+    """The class that a module was made as; code may have given it another one since."""
+    return _record(module).cls or type(module)
 
 
 def is_copy(module: nn.Module) -> bool:

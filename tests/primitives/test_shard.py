@@ -292,6 +292,15 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
         ),
         (MLP, PAIR + '    s["fc_in"].shard("weight", axis=1)\n', "SR303", "already sharded"),
         (
+            MLP.replace(
+                "= nn.Identity()\n", "= nn.Identity()\n        self.fc_in.__class__ = Scaled\n"
+            )
+            + "\n\nclass Scaled(nn.Linear):\n    pass\n",
+            PAIR,
+            "SR103",
+            "is made as `Linear`, and becomes `Scaled` later",
+        ),
+        (
             MLP.replace("F.gelu(", "self.scale * F.gelu(").replace(
                 "= nn.Identity()\n",
                 "= nn.Identity()\n        self.scale = len(self.fc_in.weight) ** -0.5\n",
