@@ -261,7 +261,7 @@ def test_axis_out_of_range(run: Run):
 
 def test_parts_that_do_not_divide(run: Run):
     text = run('s["head"].shard("weight", axis=0, parts=4)')
-    assert "`head.weight` has size 30 there: it cannot be cut in 4 equal parts" in text
+    assert "`head.weight` has size 30 there: it cannot be cut into 4 equal parts" in text
     assert "add up to 29" in run('s["head"].shard("weight", axis=0, parts=[10, 19])')
 
 

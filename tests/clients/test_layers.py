@@ -70,11 +70,11 @@ def check_adapters():
             weight_norm(layer)
             model.inner[0] = LowRank(layer, 6, 6)
             continue
-        with pytest.raises(RuntimeError, match="`0` of `Sequential` works on this rank's part"):
+        with pytest.raises(RuntimeError, match="`0` of `Sequential` would work on this rank's"):
             model.inner[0] = LowRank(layer, 6, 6)
         assert model.inner[0] is layer
         if layer.sharded_parameters:
-            with pytest.raises(RuntimeError, match=r"`weight_orig` of .* and of pruning"):
+            with pytest.raises(RuntimeError, match=r"`weight_orig` of .* and pruning"):
                 prune.l1_unstructured(layer, "weight", amount=0.5)
             said = pytest.raises(RuntimeError, match=r"`weight_g` of .* this rank's part")
             with said, pytest.warns(FutureWarning):

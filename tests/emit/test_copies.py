@@ -303,7 +303,7 @@ def test_lines_of_a_copy_are_explained(package, capsys):
 
 def test_a_single_file_cannot_hold_two(package):
     (package.folder / "s.py").write_text(SCHEDULE)
-    with pytest.raises(errors.Unsupported, match=r"changes blocks\.py beside model.py") as caught:
+    with pytest.raises(errors.Unsupported, match=r"changes both blocks\.py and model.py") as caught:
         rewrite(package.model, str(package.folder / "s.py"), single_file=True)
     assert "leave out --single-file" in caught.value.render()
 

@@ -69,6 +69,6 @@ def test_an_output_is_current_with_the_same_helpers_only(given, tmp_path, capsys
     assert main([*command, *further[2:], *further[:2], "--check"]) == 0
     capsys.readouterr()
     assert main([*command, "--check"]) == 1
-    assert "further helpers were load_pretrained, save_pretrained, and are none" in (
+    assert "further helpers were load_pretrained, save_pretrained, and are now none" in (
         capsys.readouterr().out
     )

@@ -219,7 +219,7 @@ def test_what_others_import_is_not_changed_under_them(capsys):
     assert write("two", "up.py") == 2
     assert (held("support"), held("two")) == before
     shown = capsys.readouterr().err
-    assert "error[SR406]" in shown and "what one import" in shown
+    assert "error[SR406]" in shown and "the helpers that one import" in shown
     # As it advises: another folder, for the others as well.
     assert write("two", "up.py", support="newer") == 0
     assert write("one", support="newer") == 0

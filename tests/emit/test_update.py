@@ -188,7 +188,7 @@ def test_another_version_of_a_package(capsys):
     content = json.loads(path.read_text())
     content["packages"]["torch"] = "2.11.0"
     path.write_text(record.dumped(content))
-    assert re.match(r"torch is 2\S+ now; it was 2\.11\.0\n", update(capsys))
+    assert re.match(r"torch was 2\.11\.0, and is now 2\S+\n", update(capsys))
     assert contents() == anew()
 
 
@@ -268,7 +268,7 @@ def test_a_check_writes_nothing(capsys):
     before = contents()
     shown = update(capsys, "--check", code=1)
     assert "the schedule s.py has changed" in shown and "not current: net.py" in shown
-    assert shown.endswith("\nslapo-rewrite update out makes it current\n")
+    assert shown.endswith("\nrun slapo-rewrite update out\n")
     assert contents() == before
     assert "give one" in update(capsys, "--check", "--force", code=2)
 
