@@ -61,6 +61,7 @@ class Staged(Original):
 
     Attributes:
         drawn: The initial weights of the whole rewritten model.
+        redrawn: The names of those that its class leaves as memory has them.
         steps: The inputs of each step: the micro-batches of all replicas.
         draws: Whether the original draws random numbers.
     """
@@ -82,7 +83,8 @@ class Staged(Original):
         own = self.rewritten_module.__name__
         kind = next(base for base in pipeline.STAGES[0].__mro__ if base.__module__ == own)
         built = self.built_from(kind)
-        self.drawn = built.weights
+        self.drawn, again = built.weights, self.built_from(kind).weights
+        self.redrawn = {n for n in again if not torch.equal(again[n], self.drawn[n])}
         for model in (self.original, self.exact):
             if model is not None:  # built from another seed, and loading weights leaves these
                 fill_unsaved(model, built.unsaved)

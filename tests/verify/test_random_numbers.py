@@ -63,3 +63,20 @@ def test_what_a_constructor_draws_is_the_same(tmp_path, schedule):
     world = Layout(2) if schedule is CUT else 1
     report = verify(written(tmp_path, rewritten(tmp_path, source, schedule)).parent, [world])
     assert report.ok, report.render()
+
+
+@pytest.mark.processes
+def test_what_a_class_leaves_as_memory_has_it_has_no_value_to_start_with(tmp_path):
+    """The clock stands for memory that nothing sets: each process has something else in it."""
+    scale = "nn.Parameter(torch.full((width,), 1 + time.monotonic_ns() % 997 / 997))"
+    source = STACK.replace(
+        "nn.Linear(width, width)\n", f"nn.Linear(width, width)\n{8 * ' '}self.scale = {scale}\n"
+    )
+    source = f"import time\n{source.replace('self.linear(x)', 'self.linear(x) * self.scale')}"
+    sets = (
+        "def verify_model(m):\n    made = model(m)\n    for parameter in made.parameters():\n"
+        "        torch.nn.init.normal_(parameter)\n    return made\n\n\ndef schedule"
+    )
+    plan = CUT.replace("def schedule", sets)
+    report = verify(written(tmp_path, rewritten(tmp_path, source, plan)).parent, [Layout(2)])
+    assert report.ok, report.render()
