@@ -83,7 +83,10 @@ class Staged(Original):
         own = self.rewritten_module.__name__
         kind = next(base for base in pipeline.STAGES[0].__mro__ if base.__module__ == own)
         built = self.built_from(kind)
+        is_set = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
         self.drawn, again = built.weights, self.built_from(kind).weights
+        torch.use_deterministic_algorithms(is_set)
         self.redrawn = {n for n in again if not torch.equal(again[n], self.drawn[n])}
         for model in (self.original, self.exact):
             if model is not None:  # built from another seed, and loading weights leaves these
