@@ -563,7 +563,7 @@ def test_two_stages_meet_elsewhere_where_they_cannot_between_layers(tmp_path):
     first, second = pipeline(output.files["pipeline.py"]).split("class ModelStage1")
     assert "self.tower(x)" in first and "self.backbone(x)" in second
     (warning,) = (w for w in output.warnings if "no stage can end" in w)
-    assert "after `tower.layers.2`, and ends after `tower`: the stages do not" in warning
+    assert "after `tower.layers.2`, so it ends after `tower`: the stages do not" in warning
     # Where one module is named, that is the place.
     assert "the stages do not" in refused(tmp_path, text, schedule.replace(evenly, cut), "SR310")
     three = schedule.replace("cut_evenly(2", "cut_evenly(3")
