@@ -218,14 +218,14 @@ def test_layers_stay_whole_where_what_is_in_them_cannot_be_cut(tmp_path):
     output = rewritten(tmp_path, cannot, scheduled("s.cut_evenly(2)"))
     assert "self.first, self.s[:1]" in output.files["pipeline.py"]
     (warning,) = (w for w in output.warnings if "no stage can end" in w)
-    assert "after `s.1.blocks.2`, and ends after `s.0`: a loop with `break`" in warning
+    assert "after `s.1.blocks.2`, so it ends after `s.0`: a loop with `break`" in warning
 
 
 def test_stages_say_how_many_layers_they_are_written_for():
     whole = nn.Module()
     whole.s = nn.ModuleList([nn.Linear(2, 2)] * 3)
     check_settings(whole, {"s": Count(3)})
-    with pytest.raises(ValueError, match=r"`s` is ModuleList, and .* for 4 of its layers"):
+    with pytest.raises(ValueError, match=r"`s` is ModuleList, but .* for 4 of its layers"):
         check_settings(whole, {"s": Count(4)})
 
 
