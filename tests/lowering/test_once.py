@@ -617,14 +617,14 @@ def test_however_it_is_called(tmp_path, call):
     )
     source += "\n\ndef run(module, *given):\n    return module(*given)\n"
     words = refused(tmp_path, source, SCHEDULE.format(arguments=""), "SR305")
-    assert "`forward` changes `held[0]` in place after `blocks.0` was given it" in words
+    assert "`forward` changes `held[0]` in place after passing it to `blocks.0`" in words
 
 
 TAKEN = {
-    "given.append(x)": "`forward` changes `given` in place after `blocks.0` was given it",
-    "self.note(given, x)": "`forward` changes `given` in place after `blocks.0` was given it",
-    "note(x, given)": "`forward` changes `given` in place after `blocks.0` was given it",
-    "self.last(given[0])": "`forward` changes `given[0]` in place after `blocks.0` was given it",
+    "given.append(x)": "`forward` changes `given` in place after passing it to `blocks.0`",
+    "self.note(given, x)": "`forward` changes `given` in place after passing it to `blocks.0`",
+    "note(x, given)": "`forward` changes `given` in place after passing it to `blocks.0`",
+    "self.last(given[0])": "`forward` changes `given[0]` in place after passing it to `blocks.0`",
 }
 
 
@@ -655,7 +655,7 @@ def test_what_a_part_of_a_method_is_given_stays_as_it_is(tmp_path):
         "y = self.down(h)\n        h += 1\n        return x + y + h.mean()",
     )
     words = refused(tmp_path, source, SCHEDULE.format(arguments='"down"'), "SR305")
-    assert "`forward` changes `h` in place after a part of `Block.forward` was given it" in words
+    assert "`forward` changes `h` in place after passing it to a part of `Block.forward`" in words
 
 
 def test_an_activation_in_place_is_not_checkpointed(tmp_path):

@@ -295,7 +295,7 @@ def test_a_tied_weight_keeps_its_name(tmp_path):
         ("PlainMLP, weights=MLP, args='wdith, 2'", "SR206", "name 'wdith' is not defined"),
         ("PlainMLP, weights={'gate.weight': 3}", "SR206", "`weights` maps names"),
         ("PlainMLP, weights='gate.weight'", "SR206", "`weights` must be a dictionary"),
-        ("lambda a, b: nn.Identity(), weights=MLP", "SR206", "a name of its own"),
+        ("lambda a, b: nn.Identity(), weights=MLP", "SR206", "with a name, at the top level"),
         ("dict, weights=MLP, args=''", "SR206", "cannot be imported"),
     ],
 )
