@@ -1,8 +1,8 @@
 """AlbertForMaskedLM in its default configuration.
 
-What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
-0.2.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
-collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+Derived from the model by slapo-rewrite 0.2.0: which layers can be split, and how long their
+collectives take, for one layer of each kind. `slapo-rewrite explain` shows the collectives that
+`infer_sync` adds. This is an ordinary schedule: edit it, and use it with `--schedule FILE`.
 """
 
 from transformers import AlbertConfig
@@ -14,7 +14,7 @@ def model(m):
 
 
 def verify_model(m):
-    """A small one, without dropout, that is run to verify."""
+    """A small model, without dropout, for verification."""
     return m.AlbertForMaskedLM(
         AlbertConfig(
             vocab_size=203,
@@ -45,23 +45,23 @@ def schedule(
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
-    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits on each of `ranks` GPUs that share layers, at the least time;
-    `ckpt_ratio` means nothing then.
-    With `fuse` every rule that pays is applied first, before anything is split.
-    With `autocast` of "bfloat16" or "float16" products are in half precision.
+    With `memory` (such as "40GiB") the layers to recompute are chosen so that a step of `batch`
+    rows of `sequence` tokens fits on each of `ranks` GPUs that share layers, in the least time;
+    `ckpt_ratio` is then ignored.
+    With `fuse` every rule that pays is applied first, before layers are split.
+    With `autocast` "bfloat16" or "float16" products are in half precision.
     """
     if fuse:
         s.apply_all()
     layers = s["albert.encoder.albert_layer_groups"]
     if tensor_parallel:
-        # 134 million parameters: outputs are split, then inputs, and what comes out is summed.
+        # 134 million parameters: split by outputs, then by inputs, and the results are summed.
         layers["*.albert_layers.*.ffn"].shard(["weight", "bias"], axis=0)
         layers["*.albert_layers.*.ffn_output"].shard("weight", axis=1)
-        # 67.1 million parameters: outputs are split, then inputs, and what comes out is summed.
+        # 67.1 million parameters: split by outputs, then by inputs, and the results are summed.
         layers["*.albert_layers.*.attention.{query,key,value}"].shard(["weight", "bias"], axis=0)
         layers["*.albert_layers.*.attention.dense"].shard("weight", axis=1)
-        # 3.87 million parameters: each rank has as many words of the vocabulary.
+        # 3.87 million parameters: each rank has the same number of words of the vocabulary.
         s["albert.embeddings.word_embeddings"].shard("weight", axis=0)
         s["predictions.decoder"].shard(["weight", "bias"], axis=0)
         if parallel_loss:
@@ -82,4 +82,4 @@ def schedule(
     else:
         layers[:ckpt_ratio].checkpoint()
 
-# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, 2de7a8f7d212effc
+# slapo-rewrite 0.2.0: worked out of 1034ec3b85c14da1, e948c3e33f4dade5

@@ -1,8 +1,8 @@
 """OPTForCausalLM in its default configuration.
 
-What is split, whether it may be, and what its collectives take was worked out by slapo-rewrite
-0.2.0 from the model itself, for one layer of each kind. `slapo-rewrite explain` shows the
-collectives that `infer_sync` adds. It is an ordinary schedule: edit it, and give it by its name.
+Derived from the model by slapo-rewrite 0.2.0: which layers can be split, and how long their
+collectives take, for one layer of each kind. `slapo-rewrite explain` shows the collectives that
+`infer_sync` adds. This is an ordinary schedule: edit it, and use it with `--schedule FILE`.
 """
 
 from transformers import OPTConfig
@@ -14,7 +14,7 @@ def model(m):
 
 
 def verify_model(m):
-    """A small one, without dropout, that is run to verify."""
+    """A small model, without dropout, for verification."""
     return m.OPTForCausalLM(
         OPTConfig(
             vocab_size=203,
@@ -47,26 +47,26 @@ def schedule(
 
     With `parallel_loss` the logits stay split where training computes a loss of them, and only the
     loss is summed; without it they are gathered on every rank.
-    With `memory`, "40GiB" say, it is chosen what to recompute so that a training step of `batch`
-    rows of `sequence` tokens fits on each of `ranks` GPUs that share layers, at the least time;
-    `ckpt_ratio` means nothing then.
-    With `fuse` every rule that pays is applied first, before anything is split.
-    With `autocast` of "bfloat16" or "float16" products are in half precision.
-    With `pipeline_stages` of more than 1 the output has a `pipeline.py` of so many stages, run by
-    DeepSpeed, or with `pipeline_engine` "torch" by `torch.distributed.pipelining`.
+    With `memory` (such as "40GiB") the layers to recompute are chosen so that a step of `batch`
+    rows of `sequence` tokens fits on each of `ranks` GPUs that share layers, in the least time;
+    `ckpt_ratio` is then ignored.
+    With `fuse` every rule that pays is applied first, before layers are split.
+    With `autocast` "bfloat16" or "float16" products are in half precision.
+    With `pipeline_stages` above 1 the output has a `pipeline.py` with this number of stages, for
+    DeepSpeed, or with `pipeline_engine` "torch" for `torch.distributed.pipelining`.
     """
     if fuse:
         s.apply_all()
     layers = s["model.decoder.layers"]
     if tensor_parallel:
-        # 56.7 million parameters: outputs are split, then inputs, and what comes out is summed.
+        # 56.7 million parameters: split by outputs, then by inputs, and the results are summed.
         layers["*.fc1"].shard(["weight", "bias"], axis=0)
         layers["*.fc2"].shard("weight", axis=1)
-        # 28.3 million parameters: outputs are split, then inputs, and what comes out is summed.
+        # 28.3 million parameters: split by outputs, then by inputs, and the results are summed.
         layers["*.self_attn.{q_proj,k_proj,v_proj}"].shard(["weight", "bias"], axis=0)
         layers["*.self_attn.out_proj"].shard("weight", axis=1)
-        # 40.2 million parameters: each rank has as many words of the vocabulary, and as many rows
-        # of other tables.
+        # 40.2 million parameters: each rank has the same number of words of the vocabulary, and as
+        # many rows of other tables.
         s["model.decoder.{embed_tokens,embed_positions}"].shard("weight", axis=0)
         s["lm_head"].shard("weight", axis=0)
         if parallel_loss:
@@ -87,4 +87,4 @@ def schedule(
     if pipeline_stages != 1:
         s.cut_evenly(pipeline_stages, target=pipeline_engine)
 
-# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, 77367218f49e4cfd
+# slapo-rewrite 0.2.0: worked out of ca061a8b3b4ab973, 01be3be993215aa6
