@@ -156,7 +156,7 @@ def test_a_model_of_images_gets_inputs_of_its_own(tmp_path):
     settings = ["memory=1TiB", "autocast=bfloat16"]
     output = rewrite("transformers.models.vit.modeling_vit", str(tmp_path / "s.py"), settings)
     assert "BFloat16" in output.files["modeling_vit.py"]
-    assert "are predicted for 8 rows of `inputs`" in output.files["rewrite.json"]
+    assert "predicted for 8 rows of `inputs`" in output.files["rewrite.json"]
 
 
 def test_both_towers_of_a_contrastive_model_are_trained_and_split():
@@ -429,7 +429,7 @@ def test_only_a_producer_that_is_blamed_is_left_out_of_the_others(tmp_path, monk
         Oracle, "_found", lambda oracle, lines: asked.append(lines) or refusal(oracle, lines)
     )
     text = derive(str(source)).text
-    assert "`mixers.*.{a,b,c,d,e,f,narrow,out}`: `mul` joins a part" in text
+    assert "`mixers.*.{a,b,c,d,e,f,narrow,out}`: `mul` combines a part" in text
     assert sum("mixers.*.out" in str(lines) for lines in asked) == 2  # of all, and without `a`
     assert len({*map(tuple, asked)}) == len(asked)
 
@@ -1087,7 +1087,7 @@ def test_of_what_cannot_be_split_the_refusal_of_the_likeliest_way_is_said(tmp_pa
     source = source.replace("* self.temperature", "* self.temperature.softmax(0)")
     found = derived(tmp_path, source, STEP.replace("WIDTH", "1024"))
     said = " ".join(found.text.replace("#", " ").split())
-    assert "`attention.out`: `mul` joins a part" in said
+    assert "`attention.out`: `mul` combines a part" in said
 
 
 GIVEN = """

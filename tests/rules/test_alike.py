@@ -324,7 +324,7 @@ APART = {
         "pass",
     ),
     "`up` gives is written to": ("u = self.up(x)\nreturn F.silu(self.gate(x)) * u.relu_()", "pass"),
-    "`stride` reads how what `up` gives": (
+    "`stride` depends on the memory layout of what `up` gives": (
         "g, u = self.gate(x), self.up(x)\nreturn F.silu(g) * u * u.stride(0)",
         "pass",
     ),

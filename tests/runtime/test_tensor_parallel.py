@@ -260,7 +260,7 @@ def check_vocab_parallel_embedding_bag():
                 sharded(torch.tensor([[0, wrong]]))
     with pytest.raises((ValueError, NotImplementedError)):  # these are means
         later(ids, bags, weights)
-    with pytest.raises(ValueError, match="largest"):
+    with pytest.raises(ValueError, match="maxima"):
         VocabParallelEmbeddingBag(10, 4, mode="max")
 
 

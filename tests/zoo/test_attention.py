@@ -279,7 +279,7 @@ def test_a_layer_that_is_given_a_part_is_split_over_what_it_is_given(tmp_path):
         "        self.dim = dim\n        self.gate = nn.Linear(dim, 3, bias=False)\n",
     )
     text = refused(tmp_path, source, SCHEDULE + THREE + ROW, "SR104")
-    assert 'as well, s["attention.gate"].shard("weight", axis=1), or' in text
+    assert 's["attention.gate"].shard("weight", axis=1), or' in text
 
 
 # A bias of each head (ALiBi, arXiv 2108.12409), made of numbers alone: (heads, 1, T).
