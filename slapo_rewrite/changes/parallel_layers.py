@@ -47,11 +47,11 @@ def place_layer(
     if (made_as := first_class_of(node.live)) is not node.cls:
         site = known_site(to.files.sources, node)
         raise errors.UnfollowableConstruction(
-            f"{node.shown} is made as `{made_as.__name__}`, and becomes `{node.cls.__name__}` "
-            "later",
+            f"{node.shown} is constructed as a `{made_as.__name__}`, but later becomes a "
+            f"`{node.cls.__name__}`",
             at=site.file.at(site.value) if site is not None else None,
             cause=causes,
-            hint=f"make it as `{node.cls.__name__}` at once",
+            hint=f"construct a `{node.cls.__name__}`",
         )
     if base is not node.cls:
         what = DeriveFrom(fitted, base.__name__)

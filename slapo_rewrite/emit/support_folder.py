@@ -182,7 +182,7 @@ def write_both(
         both = _meanwhile(others, name, _used_before(out, folder), uses)
         wrong = in_the_way(folder, both, record.SUPPORT)
         if wrong and not force:
-            hint = "--force overwrites them. Code for this model alone belongs into its own folder"
+            hint = "--force overwrites them. Code for this model alone belongs in its own folder"
             raise edited(folder, wrong, hint)
         known = recorded(folder, record.SUPPORT)
         names = [each for each in (*known, record.SUPPORT) if (folder / each).is_file()]

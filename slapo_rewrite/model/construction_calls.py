@@ -184,7 +184,8 @@ def last_set(module: nn.Module, name: str) -> errors.Span | None:
 def stand_in(module: nn.Module, other: nn.Module) -> None:
     """Gives a module the record of the module that it replaces."""
     own, made = _record(module), _record(other)
-    vars(module)[_RECORD] = replace(made, of=id(module), last=own.last, tensors=own.tensors)
+    again = replace(made, of=id(module), cls=type(module), last=own.last, tensors=own.tensors)
+    vars(module)[_RECORD] = again
 
 
 def depth(file: SourceFile, value: ast.expr, stack: Stack) -> int | None:

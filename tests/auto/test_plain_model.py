@@ -178,21 +178,11 @@ class Model(nn.Module):
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
 """
-OF_MASKED = """\
-import torch
-
-
-def model(m):
-    return m.Model(16)
-
-
-def inputs(model):
-    return {"x": torch.randn(2, 8, 16)}
-
-
-def loss(outputs):
-    return outputs.square().mean()
-"""
+OF_MASKED = (
+    GIVEN.replace("1024, 128", "16")
+    .replace("64, 16", "16")
+    .replace("model.blocks[0].up.in_features", "16")
+)
 
 
 def test_what_a_layer_adds_in_the_shape_of_a_parameter_is_split_with_it(tmp_path):

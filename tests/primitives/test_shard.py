@@ -298,7 +298,7 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
             + "\n\nclass Scaled(nn.Linear):\n    pass\n",
             PAIR,
             "SR103",
-            "is made as `Linear`, and becomes `Scaled` later",
+            "is constructed as a `Linear`, but later becomes a `Scaled`",
         ),
         (
             MLP.replace("F.gelu(", "self.scale * F.gelu(").replace(
@@ -339,6 +339,15 @@ def test_attributes_that_are_refused(lines, code, words, tmp_path):
 def test_refusals(source, lines, code, words, tmp_path):
     schedule = (IMAGES if source is BOTTLENECK else FLOATS) + lines
     assert words in refused(tmp_path, source, schedule, code)
+
+
+def test_a_layer_of_a_class_that_replaces_another_is_split(tmp_path):
+    """It was constructed as another class, but by no code that the output still has."""
+    scaled = "class Scaled(torch.nn.Linear):\n    pass\n\n\ndef schedule("
+    schedule = FLOATS.replace("def schedule(", scaled) + '    s["fc_in"].replace(Scaled)\n'
+    output = rewritten(tmp_path, MLP, schedule + PAIR)
+    assert "self.fc_in = Scaled(" in changed_lines(output)
+    assert "class Scaled(ColumnParallelLinear)" in output.files["modules.py"]
 
 
 @pytest.fixture(scope="module")
